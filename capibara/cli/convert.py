@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs it; returns the exit code."""
     parser = flags.ArgumentParser("capibara convert", _DESCRIPTION)
     parser.add_argument("action", nargs="?", choices=("list", "verify", "seal", "prune"))
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="for list, verify, seal, prune: the run folder, MODEL_DIR"
-    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="for list, verify, seal and prune: the run folder")
     parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where to write it")
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")

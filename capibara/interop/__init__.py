@@ -1,1 +1,1 @@
-"""Foreign models: their names, configurations and files, both ways."""
+"""Foreign models: names, configurations and files, to and from other frameworks."""

@@ -1,4 +1,4 @@
-"""From one form of a model to another: what `capibara convert --from --to` does."""
+"""Converts models between formats: the implementation of `capibara convert --from --to`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _MXFP4 = "mxfp4"
 _SPECIAL = ("bos", "eos", "pad")
-_SENTENCEPIECE = {"t5": "spiece.model"}  # the name of the model file, where it is not tokenizer.model
+_SENTENCEPIECE = {"t5": "spiece.model"}  # the model file's name, if it is not tokenizer.model
 
-Show = Callable[[str, str], None]  # (what is done, how far it is)
+Show = Callable[[str, str], None]  # (current action, progress)
 Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 
 
@@ -57,7 +57,7 @@ def _silent(topic: str, detail: str) -> None: ...
 
 
 class RunFolders(Protocol):
-    """training.run_folder, which this room does not import."""
+    """The functions of training.run_folder, which this room does not import."""
 
     def is_run(self, folder: str) -> bool: ...
 
@@ -80,15 +80,15 @@ class RunFolders(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OurModel:
-    """A trained model of ours as a ForeignModel: what its parameters are in a Hugging Face checkpoint.
+    """A trained model of ours as a ForeignModel, with its parameters as tensors of a Hugging Face checkpoint.
 
     Attributes:
-      config: of config.json.
-      tokenizer: files, by name.
-      about: its model card and licence files, by name.
-      vocabulary: of the run; None: that of the tokenizer.
-      stored: the dtype that it is written in where none is asked for: f32, bf16 or f16.
-      optimizer: as T5X has it; None: there is none, or not of a kind that T5X has.
+      config: contents of config.json.
+      tokenizer: tokenizer files, by name.
+      about: model card and licence files, by name.
+      vocabulary: of the run; None: the tokenizer's.
+      stored: the default dtype to write: f32, bf16 or f16.
+      optimizer: optimizer state in T5X's format; None: none, or of a kind that T5X does not have.
     """
 
     model: api.Model
@@ -104,7 +104,7 @@ class OurModel:
         return open_model.hf_shapes(self.model, self.config["model_type"])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All of them, in the order of `shapes`."""
+        """All tensors, in the order of `shapes`."""
         return open_model.hf_tensors(self.params, self.model, self.config["model_type"])
 
 
@@ -119,9 +119,9 @@ def of_run(
     """A run's model with its tokenizer.
 
     Args:
-      dataset: of the run: its vocabulary, and the length of its rows.
-      origin: what its initial weights came with, by name, config.json among them; None or empty: they were drawn.
-      trained: whether it has learnt anything since.
+      dataset: of the run, for its vocabulary and row length.
+      origin: files that came with its initial weights, by name, config.json included; None or empty: random weights.
+      trained: whether the run has trained since.
 
     Raises:
       UserError: transformers has no such architecture.
@@ -130,8 +130,8 @@ def of_run(
     began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
     if isinstance(model.config, api.EncoderDecoderConfig):
-        ids["decoder_start_token_id"] = vocabulary.pad_id  # as training and the engine begin
-    # The ids of a model are those of its tokenizer, unless it has learnt with another one.
+        ids["decoder_start_token_id"] = vocabulary.pad_id  # the decoder's first token in training and generation
+    # The special token ids are the tokenizer's, unless the run was trained with another tokenizer.
     ends = tokenizer_files.ids_of(began.get("eos_token_id"), hf_folder.CONFIG)
     own = bool(began) and (not trained or vocabulary.eos_id in ends)
     like = dict(began) if own else began | ids
@@ -159,23 +159,23 @@ def convert(
     show: Show = _silent,
     part: submodel_options.Asked | None = None,
 ) -> str:
-    """Writes a model in another form; returns a line that says what is there now.
+    """Writes a model in another format; returns a line that describes the result.
 
     Args:
-      path: a run folder, a folder of PEFT, of Hugging Face or of T5X, or a .gguf file; or adapters that are added up,
-        of PEFT or of runs.
-      target: the folder or file, a new one.
-      form: one of FORMATS; None: gguf where the target is called so, else hf.
-      dtype: one of quantize.DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
-      base: the model that an adapter is of; None: the one that it names.
-      gin: of the command line; it says of a model what its own files do not, or something else.
+      path: a run folder, a folder of PEFT, Hugging Face or T5X, or a .gguf file; or several adapters of PEFT or of
+        runs, to be summed.
+      target: the new folder or file.
+      form: one of FORMATS; None: gguf if the target's name ends so, else hf.
+      dtype: one of quantize.DTYPES, of the stored tensors; None: unchanged, bf16 for a run.
+      base: the base model of an adapter; None: the one that it names.
+      gin: Gin files and statements of the command line; they override or complete a model's own configuration.
       runs: training.run_folder.
-      how: the layers' weights are written in 4 bits; None: they are not.
-      show: is told what a long work does now.
-      part: of a Gemma 3n: what is left of it; None: all.
+      how: how to quantize the layers' weights to 4 bits; None: not at all.
+      show: reports the progress of long operations.
+      part: the smaller model to extract from a Gemma 3n; None: the whole model.
 
     Raises:
-      UserError: the target is there already, the model cannot be read, or the form cannot hold it.
+      UserError: the target exists, the model cannot be read, or the format cannot hold it.
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
@@ -192,12 +192,12 @@ def convert(
     if form in _ADAPTERS:
         _check_unquantized(how)
         if run is None:
-            raise UserError(f"--format={form} is of a run with adapters, and --from={path} is no run folder")
+            raise UserError(f"--format={form} is for a run with adapters, and --from={path} is no run folder")
         if form == "gguf_lora":
             return adapters.run_as_gguf(run, target, base, runs.origin(path))
         return adapters.write_run(run, target, base, runs.origin(path), fused_experts=form == "peft_fused")
     if base is not None:
-        raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
+        raise UserError(f"--base={base} is for adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     if run is None:
@@ -219,14 +219,14 @@ def _of_sum(
     how: Quantize | None,
     show: Show,
 ) -> str:
-    """`convert` of adapters that are added up."""
+    """`convert` for a sum of adapters."""
     with tempfile.TemporaryDirectory() as beside:
         folders = []
         for number, folder in enumerate(of.folders):
             if not adapters.is_adapter(folder):
                 run, written = _run(folder, gin, runs), os.path.join(beside, str(number))
                 if run is None:
-                    raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: add up such ones")
+                    raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: leave it out")
                 adapters.write_run(run, written, base, runs.origin(folder))
                 folder = written
             folders.append(folder)
@@ -249,9 +249,9 @@ def _of_adapter(
     how: Quantize | None,
     show: Show,
 ) -> str:
-    """`convert` of a folder of PEFT."""
+    """`convert` for a PEFT folder."""
     if form in _PEFT:
-        raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, gguf_lora, pytorch or capibara")
+        raise UserError(f"--from={path} is an adapter of PEFT already: use hf, gguf, gguf_lora, pytorch or capibara")
     of = _source(adapters.base_of(path, base), gin, runs)
     if form == "gguf_lora":
         _check_unquantized(how)
@@ -266,25 +266,25 @@ def _of_adapter(
 
 def _check_unquantized(how: Quantize | None) -> None:
     if how is not None:
-        raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
+        raise UserError(f"--quantize={how.method} is for hf and gguf: adapters are stored in f32")
 
 
 def _check_target(target: str, form: str, dtype: str | None) -> None:
     if outputs.is_remote(target):
-        raise UserError(f"--to={target} must be a local path: copy what is written there")
+        raise UserError(f"--to={target} must be a local path: write it there, then copy it")
     if (form in _FILES) != os.path.normpath(target).endswith(".gguf"):
         must = "must end in .gguf" if form in _FILES else "must not end in .gguf, which is read as a file"
         raise UserError(f"--to={target} with --format={form} {must}")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
-        raise UserError(f"--to={target} is there already: name another, or remove it")
+        raise UserError(f"--to={target} exists already: name another, or remove it")
     if os.path.isdir(target) and os.path.samefile(target, os.curdir):
-        raise UserError(f"--to={target} is the folder that you are in: name a new one")
+        raise UserError(f"--to={target} is the current folder: name a new one")
     outputs.check_writable(target if form in _FILES else os.path.join(target, hf_folder.CONFIG))
     if form in ("capibara", *_ADAPTERS) and dtype not in (None, "f32"):
         what = "a run folder" if form == "capibara" else "an adapter"
-        raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
+        raise UserError(f"--dtype={dtype} is for {', '.join(_STORED)}: {what} is stored in f32")
     if form != "gguf" and dtype not in (None, *_FLOATS, *([_MXFP4] if form == "hf" else [])):
-        raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for {form}")
+        raise UserError(f"--dtype={dtype} is for gguf, must be one of {', '.join(_FLOATS)} for {form}")
 
 
 def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
@@ -293,7 +293,7 @@ def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
 
 
 def _run(path: str, gin: Gin, runs: RunFolders) -> adapters.Run | None:
-    """A run of ours, its adapters beside the base; None: it is another model."""
+    """A run with its adapters unmerged; None: the model is not a run."""
     # T5X's run folders have a config.gin, too.
     return runs.load(path, *gin, merge=False) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
 
@@ -305,7 +305,7 @@ def _merged(run: adapters.Run, origin: Mapping[str, bytes]) -> OurModel:
 
 
 def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
-    """What T5X goes on from; None: it begins anew from the parameters, as where the run had another optimizer."""
+    """The optimizer state for T5X to resume from; None: T5X starts anew, e.g. if the run had another optimizer."""
     if found is None or not t5x_states.is_adafactor(run.trainer.optimizer) or run.model.config.lora is not None:
         return None
     abstract = run.model.abstract_params
@@ -335,7 +335,7 @@ def _foreign(path: str, gin: Gin) -> ForeignModel:
 
 
 def _rebind(foreign: ForeignModel, gin: Gin) -> None:
-    """Puts what Gin says in place of what a foreign model says of itself."""
+    """Replaces parts of a foreign model's own configuration by what Gin binds."""
     files, bindings, search_paths = gin
     found = hf_config.from_hf(foreign.config)
     with tempfile.NamedTemporaryFile("w", suffix=".gin") as own:
@@ -345,9 +345,9 @@ def _rebind(foreign: ForeignModel, gin: Gin) -> None:
     foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)
-        vocabulary.processor.get_piece_size()  # it is there, and one
+        vocabulary.processor.get_piece_size()  # raises if the file is missing or invalid
         own_file = {"spiece.model": limits.read(vocabulary.file)}
-        vars(foreign).update(tokenizer=foreign.tokenizer | own_file)  # a cached property, too
+        vars(foreign).update(tokenizer=foreign.tokenizer | own_file)  # overrides a cached property
 
 
 def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
@@ -367,16 +367,16 @@ def write(
     how: Quantize | None = None,
     show: Show = _silent,
 ) -> str:
-    """`convert` of a model that was read, to a target that is not there."""
+    """`convert` for a model that was read, to a new target."""
     if how is not None:
         return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
         return _as_run(source, target, save)
     view = source if isinstance(source, OurModel) else _Checked(source)
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
-        raise UserError(f"--format={form} has no decoder with T5's relative positions: take t5x or capibara")
+        raise UserError(f"--format={form} has no decoder with T5's relative positions: use t5x or capibara")
     optimizer = source.optimizer if isinstance(source, OurModel) else None
-    dtype = dtype or ("f32" if optimizer is not None else _stored(source))  # what goes on is not rounded
+    dtype = dtype or ("f32" if optimizer is not None else _stored(source))  # weights that T5X resumes from stay exact
     shapes = view.shapes()
     computed = "bfloat16" if dtype == _MXFP4 else _FLOATS.get(dtype, "float32")
     config = dict(view.config) | dict.fromkeys(("dtype", "torch_dtype"), computed)
@@ -403,11 +403,9 @@ def write(
 def _in_mxfp4(
     shapes: Mapping[str, Shape], tensors: Iterator[tuple[str, np.ndarray]], config: dict[str, Any]
 ) -> tuple[dict[str, Shape], Iterator[tuple[str, np.ndarray]], dict[str, Any]]:
-    """A gpt-oss's tensors and config.json, the experts in MXFP4."""
+    """Tensors and config.json of a gpt-oss, its experts in MXFP4."""
     if config["model_type"] != "gpt_oss":
-        raise UserError(
-            f"--dtype={_MXFP4} is of gpt_oss, whose experts it is for, not of {config['model_type']}: try bf16"
-        )
+        raise UserError(f"--dtype={_MXFP4} is for the experts of gpt_oss, not for {config['model_type']}: try bf16")
     config = config | {"quantization_config": quantized_folder.MXFP4_ABOUT}
     return quantized_folder.mxfp4_shapes(shapes), quantized_folder.in_mxfp4(tensors), config
 
@@ -416,7 +414,7 @@ def _in_4_bits(
     source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize, show: Show
 ) -> str:
     if form not in ("hf", "gguf"):
-        raise UserError(f"--quantize={how.method} is of hf and gguf, not of {form}: take one of these")
+        raise UserError(f"--quantize={how.method} is for hf and gguf, not for {form}: use one of these")
     fixed = "q4_0" if form == "gguf" else "f16"
     if dtype not in (None, fixed):
         raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
@@ -479,7 +477,7 @@ def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
 
 
 class _Checked:
-    """A foreign model whose tensors are those that its configuration asks for, under the names that we write."""
+    """A foreign model with exactly the tensors that its configuration implies, under the names that we write."""
 
     def __init__(self, foreign: ForeignModel):
         self._foreign, self._model = foreign, api.build(hf_config.from_hf(foreign.config))
@@ -498,7 +496,7 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
     longest = hf_config.longest(source.config)
     config = dataclasses.replace(model.config, **_computing(source))
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
-        config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
+        config = dataclasses.replace(config, max_length=longest)  # so that converting back restores it
     with partial.whole(target) as unfinished:
         for name, content in source.tokenizer.items():
             with open(os.path.join(unfinished, name), "wb") as file:
@@ -514,7 +512,7 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
 
 
 def _computing(source: ForeignModel | OurModel) -> dict[str, Any]:
-    """Fields of a configuration that say how it computes and trains: of a run of ours, and what T5X's says of them."""
+    """Fields of a configuration that affect computation and training, of a run or from T5X's configuration."""
     if isinstance(source, OurModel):
         config = source.model.config
         return {"dtype": str(config.dtype), "dropout_rate": config.dropout_rate}
@@ -522,14 +520,14 @@ def _computing(source: ForeignModel | OurModel) -> dict[str, Any]:
 
 
 def _stored(source: ForeignModel | OurModel) -> str:
-    """The dtype that loses nothing of a model, of a run of ours the one that it is for."""
+    """The dtype that loses nothing of a foreign model; for a run its default dtype."""
     if isinstance(source, OurModel):
         return source.stored
     return {name: short for short, name in _FLOATS.items()}[open_model.stored_dtype(source)]
 
 
 def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str, bytes]:
-    """The files of a run's tokenizer, those that lie beside it included."""
+    """The files of a run's tokenizer, including those beside it."""
     if isinstance(vocabulary, SentencePieceVocabulary):
         beside = tokenizer_files.carried(os.path.dirname(vocabulary.file))
         files = {name: content for name, content in beside.items() if name not in tokenizer_files.SENTENCEPIECE_FILES}
@@ -537,7 +535,7 @@ def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return vocabulary.own_files().files
     files = tokenizer_files.carried(vocabulary.folder)
-    files[tokenizer_files.TOKENIZER_FILE] = limits.read(vocabulary.file)  # of any name
+    files[tokenizer_files.TOKENIZER_FILE] = limits.read(vocabulary.file)  # whatever the file's name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     about |= {f"{name}_token": vocabulary.tokenizer.id_to_token(getattr(vocabulary, f"{name}_id")) for name in _SPECIAL}
     files.setdefault("tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())

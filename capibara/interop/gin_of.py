@@ -15,7 +15,7 @@ from capibara.models.api import EncoderConfig, EncoderDecoderConfig, Transformer
 
 
 def bindings(config: Any) -> list[str]:
-    """The lines that bind a config dataclass: what differs from its defaults, those inside it included."""
+    """The lines that bind a config dataclass and those in it, as far as they differ from the defaults."""
     own, lines, inner = type(config).__name__, [], []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -30,11 +30,11 @@ def bindings(config: Any) -> list[str]:
 
 
 def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], length: int = 1024) -> str:
-    """A run file for a model that lies in `folder`: enough to sample from it, and to begin a run of one's own with.
+    """A run file for the model in `folder`: enough to sample from it, and to start a new run from it.
 
     Args:
-      tokenizer: files in the folder.
-      length: places of a row, as far as the model has so many.
+      tokenizer: tokenizer files in the folder.
+      length: tokens of a row, if the model allows that many.
     """
     own = type(config).__name__
     length = min(length, config.max_length or length)
@@ -43,7 +43,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
         data.append(f"Dataset.encoder_length = {length}")
     parts = [
         [
-            "# The model alone, in checkpoints/0. A run of yours begins from it with",
+            "# The model alone, in checkpoints/0. A new run starts from it with",
             f"#   Trainer.init_from = {json.dumps(folder)}",
         ],
         bindings(config),

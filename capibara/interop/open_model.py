@@ -1,4 +1,4 @@
-"""Foreign models in and out: one view of them whatever file they come in, and their tensors on our mesh."""
+"""Opens foreign models of all formats through one interface, and loads their tensors onto our mesh."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.models.api import Model
 from capibara.storage import copies, outputs
 
-# Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
+# Size of the buffers that are filled at a time. A shard is never split, so a larger one is filled by itself.
 _BUFFER_BYTES = 4 * 2**30
 _OTHER_HEADS = ("score.", "classifier.", "classification_head.", "qa_outputs.", "v_head.")  # of transformers and TRL
-_MOST_MISSING = 100_000  # names that are made to say which are missing
+_MOST_MISSING = 100_000  # most names that are generated to report missing tensors
 
 Index = tuple[slice, ...]
 
 
 class ForeignModel(Protocol):
-    """A model as Hugging Face transformers would say it, from whatever file.
+    """A model as Hugging Face transformers would describe it, from any format.
 
     Attributes:
-      config: as in config.json.
-      tokenizer: files that come with it, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja,
-        generation_config.json and the like, those that there are.
-      about: its model card and licence files, by name.
+      config: contents of config.json.
+      tokenizer: tokenizer files by name, as far as they exist: tokenizer.json, tokenizer_config.json,
+        chat_template.jinja, generation_config.json and so on.
+      about: model card and licence files, by name.
     """
 
     config: dict[str, Any]
@@ -54,14 +54,14 @@ class ForeignModel(Protocol):
         """The shape of every tensor, by its name in a Hugging Face checkpoint."""
 
     def dtype(self, name: str) -> str:
-        """Of what `read` gives: float32, float16 or bfloat16; anything else: it cannot be read."""
+        """Dtype of the result of `read`: float32, float16 or bfloat16; anything else cannot be read."""
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
+        """A tensor on the host, in f32, f16 or bf16: as stored, or dequantized."""
 
 
 class Described(Protocol):
-    """What a folder says of a model beside its tensors."""
+    """A model's description without its tensors."""
 
     @property
     def config(self) -> dict[str, Any]: ...
@@ -72,14 +72,14 @@ class Described(Protocol):
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A model that came with the state of its optimizer: T5X's."""
+    """A model with an optimizer state: T5X's."""
 
     def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
-        """The step, and a state like `opt_state`; `shapes`: of our parameters, by name."""
+        """The step, and a state like `opt_state`; `shapes` are those of our parameters, by name."""
 
 
 def open_model(path: str) -> ForeignModel:
-    """A Hugging Face folder, a T5X checkpoint, or a .gguf file; nothing of its large tensors is read yet.
+    """Opens a Hugging Face folder, a T5X checkpoint, or a .gguf file; does not read large tensors yet.
 
     Raises:
       UserError: it is none of them, or cannot be read.
@@ -106,17 +106,17 @@ def open_model(path: str) -> ForeignModel:
             f"{path} is a file, and neither a .gguf nor a state of T5X in msgpack: name a folder, or one of these"
         )
     if os.path.exists(os.path.join(path, "_CHECKPOINT_METADATA")) or os.path.exists(os.path.join(path, "_METADATA")):
-        raise UserError(f"{path} is a checkpoint of Orbax without a T5X state (target): take the program that wrote it")
+        raise UserError(f"{path} is an Orbax checkpoint without a T5X state (target): use the program that wrote it")
     folder = hf_folder.HfFolder(path)
     return quantized_folder.QuantizedFolder(folder) if folder.config.get("quantization_config") else folder
 
 
 @functools.cache
 def local_model(path: str) -> str:
-    """A foreign model's folder or file on this machine; of one in a bucket (gs://) a copy.
+    """The local path of a foreign model's folder or file; downloads it from a bucket (gs://).
 
     Raises:
-      UserError: there is none, it cannot be read, or it does not fit the disk.
+      UserError: it does not exist, cannot be read, or does not fit the disk.
     """
     if not outputs.is_remote(path):
         return path
@@ -125,7 +125,7 @@ def local_model(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """What a run of ours begins from a foreign model with: (ShapeDtypeStructs with shardings) -> parameters, lying so.
+    """Loads a run's initial parameters from a foreign model: maps ShapeDtypeStructs with shardings to arrays.
 
     Attributes:
       foreign: the model, whose tensors are read when this is called.
@@ -136,13 +136,13 @@ class Loader:
     model: Model
 
     def __call__(self, target: Params) -> Params:
-        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
+        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest one
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         params = load_params(self.foreign, self.model, shardings, dtype=dtype)
         return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
 
     def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
-        """The step at which the model was stored, and the state of the run's optimizer that goes on from there.
+        """The step of the stored model, and its optimizer state converted for the run's optimizer.
 
         Args:
           opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
@@ -151,18 +151,18 @@ class Loader:
           the step, and a tree like `opt_state` of numpy arrays.
 
         Raises:
-          UserError: none was stored, or another optimizer's.
+          UserError: the model has no optimizer state, or that of another optimizer.
         """
         if not isinstance(self.foreign, HasOptimizer):
             raise UserError(
-                "Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights', or name a T5X "
+                "Trainer.init_with is 'state', and Trainer.init_from has only parameters: set 'weights', or name a T5X "
                 "checkpoint"
             )
         return self.foreign.optimizer(opt_state, _shapes(self.model))
 
     @property
     def origin(self) -> dict[str, bytes]:
-        """What came with the tensors, by name, for the folder of the run."""
+        """Files that came with the tensors, by name, for the run folder."""
         return origin_of(self.foreign)
 
 
@@ -173,16 +173,16 @@ def origin_of(foreign: Described) -> dict[str, bytes]:
 
 
 def loader(path: str, model: Model) -> Loader:
-    """What reads a foreign model's parameters for a run that begins from them.
+    """The loader of a run that starts from a foreign model.
 
-    Its configuration and its tensors' names and shapes are looked at now; they are read then.
+    Checks the configuration and the tensors' names and shapes now; reads the tensors when it is called.
 
     Args:
-      path: as of open_model.
+      path: as in open_model.
       model: of the run, without adapters.
 
     Raises:
-      UserError: it is another model. Only how far it sees may differ (RoPE, windows): that is told, and left to the run.
+      UserError: it is another model. Only its reach (RoPE, windows) may differ, with a warning.
     """
     foreign = open_model(path)
     guessed: Container[str] = getattr(foreign, "guessed", frozenset())
@@ -203,19 +203,19 @@ def _plain(value: Any) -> str:
 
 
 def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype: Any = None) -> Params:
-    """The parameters of a foreign model, each read, cast and put where it belongs.
+    """The parameters of a foreign model, each read, cast and placed on its devices.
 
-    The host holds the buffers of some shards, 4 GiB or one shard, and one tensor of the file: never the model. Where a
-    parameter's shards on this host come to more, its tensors are read once for each 4 GiB.
+    The host holds the buffers of some shards (4 GiB or one shard) and one tensor of the file, never the model. If a
+    parameter's shards on this host are larger, its tensors are read once for each 4 GiB.
 
     Args:
-      foreign: of a model of the same configuration.
+      foreign: a model of the same configuration.
       model: ours: api.build(hf_config.from_hf(foreign.config)).
-      shardings: like model.abstract_params: the sharding of each parameter.
+      shardings: the sharding of each parameter, in the structure of model.abstract_params.
       dtype: of the parameters; None: float32, as training wants them.
 
     Raises:
-      UserError: tensors are missing, or of another shape, or there are some that the model does not have.
+      UserError: tensors are missing, unexpected, or have other shapes.
     """
     shapes = _shapes(model)
     targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
@@ -229,7 +229,7 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
 
 
 def check(foreign: ForeignModel, model: Model) -> None:
-    """Compares names and shapes of all tensors, none of which is read; raises as load_params."""
+    """Compares names and shapes of all tensors without reading them; raises like load_params."""
     _matched(foreign, _shapes(model), model)
 
 
@@ -239,7 +239,7 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
     The host holds the parameters of one row of the table and one tensor.
 
     Args:
-      params: host or device arrays, all of each on this host.
+      params: host or device arrays, complete on this host.
       model_type: of hf_config.to_hf(model.config).
     """
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
@@ -252,15 +252,15 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
 
 
 def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a foreign model under the names and in the order of `hf_shapes`, as they are stored.
+    """The tensors of a foreign model under the names and in the order of `hf_shapes`, in their stored dtypes.
 
     Args:
-      foreign: of a model of the same configuration.
+      foreign: a model of the same configuration.
       model: api.build(hf_config.from_hf(foreign.config)).
       model_type: of the tensors.
 
     Raises:
-      UserError: as load_params.
+      UserError: as in load_params.
     """
     shapes = _shapes(model)
     rows, stored = _matched(foreign, shapes, model)
@@ -269,7 +269,7 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
             for name, _ in row.names(shapes):
                 yield name, foreign.read(stored[name])
         return
-    # The experts of a layer in one tensor, which is taken apart.
+    # A layer's experts in one tensor are split.
     last = ("", np.zeros(0))
     for row in tables.of(model_type, shapes):
         (source,) = (other for other in rows if set(other.ours) & set(row.ours))
@@ -289,14 +289,14 @@ def stored_dtype(foreign: ForeignModel) -> str:
 
 
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
-    """Names and shapes of what `hf_tensors` gives."""
+    """Names and shapes of the tensors of `hf_tensors`."""
     shapes = _shapes(model)
     rows = tables.of(model_type, shapes)
     return {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
 
 
 def _narrow(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:
-    """A tensor's shape in a checkpoint, where the MLPs of layers differ in width."""
+    """A tensor's shape in a checkpoint if the layers' MLPs differ in width."""
     if model.config.layer_widths is None or "f" not in row.layout or row.numbered[:1] != "l":
         return shape
     width = model.config.layer_widths[at[0]]
@@ -304,7 +304,7 @@ def _narrow(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Sha
 
 
 class _Filled:
-    """A foreign model whose narrow layers are filled up with zeros: a ForeignModel as far as tensors are read."""
+    """A foreign model whose narrower layers are padded with zeros; a ForeignModel as far as reading tensors."""
 
     def __init__(self, foreign: ForeignModel, shapes: Mapping[str, Shape]):
         self.config, self.tokenizer, self.about = foreign.config, foreign.tokenizer, foreign.about
@@ -334,7 +334,7 @@ def _filled(
 
 
 def _shapes(model: Model) -> dict[str, Shape]:
-    """Of its parameters, by name, in the order of the tree."""
+    """Shapes of the model's parameters, by name, in the order of the tree."""
     abstract = model.abstract_params
     return dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
 
@@ -342,7 +342,7 @@ def _shapes(model: Model) -> dict[str, Shape]:
 def _matched(
     foreign: ForeignModel, shapes: Mapping[str, Shape], model: Model
 ) -> tuple[tuple[Tensor, ...], dict[str, str]]:
-    """The rows of the table that the model has, and where each of their tensors is: our name of it -> its own."""
+    """The rows of the table that the model uses, and the stored name of each of their tensors, by our name."""
     model_type = hf_config.text_part(foreign.config)["model_type"]
     names, found = tables.NAMES[model_type], foreign.shapes()
     stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
@@ -350,7 +350,7 @@ def _matched(
     rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_missing(rows, shapes, stored)
     wanted = {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
-    tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
+    tied = {row.name for row in names.rows if row.ours == ("output",)}  # some checkpoints store a tied head as well
     _check_names(wanted, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
     for name, shape in wanted.items():
         if tuple(found[stored[name]]) != shape:
@@ -361,7 +361,7 @@ def _matched(
 
 
 def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored: Mapping[str, str]) -> None:
-    """Before all names are made: a configuration may promise more tensors than a file could name."""
+    """Runs before all names are generated: a configuration may imply more tensors than a file could name."""
     promised = sum(math.prod(shapes[row.ours[0]][: len(row.numbered)]) for row in rows)
     if promised <= len(stored):
         return
@@ -375,7 +375,7 @@ def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored
 
 
 def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding], dtype: np.dtype) -> None:
-    """Raises where this host's memory cannot hold its shards: the system would end the process, without a word."""
+    """Raises if this host's memory cannot hold its shards; otherwise the system would kill the process."""
     need = 0
     for path, shape in shapes.items():
         own: Iterable[jax.Device] = targets[path].addressable_devices
@@ -394,8 +394,8 @@ def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_
     heads = [name for name in unexpected if name.startswith(_OTHER_HEADS)]
     if heads:
         raise UserError(
-            f"{_some(heads)} of a head that classifies or scores, which is not read: take the folder of the language model "
-            "that it was made of"
+            f"{_some(heads)} of a classification or scoring head, which is not supported: use the language model "
+            "that it was made from"
         )
     if missing:
         raise UserError(f"{_some(missing)} missing in the checkpoint: it is not whole, or config.json is not its own")
@@ -437,23 +437,23 @@ def _assembled(
     }
 
 
-Shard = tuple[str, Index, list[jax.Device]]  # of which parameter, where in it, and who holds it
+Shard = tuple[str, Index, list[jax.Device]]  # parameter, part of it, and the devices that hold it
 
 
 def _shards(row: Tensor, shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding]) -> Iterator[Shard]:
-    """The different shards of this host."""
+    """The distinct shards on this host."""
     for path in row.ours:
         holders: dict[tuple[tuple[int, int], ...], Shard] = {}
         parts: Mapping[jax.Device, Index | None] = targets[path].addressable_devices_indices_map(shapes[path])
         for device, index in parts.items():
-            assert index is not None, "a sharding of arrays says where each part is"
+            assert index is not None, "an array's sharding has an index for each device"
             key = tuple(part.indices(size)[:2] for part, size in zip(index, shapes[path], strict=True))
             holders.setdefault(key, (path, index, []))[2].append(device)
         yield from holders.values()
 
 
 def _groups(shards: Iterator[Shard], shapes: Mapping[str, Shape], dtype: np.dtype) -> Iterator[list[Shard]]:
-    """Shards whose buffers are filled together."""
+    """Groups shards whose buffers are filled together."""
     group: list[Shard] = []
     size = 0
     for shard in shards:

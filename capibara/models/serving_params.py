@@ -1,4 +1,4 @@
-"""A model's parameters as generation reads them: layers apart, in the compute dtype."""
+"""The layout of parameters that generation reads: unstacked layers, matrices in the compute dtype."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from capibara.models.layers.transformer import TransformerConfig
 
 Axes = tuple[str, ...]
 Convert = Callable[[Callable[[jax.Array], Any], jax.Array], Any]
-"""Calls the first argument with the second, of one array after the other."""
+"""Called as convert(function, array) for one array after the other; returns function(array)."""
 
 
 def served(config: TransformerConfig, axes: Params, params: Params, convert: Convert) -> Params:
-    """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
+    """The parameters in the layout that generation reads fastest.
 
-    A program that runs the layers one by one would copy each of a stack. On a CPU matrices have their outputs first
-    (`OutputFirst`). The results are those of the parameters themselves.
+    Layers are unstacked, since a program that unrolls them would copy each one out of a stack; matrices are in the
+    compute dtype. On a CPU, matrices are stored with their outputs first (`OutputFirst`). Results are the same.
 
     Args:
       config: of the model.
       axes: logical axes of `params`.
-      params: as training has them.
-      convert: makes each array of what `params` has.
+      params: parameters as training has them.
+      convert: calls the conversion of each array.
     """
 
     def each(of_array: Callable, axes: Params, values: Params) -> Params:
@@ -49,7 +49,7 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
 
 
 def served_axes(config: TransformerConfig, axes: Params, abstract_params: Params) -> Params:
-    """The logical axes of what `served` gives, where it turns nothing."""
+    """The logical axes of the result of `served`, where no matrix is transposed."""
 
     def of_each(layers: Params) -> tuple[Params, ...]:
         stacks: list[Params] = []
@@ -61,12 +61,12 @@ def served_axes(config: TransformerConfig, axes: Params, abstract_params: Params
 
 
 def computed(config: TransformerConfig, axes: Params, params: Params) -> Params:
-    """The parameters in the compute dtype, those that are cast to it wherever they are used."""
+    """The parameters, with those that every use casts to the compute dtype cast already."""
     return jax.tree.map(functools.partial(_computed, config), axes, params, is_leaf=tree.is_axes)
 
 
 def with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Params:
-    """The parameters with `fn` of those of the decoder's layers; without them where it gives None."""
+    """The parameters with `fn` applied to the decoder's layers; without the layers if it returns None."""
     if "decoder" in params:
         return params | {"decoder": with_layers(params["decoder"], fn)}
     rest = {name: value for name, value in params.items() if name != "layers"}
@@ -84,14 +84,14 @@ def _of_array(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
 
 
 def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
-    """Of an array of all layers that of each."""
+    """Splits an array of all layers into one array per layer."""
     turns = config.quantization is Quantization.NONE and matmul.wants_outputs_first()
     layers = (sharding.constrain(one, axes[1:]) for one in _computed(config, axes, x))
     return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
 
 
 def _of_layer(of_all: Params, number: int) -> Params:
-    """Of tuples with an entry for each layer that has the parameter, those of one layer."""
+    """Picks one layer from tuples that have an entry for each layer."""
     if isinstance(of_all, dict):
         parts = {name: _of_layer(value, number) for name, value in of_all.items()}
         return {name: part for name, part in parts.items() if part is not None}
@@ -99,7 +99,7 @@ def _of_layer(of_all: Params, number: int) -> Params:
 
 
 def _output_first(axes: Axes, x: jax.Array) -> jax.Array | OutputFirst:
-    """A matrix of a projection turned, all else as it is."""
+    """Stores the matrix of a projection with its outputs first; returns everything else unchanged."""
     if axes in (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp")):
         return OutputFirst.of(x, 1)
     return OutputFirst.of(x, x.ndim - 1) if axes in (("heads", "head_dim", "embed"), ("mlp", "embed")) else x

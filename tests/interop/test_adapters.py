@@ -144,10 +144,13 @@ def hf(params):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--from=base", "--format=peft"], "--format=peft is of a run with adapters, and --from=base is no run folder"),
+        (
+            ["--from=base", "--format=peft"],
+            "--format=peft is for a run with adapters, and --from=base is no run folder",
+        ),
         (["--from=plain", "--format=peft"], "this one has none: take hf"),
         (["--from=plain", "--format=capibara"], "--from is a run folder already"),
-        (["--from=run", "--base=base"], "--base=base is of adapters, and --from=run is none"),
+        (["--from=run", "--base=base"], "--base=base is for adapters, and --from=run is none"),
         (["--from=run", "--format=peft", "--dtype=bf16"], "an adapter has f32"),
         (["--from=adapter", "--format=peft"], "is an adapter of PEFT already"),
         (["--from=adapter", "--base=nowhere"], "is an adapter of 'nowhere', which is not here"),

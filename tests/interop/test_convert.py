@@ -179,15 +179,15 @@ def test_a_configuration_is_the_same_as_gin_text():
         (["--from=nowhere", "--to=y"], "nowhere does not exist"),
         (["list", "x", "--to=y"], "--to=y is of a model, not of list"),
         (["--from=x", "--to=y", "--keep=2"], "--keep=2 is of prune, not of a model"),
-        (["--from=HF", "--to=HF"], "is there already"),
-        (["--from=HF", "--to=y", "--dtype=q8_0"], "--dtype=q8_0 is of gguf"),
+        (["--from=HF", "--to=HF"], "exists already"),
+        (["--from=HF", "--to=y", "--dtype=q8_0"], "--dtype=q8_0 is for gguf"),
         (["--from=HF", "--to=y", "--format=capibara", "--dtype=bf16"], "a run folder has f32"),
         (["--from=HF", "--to=y", "--format=gguf"], "--to=y with --format=gguf must end in .gguf"),
         (["--from=HF", "--to=y.gguf", "--format=hf"], "--to=y.gguf with --format=hf must not end in .gguf"),
         (["--from=HF", "--to=HF/config.json/y"], "cannot be written (Not a directory)"),
         (["--from=HF", "--to=HF/config.json/y", "--format=capibara"], "cannot be written (Not a directory)"),
         (["--from=HF", "--to=HF/config.json/y.gguf"], "cannot be written (Not a directory)"),
-        (["--from=nowhere", "--to=."], "is the folder that you are in"),
+        (["--from=nowhere", "--to=."], "is the current folder"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, model_dir, tmp_path, monkeypatch, capsys):

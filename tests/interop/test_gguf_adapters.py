@@ -181,10 +181,13 @@ def test_a_run_and_a_folder_of_peft_give_the_same_file(folders, tmp_path, capfd)
         (["--from=run", "--to=TO/x"], "--to=TO/x with --format=gguf_lora must end in .gguf"),
         (
             ["--from=run", "--to=TO/x.gguf", "--dtype=q8_0"],
-            "--dtype=q8_0 is of hf, gguf, pytorch, t5x: an adapter has f32",
+            "--dtype=q8_0 is for hf, gguf, pytorch, t5x: an adapter is stored in f32",
         ),
-        (["--from=peft", "--to=TO/x.gguf", "--quantize=rtn"], "--quantize=rtn is of hf and gguf: adapters have f32"),
-        (["--from=base", "--to=TO/x.gguf"], "gguf_lora is of a run with adapters, and --from=base is no run folder"),
+        (
+            ["--from=peft", "--to=TO/x.gguf", "--quantize=rtn"],
+            "--quantize=rtn is for hf and gguf: adapters are stored in f32",
+        ),
+        (["--from=base", "--to=TO/x.gguf"], "gguf_lora is for a run with adapters, and --from=base is no run folder"),
         (["--from=dora", "--to=TO/x.gguf"], "Lora.dora has magnitudes, which is more than pairs of matrices"),
         (["--from=saved", "--to=TO/x.gguf"], "Lora.modules_to_save trains output as it is, which is more than pairs"),
     ],
@@ -200,7 +203,7 @@ def test_mistakes_are_one_line(argv, match, folders, monkeypatch, tmp_path, capf
 
 def test_a_file_of_adapters_is_no_model(folders):
     with pytest.raises(
-        UserError, match=r"adapter.gguf holds adapters, not a model: give it to llama.cpp beside its base"
+        UserError, match=r"adapter.gguf holds adapters, not a model: pass it to llama.cpp beside its base"
     ):
         open_gguf(folders / "adapter.gguf")
 

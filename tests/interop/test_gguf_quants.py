@@ -207,7 +207,7 @@ def test_a_few_tensors_are_held_at_once(tmp_path):
     "argv, match",
     [
         (["--to=y.gguf", "--dtype=q4_k"], "argument --dtype: invalid choice: 'q4_k' (choose from"),
-        (["--to=y", "--dtype=q4_k_m"], "--dtype=q4_k_m is of gguf, must be one of f32, bf16, f16 for hf"),
+        (["--to=y", "--dtype=q4_k_m"], "--dtype=q4_k_m is for gguf, must be one of f32, bf16, f16 for hf"),
         (
             ["--to=y.gguf", "--dtype=q4_k_m", "--quantize=rtn"],
             "--dtype=q4_k_m with --quantize=rtn, whose gguf has q4_0",

@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         more = Renamed(foreign, str, ["model.layers.0.self_attn.q_proj.bias"])
         open_model.load_params(more, model, on_one(model))
     for head in ("score.weight", "v_head.summary.weight"):
-        with pytest.raises(UserError, match=f"^{head} is of a head that classifies or scores, which is not read"):
+        with pytest.raises(UserError, match=f"^{head} is of a classification or scoring head, which is not supported"):
             open_model.load_params(Renamed(foreign, str, [head]), model, on_one(model))
     wider = api.build(dataclasses.replace(LLAMA, mlp_dim=64))
     with pytest.raises(UserError, match=r"gate_proj.weight has the shape \[48, 32\], must be \[64, 32\]"):

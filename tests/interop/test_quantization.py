@@ -389,7 +389,7 @@ def test_conversations_need_a_template(tmp_path):
         (["--quantize=rtn", "--group_size=48"], "--group_size=48 must be 32, 64 or 128"),
         (["--quantize=rtn", "--group_size=64"], "--group_size=64 must divide the weights' inputs (32, 64): try 32"),
         (["--quantize=rtn", "--dtype=bf16"], "--dtype=bf16 with --quantize=rtn, whose hf has f16: leave it out"),
-        (["--quantize=rtn", "--format=capibara"], "--quantize=rtn is of hf and gguf"),
+        (["--quantize=rtn", "--format=capibara"], "--quantize=rtn is for hf and gguf"),
         (["--quantize=awq", "--calibration=nowhere.txt"], "--calibration=nowhere.txt cannot be read"),
         (["--quantize=awq", "--calibration=SHORT"], "tokens, must have at least 512"),
     ],

@@ -92,7 +92,7 @@ def test_a_decoder_of_t5x_has_no_other_form(inputs, ready, capsys):
     jax.tree.map(np.testing.assert_array_equal, got, params)
     for form in ("hf", "pytorch"):
         assert converted("t5x", form, form) == 2
-        told = f"--format={form} has no decoder with T5's relative positions: take t5x or capibara"
+        told = f"--format={form} has no decoder with T5's relative positions: use t5x or capibara"
         assert told in capsys.readouterr().err
     assert converted("t5x", "again", "t5x") == 0
     os.remove(folder / "t5x" / "checkpoint_0" / "target.decoder.decoder_norm.scale" / "0")

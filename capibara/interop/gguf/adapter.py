@@ -1,7 +1,7 @@
-"""Writes adapters as a GGUF file, which llama.cpp adds to its base when it loads: `llama-server --lora`.
+"""Writes adapters as a GGUF file, which llama.cpp adds to their base when it loads: `llama-server --lora`.
 
-Each pair is that of a tensor of the base's file, under its name there. What the base's file has in another order than the
-checkpoint (interop.gguf_names.Change) is its rows, and so those of `lora_B` alone.
+Each pair belongs to a tensor of the base's file and has its name there. Where the base's file reorders the checkpoint
+(gguf.names.Change), it reorders rows, so only `lora_B` is affected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from capibara.storage import outputs, partial
 
 
 def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs: Iterable[Pair]) -> int:
-    """Writes adapters, in float32; under the name `path` there is the whole file or what was there before.
+    """Writes adapters in float32; atomically: `path` is either complete or unchanged.
 
     Args:
       path: ends in .gguf.
@@ -29,13 +29,13 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
       pairs: the adapters.
 
     Returns:
-      How many tensors have one.
+      The number of tensors with an adapter.
 
     Raises:
-      UserError: llama.cpp has no such base, or cannot add an adapter to such a tensor, or the file cannot be written.
+      UserError: llama.cpp does not support the base, or an adapter of such a tensor, or the file cannot be written.
     """
     family = gguf_names.of_model_type(config.get("model_type"))
-    gguf_config.to_metadata(config)  # is there such a base?
+    gguf_config.to_metadata(config)  # raises if the base is not supported
     known, heads = {tensor.name: tensor for tensor in family.tensors(config)}, family.heads(config)
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}
     for pair in pairs:
@@ -58,14 +58,14 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
 
 
 def _alpha(stored: Mapping[str, list[tuple[Tensor, Pair]]]) -> float:
-    """The alpha of the file: llama.cpp scales every pair by it over the pair's rank."""
+    """The file's alpha: llama.cpp scales every pair by alpha / rank."""
     first = next(iter(stored.values()))[0][1]
     return first.scale * first.rank
 
 
 def _parts(tensor: Tensor, pair: Pair, alpha: float, heads: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """`lora_a` [rank, inputs] and `lora_b` [outputs, rank] of the file."""
-    change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads the inputs either way
+    change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads inputs either way
     b = gguf_names.to_gguf(pair.b, change, heads)
     own = pair.scale * pair.rank
     return pair.a, b if own == alpha else b * (own / alpha)

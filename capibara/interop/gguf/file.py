@@ -1,7 +1,7 @@
-"""A GGUF file's metadata and tensors, each number of its header compared with the file before it is used.
+"""Reads a GGUF file's metadata and tensors; checks each number of its header against the file before use.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Reads what the gguf package's reader reads, without
-an object for every value, and refuses what that would follow: counts, lengths, nested arrays and offsets that lie.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports what the gguf package's reader supports,
+without an object per value, and rejects false counts, lengths and offsets, and nested arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VERSIONS = (2, 3)
 _TENSORS, _KEYS, _ELEMENTS = 200_000, 100_000, 4_000_000
 _NAME_BYTES, _TEXT_BYTES, _DIMENSIONS, _ALIGNMENT = 1024, 16 << 20, 4, 1 << 20
 _STRING, _ARRAY = 8, 9
-# Code of a type -> how struct and numpy have it.
+# Type code -> its struct and numpy formats.
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -57,8 +57,8 @@ class StoredTensor:
     Attributes:
       name: in the file.
       shape: fastest dimension first.
-      tensor_type: of the gguf package.
-      n_elements: how many values it has.
+      tensor_type: a type of the gguf package.
+      n_elements: number of values.
     """
 
     name: str
@@ -71,7 +71,7 @@ class StoredTensor:
 
     @functools.cached_property
     def data(self) -> np.ndarray:
-        """As it is stored, slowest dimension first; of what has no dtype of numpy's, the bytes of each row."""
+        """The stored array, slowest dimension first; for types without a numpy dtype, the bytes of each row."""
         shape, kind = self.shape[::-1], _PLAIN.get(self.tensor_type.name)
         if kind is not None:
             return np.frombuffer(self._content, kind, self.n_elements, self._begin).reshape(shape)
@@ -80,16 +80,16 @@ class StoredTensor:
 
 
 class GgufFile:
-    """What a file's header says.
+    """The header of a file.
 
     Attributes:
       values: metadata by key.
-      tensors: in their order.
+      tensors: in file order.
 
     Raises:
-      limits.Refused: it is no GGUF file, cut short, over a limit, or contradicts itself.
+      limits.Refused: it is no GGUF file, truncated, over a limit, or inconsistent.
       UserError: it is no regular file.
-      FileNotFoundError: there is none.
+      FileNotFoundError: it does not exist.
     """
 
     def __init__(self, path: str):
@@ -178,7 +178,7 @@ class GgufFile:
         return _Info(name, shape, self._number("<u4", name), self._number("<u8", name))
 
     def _placed(self, infos: list[_Info]) -> list[StoredTensor]:
-        """The tensors, each within the file and on bytes of its own."""
+        """The tensors, each checked to lie within the file without overlaps."""
         alignment = self.values.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _ALIGNMENT or alignment & (alignment - 1):
             raise limits.Refused(f"general.alignment is {limits.shortened(alignment)}, must be a power of two")
@@ -212,4 +212,4 @@ class GgufFile:
 
 
 class NoGguf(limits.Refused):
-    """It does not begin as a GGUF file."""
+    """The file does not begin with GGUF's magic number."""

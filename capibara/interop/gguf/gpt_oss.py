@@ -1,6 +1,6 @@
-"""The experts of gpt-oss: GGUF has gate and up by themselves and outputs first, transformers both side by side, inputs first.
+"""The experts of gpt-oss: in GGUF gate and up apart, outputs first; in transformers interleaved, inputs first.
 
-`gguf.names` has the rows of the file, by the names that transformers would give to such tensors.
+`gguf.names` has rows for the file's tensors, named as transformers would name separate ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TENSOR = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<what>gate_up|down)_proj(
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """The rows of the table that hold a tensor of transformers."""
+    """The rows of the table that correspond to a tensor of transformers."""
     found = _TENSOR.fullmatch(name)
     if found is None:
         return (name,)
@@ -27,7 +27,7 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def names(rows: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The tensors of transformers that rows of the table make, and the rows of each."""
+    """The tensors of transformers that rows of the table form, and the rows of each."""
     found = {}
     for row in rows:
         name = re.sub(r"(?<=\.mlp\.experts\.)(?:gate|up)(?=_proj\.)", "gate_up", row)
@@ -38,7 +38,7 @@ def names(rows: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def shape(name: str, shapes: Mapping[str, Shape]) -> Shape:
-    """Of a tensor of transformers, given those of the rows."""
+    """The shape of a tensor of transformers, from those of its rows."""
     first = shapes[parts(name)[0]]
     if _TENSOR.fullmatch(name) is None:
         return first
@@ -48,7 +48,7 @@ def shape(name: str, shapes: Mapping[str, Shape]) -> Shape:
 
 
 def joined(name: str, values: list[np.ndarray]) -> np.ndarray:
-    """A tensor of transformers, of those of its rows."""
+    """A tensor of transformers, from its rows' tensors."""
     if _TENSOR.fullmatch(name) is None:
         return values[0]
     values = [np.moveaxis(value, 1, -1) for value in values]
@@ -57,12 +57,12 @@ def joined(name: str, values: list[np.ndarray]) -> np.ndarray:
 
 
 def apart(tensors: Iterable[tuple[str, np.ndarray | Packed]]) -> Iterator[tuple[str, np.ndarray | Packed]]:
-    """The tensors of transformers as those of the rows."""
+    """Splits the tensors of transformers into those of the rows."""
     for name, value in tensors:
         rows = parts(name)
         if _TENSOR.fullmatch(name) is None:
             yield name, value
             continue
-        assert isinstance(value, np.ndarray), "experts are on no grid"
+        assert isinstance(value, np.ndarray), "experts are not quantized here"
         for at, row in enumerate(rows):
             yield row, np.moveaxis(value[..., at :: len(rows)], -1, 1)

@@ -1,10 +1,10 @@
-"""llama.cpp's K-quants: 256 values have a float16 scale, and each group of 16 or 32 of them a small scale of its own.
+"""llama.cpp's K-quants: 256 values share a float16 scale, and groups of 16 or 32 of them each have a small scale.
 
-The same float32 operations in the same order as quantize_row_q3_K_ref, q4_K, q5_K and q6_K of ggml (src/ggml-quants.c), so
-that the bytes are those of llama.cpp where its compiler fuses no multiplication with an addition: every x86-64 build.
+The same float32 operations in the same order as quantize_row_q3_K_ref, q4_K, q5_K and q6_K of ggml (src/ggml-quants.c),
+so that the bytes equal llama.cpp's if its compiler does not fuse multiply-adds, as in every x86-64 build.
 
-Letters: V values of a group, G groups (of all blocks), N blocks of 256 values. A sum over V adds one value after the other,
-which numpy does along the first dimension only.
+Shape letters: V values of a group, G groups (of all blocks), N blocks of 256 values. Sums over V add one value after
+the other, which numpy does only along the first dimension.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable
 import numpy as np
 
 BLOCK = 256
-_CHUNK = 256  # blocks that are worked on at once: their arrays stay in a core's cache
-_MAGIC = np.float32(1.5 * 2**23)  # added to a number, it leaves the nearest whole one in the low bits
-_EXACT = np.float32(4e6)  # below 2**22, where that holds
+_CHUNK = 256  # blocks processed at once: their arrays stay in a core's cache
+_MAGIC = np.float32(1.5 * 2**23)  # added to a number, it rounds it to an integer in the low bits
+_EXACT = np.float32(4e6)  # below 2**22, the limit of that trick
 _TINY = np.float32(1e-15)
 _F32 = np.float32
 
 
 def quantize(value: np.ndarray, kind: str) -> np.ndarray:
-    """The bytes of a matrix.
+    """The quantized bytes of a matrix.
 
     Args:
       value: [..., K], float32, finite, K a multiple of 256.
@@ -50,7 +50,7 @@ def quantize(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _nearest(x: np.ndarray) -> np.ndarray:
-    """Whole numbers, int32: half goes to even, and what is beyond 2**22 where llama.cpp has it."""
+    """Rounds to int32, half to even; numbers beyond 2**22 round as in llama.cpp."""
     return ((x + _MAGIC).view(np.int32) & 0x7FFFFF) - 0x400000
 
 
@@ -63,7 +63,7 @@ def _groups(blocks_NK: np.ndarray, values: int) -> np.ndarray:
 
 
 def _levels(x_VG: np.ndarray, inverse_G: np.ndarray, low_G: np.ndarray, most: int, out: np.ndarray) -> np.ndarray:
-    """What x is on a scale that begins at `low`: whole numbers from 0 to `most`, in float32."""
+    """Quantizes x on a scale that begins at `low`: integers from 0 to `most`, in float32."""
     np.subtract(x_VG, low_G, out=out)
     np.multiply(out, inverse_G, out=out)
     if out.max() < _EXACT and out.min() > -_EXACT:
@@ -77,16 +77,16 @@ def _levels(x_VG: np.ndarray, inverse_G: np.ndarray, low_G: np.ndarray, most: in
 def _with_minimum(
     x_VG: np.ndarray, most: int, first: float, steps: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """The scale and the minimum (its negative) of each group, of those that the steps try the ones with the least error.
+    """The scale and the negated minimum of each group with the least error among the tried ones.
 
     Returns:
-      Scales [G], minima [G], and of the levels that were found with them what they come of: inverse scales and minima.
+      Scales [G], minima [G], and the inverse scales and minima that produced their levels.
     """
     weight = np.abs(x_VG)
     weight += np.sqrt(_sum(x_VG * x_VG) / _F32(len(x_VG)))
     low, high = np.minimum(x_VG.min(0), _F32(0)), x_VG.max(0)
     sum_w, sum_x = _sum(weight), _sum(weight * x_VG)
-    inverse = _F32(most) / (high - low)  # infinite where all are the same, which no step makes better
+    inverse = _F32(most) / (high - low)  # infinite if all values are equal; no step improves on that
     scale = _F32(1) / inverse
     level, product = np.empty_like(x_VG), np.empty_like(x_VG)
     _levels(x_VG, inverse, low, most, level)
@@ -118,7 +118,7 @@ def _with_minimum(
 def _error(
     level: np.ndarray, scale: np.ndarray, low: np.ndarray, x: np.ndarray, weight: np.ndarray, out: np.ndarray
 ) -> np.ndarray:
-    """The weighted squares of what the levels miss, [G]."""
+    """The weighted squared error of the levels, [G]."""
     np.multiply(level, scale, out=out)
     np.add(out, low, out=out)
     np.subtract(out, x, out=out)
@@ -138,7 +138,7 @@ def _q4_q5(blocks_NK: np.ndarray, most: int, first: float, steps: int) -> np.nda
         tops.append((top / _F32(63)).astype(np.float16))
     step, offset = ((top[:, None].astype(_F32) * of.astype(_F32)).reshape(-1) for top, of in zip(tops, small))
     level = np.clip(_nearest((x_VG + offset) / step), 0, most).astype(np.uint8)
-    if (gone := step == 0).any():  # too small for float16: the levels stay as they were found
+    if (gone := step == 0).any():  # too small for float16: keeps the levels found first
         x = x_VG[:, gone]
         level[:, gone] = _levels(x, made_of[0][gone], made_of[1][gone], most, np.empty_like(x))
     levels = level.T.reshape(count, 8, 32)
@@ -156,12 +156,12 @@ def _q4_q5(blocks_NK: np.ndarray, most: int, first: float, steps: int) -> np.nda
 
 
 def _joined(parts: list[np.ndarray], bits: int) -> np.ndarray:
-    """Bytes of parts with so many bits each, the first one lowest."""
+    """Packs parts with this many bits each into bytes, the first one lowest."""
     return functools.reduce(np.bitwise_or, (part << np.uint8(bits * i) for i, part in enumerate(parts)))
 
 
 def _largest(x_VG: np.ndarray) -> np.ndarray:
-    """Of each group the value with the largest magnitude, the first of several."""
+    """The value of largest magnitude in each group, the first of several."""
     return np.take_along_axis(x_VG, np.abs(x_VG).argmax(0)[None], 0)[0]
 
 
@@ -189,7 +189,7 @@ def _q6(blocks_NK: np.ndarray) -> np.ndarray:
 
 
 def _symmetric(x_VG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [G] of levels from -32 to 31, of 19 those with the least error, and the inverse scales that made the levels."""
+    """Scales [G] of levels from -32 to 31, the best of 19, and the inverse scales that produced the levels."""
     top, weight = _largest(x_VG), x_VG * x_VG
     none = np.abs(top) < _TINY
     top = np.where(none, _F32(1), top)
@@ -239,7 +239,7 @@ def _q3(blocks_NK: np.ndarray) -> np.ndarray:
 
 
 def _moved(x_VG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [G] and levels from -4 to 3 [V, G], which move one by one, five times, where that makes the error less."""
+    """Scales [G] and levels from -4 to 3 [V, G]; the levels are refined one by one, five times."""
     top, weight = _largest(x_VG), x_VG * x_VG
     none = np.abs(top) < _TINY
     weighted = weight * x_VG
@@ -259,7 +259,7 @@ def _moved(x_VG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _OfChunk = Callable[[np.ndarray], np.ndarray]
-# Type of ggml -> what makes its blocks, and their bytes.
+# ggml type -> function that makes its blocks, and the bytes of a block.
 KINDS: dict[str, tuple[_OfChunk, int]] = {
     "Q3_K": (_q3, 110),
     "Q4_K": (functools.partial(_q4_q5, most=15, first=-1.0, steps=20), 144),

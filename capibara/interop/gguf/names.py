@@ -1,11 +1,10 @@
-"""The model families that GGUF files hold: their tensors, and what llama.cpp wants done to each of them.
+"""The model families that GGUF files can hold: their tensors, and how llama.cpp stores each of them.
 
-A table has a tensor's name in a Hugging Face checkpoint, {layer} and {expert} for their numbers; its name in a GGUF
-file is what the gguf package makes of that. Dimensions are letters, in the order of the checkpoint: v vocabulary,
-p positions, d embed, f hidden width of the MLP, g twice that (gate and up), q query heads times head_dim, k key heads
-times head_dim, c queries, keys and values together, h head_dim, n query heads, e experts, m hidden width of an expert;
-of Gemma 3n w rows of the per-layer table, y its width and x that of all layers, r LAuReL's rank, s streams, z their
-square.
+A table has a tensor's name in a Hugging Face checkpoint, with {layer} and {expert} for numbers; the gguf package maps
+it to the name in a GGUF file. Dimensions are letters, in the order of the checkpoint: v vocabulary, p positions, d
+embed, f hidden width of the MLP, g twice that (gate and up), q query heads times head_dim, k key heads times head_dim,
+c queries, keys and values together, h head_dim, n query heads, e experts, m hidden width of an expert; for Gemma 3n w
+rows of the per-layer table, y its width and x that of all layers, r LAuReL's rank, s streams, z their square.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from capibara.core.types import UserError
 from capibara.interop.gguf import gemma3n
 
 Shape = tuple[int, ...]
-# llama.cpp computes with these in float32 only.
+# llama.cpp supports these in float32 only.
 EXACT = (
     "ffn_gate_inp.weight",
     "position_embd.weight",
@@ -38,11 +37,12 @@ def package() -> Any:
 
 
 class Change(enum.StrEnum):
-    """How a tensor of a GGUF file differs from that of the checkpoint.
+    """How a tensor of a GGUF file differs from the checkpoint's.
 
-    queries, keys: the two halves of every head are woven into pairs that turn together (arch llama). plus_one: a norm's
-    scale has 1 added, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: every head has its query, key and
-    value together in the checkpoint, all queries come first in GGUF.
+    queries, keys: the two halves of every head are interleaved, so that rotated pairs are adjacent (arch llama).
+      plus_one:
+    1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
+    every head has its query, key and value together; in GGUF all queries come first.
     """
 
     NONE = ""
@@ -59,9 +59,9 @@ class Row:
 
     Attributes:
       name, dims: of the tensor in the checkpoint.
-      change: what GGUF makes of it.
-      when: the value of config.json without which the tensor is not there.
-      own: whether layers that read others' keys and values are without it.
+      change: how GGUF stores it.
+      when: the value of config.json that the tensor requires.
+      own: whether layers that reuse others' keys and values lack it.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Tensor:
     Attributes:
       name, shape: in the checkpoint.
       stored: its name in the GGUF file.
-      change: what makes the one of the other.
-      expert: where it is in the stack of experts (or of AltUp's streams) that GGUF makes of them; None: in none.
-      rows: how many the file has, where the checkpoint has fewer: further ones are its first row; None: as many.
+      change: how the file's tensor differs.
+      expert: its index in the stack of experts (or of AltUp's streams) that GGUF stores; None: it is not stacked.
+      rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
     """
 
     name: str
@@ -96,12 +96,12 @@ class Family:
     """One model_type.
 
     Attributes:
-      model_type, architecture: what config.json calls it and its class.
-      arch: what GGUF calls it.
+      model_type, architecture: its names in config.json.
+      arch: its name in GGUF.
       rows: the table.
-      fields: values of config.json that are metadata of the file (gguf_config.FIELDS).
-      fixed: values of config.json of which llama.cpp knows one only.
-      renamed: values of config.json that have another name in this family.
+      fields: values of config.json that are metadata of the file (gguf.config.FIELDS).
+      fixed: values of config.json that llama.cpp requires.
+      renamed: values of config.json with another name in this family.
     """
 
     model_type: str
@@ -113,11 +113,11 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def get(self, config: Mapping[str, Any], name: str) -> Any:
-        """A value of config.json by its usual name; None where it is not there."""
+        """A value of config.json by its usual name; None if it is missing."""
         return config.get(self.renamed.get(name, name))
 
     def tensors(self, config: Mapping[str, Any]) -> list[Tensor]:
-        """All tensors that a model of this configuration has."""
+        """All tensors of a model with this configuration."""
         sizes, layers = self._sizes(config), self._size(config, "num_hidden_layers")
         gguf = package()
         arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
@@ -139,14 +139,14 @@ class Family:
         return found
 
     def unread(self, config: Mapping[str, Any]) -> dict[str, tuple[Shape, float]]:
-        """Tensors that only the file has, by name: shapes, and the value that fills them."""
+        """Tensors that only the file has, by name: shapes, and fill values."""
         if self.model_type != gemma3n.MODEL_TYPE:
             return {}
         sizes = self._sizes(config)
         return gemma3n.unread(config, (sizes["k"], sizes["d"]), sizes["h"])
 
     def heads(self, config: Mapping[str, Any]) -> tuple[int, int]:
-        """Query heads, and key and value heads."""
+        """Numbers of query heads, and of key and value heads."""
         heads = self._size(config, "num_attention_heads")
         return heads, self.get(config, "num_key_value_heads") or heads
 
@@ -184,12 +184,12 @@ class Family:
         value = self.get(config, name)
         if not isinstance(value, int) or value < 1:
             name = self.renamed.get(name, name)
-            raise UserError(f"{name} of config.json is {value!r}, must be a whole number above 0")
+            raise UserError(f"{name} of config.json is {value!r}, must be an integer above 0")
         return value
 
 
 def expert_count(tensors: Iterable[Tensor]) -> int:
-    """How many experts each stack has; 0: there are none."""
+    """Number of experts in each stack; 0: there are none."""
     return max((tensor.expert + 1 for tensor in tensors if tensor.expert is not None), default=0)
 
 
@@ -198,13 +198,13 @@ def _there(when: str, config: Mapping[str, Any]) -> bool:
 
 
 def tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding; where config.json does not say it, as its model_type has it."""
+    """Whether the head is tied to the embedding; if config.json does not say, the default of its model_type."""
     usual = config["model_type"].startswith(("gemma", "gpt2"))
     return bool(config.get("tie_word_embeddings", usual))
 
 
 def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """A tensor as a GGUF file has it, of that of the checkpoint; `heads` are query and key heads."""
+    """Converts a checkpoint's tensor to a GGUF file's; `heads` are query and key heads."""
     match change:
         case Change.QUERIES | Change.KEYS:
             return _regroup(value, (heads[change is Change.KEYS], 2, -1))
@@ -219,7 +219,7 @@ def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.nda
 
 
 def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """The way back of to_gguf."""
+    """The inverse of to_gguf."""
     match change:
         case Change.QUERIES | Change.KEYS:
             return _regroup(value, (heads[change is Change.KEYS], -1, 2))
@@ -234,7 +234,7 @@ def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> 
 
 
 def _regroup(value: np.ndarray, first: tuple[int, int, int]) -> np.ndarray:
-    """Splits the first dimension into these, and swaps the last two of them."""
+    """Splits the first dimension into these three, and swaps the last two of them."""
     return value.reshape(*first, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
 
 
@@ -250,7 +250,7 @@ def _without(rows: tuple[Row, ...], *words: str) -> tuple[Row, ...]:
 
 
 def _changed(rows: tuple[Row, ...], change: Change, *words: str) -> tuple[Row, ...]:
-    """The table with this change for the tensors whose names hold one of the words."""
+    """The table with this change for the tensors whose names contain one of the words."""
     hit = lambda row: any(word in row.name for word in words)  # noqa: E731
     return tuple(dataclasses.replace(row, change=change) if hit(row) else row for row in rows)
 

@@ -1,4 +1,4 @@
-"""Reads a GGUF file, the format of llama.cpp, as the Hugging Face checkpoint that it was made of."""
+"""Reads a GGUF file, llama.cpp's format, as the Hugging Face checkpoint that it was made from."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from capibara.interop.gguf import vocabulary as gguf_vocabulary
 from capibara.interop.gguf.names import Shape, Tensor
 from capibara.interop.hf import model_card
 
-# Tensors that are no parameters: what old files hold of rotary positions, and the factors that config.json tells.
+# Tensors that are no parameters: rotary tables of old files, and factors that config.json already contains.
 _IGNORED = (gguf_rope.FACTORS, ".attn_rot_embd.weight", ".attn_rot_embd", "rope.freqs")
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
-    """Opens a GGUF file; its tensors stay on the disk until they are read.
+    """Opens a GGUF file; its tensors stay on disk until they are read.
 
     Raises:
-      UserError: it is not there, no GGUF file, cut short, one part of several, adapters, of an architecture that is not known
-        here, or has other tensors than its architecture has.
+      UserError: it does not exist, is no GGUF file, truncated, one part of several, an adapter, of an unknown
+        architecture, or has other tensors than its architecture.
     """
     path = os.fspath(path)
     file = _read(path)
@@ -39,17 +39,17 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
         raise UserError(f"{path} is one of {shown} parts: join them with llama-gguf-split --merge first")
     if _value(file, "general.type") == "adapter":
         raise UserError(
-            f"{path} holds adapters, not a model: give it to llama.cpp beside its base, or name the base's file"
+            f"{path} holds adapters, not a model: pass it to llama.cpp beside its base, or name the base's file"
         )
     return GgufModel(path, file)
 
 
 class GgufModel:
-    """A GGUF file in the Hugging Face view.
+    """A GGUF file as a Hugging Face model.
 
     Attributes:
-      config: what its config.json would say.
-      about: a model card of its name, licence and the like.
+      config: the corresponding config.json.
+      about: a model card with its name, licence and so on.
     """
 
     def __init__(self, path: str, file: gguf_file.GgufFile):
@@ -69,11 +69,11 @@ class GgufModel:
             self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        # What the metadata break in code that is written for whole ones is the file's fault.
+        # Errors here are the file's fault: the code expects consistent metadata.
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             what = f"{type(error).__name__}: {limits.cause(error)}"
             raise UserError(f"{path}: its metadata contradict themselves ({what}): get it again") from error
-        for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
+        for name in ("bos", "eos", "pad"):  # None too: transformers would use another model's default
             self.config[f"{name}_token_id"] = _value(file, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class GgufModel:
         return model_card.of_general(self._values("general."))
 
     def _values(self, prefix: str) -> dict[str, Any]:
-        """The metadata whose keys begin so, without that."""
+        """The metadata whose keys have this prefix, without it."""
         return {
             key.removeprefix(prefix): _value(self._file, key) for key in self._file.values if key.startswith(prefix)
         }
@@ -90,7 +90,7 @@ class GgufModel:
     def tokenizer(self) -> dict[str, bytes]:
         """The files tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja.
 
-        Those that the file has what they need for; with a warning none for a tokenizer that is not known here.
+        Contains those that can be derived from the file; warns and omits tokenizer.json for an unknown tokenizer.
         """
         return gguf_vocabulary.files(self._values("tokenizer."), self.path)
 
@@ -102,14 +102,14 @@ class GgufModel:
         }
 
     def dtype(self, name: str) -> str:
-        """Of its matrices: vectors, routers and positions are float32 in every GGUF file, whatever the model had."""
+        """Dtype of its matrices: vectors, routers and positions are float32 in every GGUF file."""
         stored = self._stored[self._tensors[self._rows[name][0]].stored]
         exact = len(stored.shape) == 1 or stored.name.endswith(gguf_names.EXACT)
         kind = (self._matrices if exact else stored).tensor_type.name
         return {"F16": "float16", "BF16": "bfloat16", "MXFP4": "bfloat16"}.get(kind, "float32")
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored (float32, float16, bfloat16), in float32 where it was quantised; bfloat16 of MXFP4."""
+        """A tensor in its stored dtype (float32, float16, bfloat16), or dequantized to float32 (MXFP4: bfloat16)."""
         values = [self._row(row) for row in self._rows[name]]
         return gpt_oss.joined(name, values) if self._family.model_type == gpt_oss.MODEL_TYPE else values[0]
 
@@ -132,8 +132,8 @@ class GgufModel:
         except NotImplementedError:
             kind = stored.tensor_type.name
             raise UserError(
-                f"{self.path}: {stored.name} is quantised as {kind}, which the gguf package cannot undo: take another "
-                "quantisation of this model, Q8_0 for example"
+                f"{self.path}: {stored.name} is quantized as {kind}, which the gguf package cannot dequantize: use another "
+                "quantization of this model, Q8_0 for example"
             ) from None
 
     def _stored_shapes(self) -> dict[str, Shape]:
@@ -145,11 +145,11 @@ class GgufModel:
         return None if stored is None else self._plain(stored.data, stored)
 
     def _check(self) -> None:
-        """Raises where the file has other tensors than the model."""
+        """Raises if the file has other tensors than the model."""
         shapes, experts = self._stored_shapes(), gguf_names.expert_count(self._tensors.values())
         for tensor in self._tensors.values():
             if tensor.stored not in shapes:
-                raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or no such model")
+                raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or another model")
             want = stored_shape(tensor, experts)
             if shapes[tensor.stored] != want:
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
@@ -180,6 +180,6 @@ def _read(path: str) -> gguf_file.GgufFile:
 
 
 def _value(file: gguf_file.GgufFile, key: str) -> Any:
-    """A metadata value; None where there is none. A float32 becomes the shortest number that is the same in float32."""
+    """A metadata value, or None; a float32 is rounded to the shortest decimal that is equal in float32."""
     value = file.values.get(key)
     return gguf_rope.tidy(value) if isinstance(value, float) else value

@@ -12,16 +12,16 @@ from capibara.core.types import UserError
 from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf.names import Family
 
-FACTORS = "rope_freqs.weight"  # what llama.cpp divides each frequency by: the llama3 scaling has no metadata
-# llama.cpp's, for the layers of Gemma 3 with a window, in files that do not say it.
+FACTORS = "rope_freqs.weight"  # divisors of the frequencies: the llama3 scaling has no metadata
+# llama.cpp's default for layers of Gemma 3 with a window, in files that do not set it.
 _LOCAL_THETA = 10_000.0
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# The only ones that it knows for these families: it reads no metadata of them.
+# The only values that it supports for these families: it reads no metadata for them.
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The metadata, without the architecture that every key begins with."""
+    """The metadata, without the architecture prefix of every key."""
     rope, local = parameters(config)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
     values: dict[str, Any] = {
@@ -64,20 +64,21 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Family) ->
             raise UserError(
                 f"{name} of the yarn scaling is {rope[name]}, llama.cpp computes it with {usual}: no GGUF form"
             )
-    # llama.cpp rounds where YaRN begins and ends for all models, gpt-oss too, which was trained without: it is what it is.
+    # llama.cpp rounds YaRN's bounds for all models, gpt-oss too, which was trained without rounding: that is its
+    # behaviour.
     if bool(rope.get("truncate", True)) is (family.model_type == "gpt_oss"):
         said = rope.get("truncate", True)
         raise UserError(f"truncate of the yarn scaling is {said}, of a {family.model_type} model it has no GGUF form")
     if rope.get("attention_factor") is not None:
-        # llama.cpp multiplies the usual factor by it.
+        # llama.cpp multiplies the default factor by it.
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)
     return values
 
 
 def parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """The rope_parameters of a config.json, new or old: of the global layers, and of the local where they differ."""
+    """The rope_parameters of a config.json, new or old: of the global layers, and of local ones if they differ."""
     rope = config.get("rope_parameters")
-    if rope is None:  # transformers before 5
+    if rope is None:  # before transformers 5
         scaling = dict(config.get("rope_scaling") or {})
         scaling.setdefault("rope_type", scaling.pop("type", "default"))
         theta = config.get("rope_theta", config.get("rotary_emb_base", 10_000.0))
@@ -99,10 +100,10 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """What each frequency is divided by, float32 [head_dim / 2] (Llama 3.1).
+    """The divisor of each frequency, float32 [head_dim / 2] (Llama 3.1).
 
-    Wavelengths above original / low_freq_factor are divided by the factor, those below original / high_freq_factor
-    stay, and those between go from the one to the other.
+    Wavelengths above original / low_freq_factor are divided by the factor, those below original / high_freq_factor are
+    unchanged, those between are interpolated.
     """
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
@@ -111,7 +112,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
 
 
 def factors(config: Mapping[str, Any], family: Family) -> np.ndarray | None:
-    """The factors that a GGUF file of this model needs; None: none."""
+    """The frequency factors that a GGUF file of this model needs; None: none."""
     rope, _ = parameters(config)
     if _kind(rope) != "llama3":
         return None
@@ -119,19 +120,19 @@ def factors(config: Mapping[str, Any], family: Family) -> np.ndarray | None:
 
 
 def _turns(theta: float, head_dim: int, length: float) -> np.ndarray:
-    """How often each frequency turns in `length` places."""
+    """Number of turns of each frequency over `length` positions."""
     return length * float(theta) ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
 
 
 def from_metadata(
     values: Mapping[str, Any], family: Family, head_dim: int, divided: np.ndarray | None
 ) -> dict[str, Any]:
-    """The rope_parameters (and what goes with them) of the metadata; `divided` are the factors of the file."""
+    """The rope_parameters (and related values) of the metadata; `divided` are the file's factors."""
     theta = values.get("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
     original = values.get("rope.scaling.original_context_length")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if values.get("rope.scale_linear", 1.0) != 1.0:  # of old files
+    if values.get("rope.scale_linear", 1.0) != 1.0:  # in old files
         kind, values = "linear", dict(values) | {"rope.scaling.factor": values["rope.scale_linear"]}
     if divided is not None and not np.all(divided == 1):
         rope |= _llama3_of(divided, theta, head_dim, original)
@@ -165,10 +166,9 @@ def _factor(values: Mapping[str, Any], family: Family) -> float:
 
 
 def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int | None) -> dict[str, Any]:
-    """The llama3 scaling that gives these factors.
+    """The llama3 scaling that yields these factors.
 
-    Only original / low and original / high are in them, so that low_freq_factor can be 1, as it is in all models that
-    there are.
+    They determine only original / low and original / high, so low_freq_factor is set to 1, as in all published models.
     """
     divided = divided.astype(np.float64)
     factor = tidy(divided.max())
@@ -186,10 +186,10 @@ def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int |
         if divided.shape == (head_dim // 2,) and np.allclose(llama3_factors(rope, head_dim), divided, rtol=1e-4):
             return rope
     raise UserError(
-        f"{FACTORS} holds factors that no llama3 scaling has: this file's rotary positions are not known here"
+        f"{FACTORS} holds factors that no llama3 scaling yields: this file's rotary positions are not supported"
     )
 
 
 def tidy(value: float) -> float:
-    """The shortest number that is the same in float32: files hold float32, people write 1e-5."""
+    """The shortest decimal that is equal in float32: files hold float32, people write 1e-5."""
     return float(str(np.float32(value)))

@@ -1,7 +1,7 @@
-"""The type of each tensor of a GGUF file: what --dtype asks for, and of K-quants the mixture that llama-quantize chooses.
+"""Chooses the type of each tensor of a GGUF file: by --dtype, and for K-quants by llama-quantize's mixtures.
 
-The mixtures are those of llama.cpp (src/llama-quant.cpp): values of attention and what leads out of the MLP have more bits
-in some layers, the head has 6, and rows that are no blocks of 256 another type.
+The mixtures are those of llama.cpp (src/llama-quant.cpp): attention values and the MLP's down projection get more bits
+in some layers, the head gets 6, and rows that do not divide into blocks of 256 get another type.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from capibara.interop.gguf import k_quants
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf.names import Family
 
-_ByLayer = Callable[[int, int], str]  # (layer, of how many) -> a type, "": that of the others
+_ByLayer = Callable[[int, int], str]  # (layer, number of layers) -> a type; "": the default one
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 _PLAIN = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 _FILE_TYPES = {"f32": "ALL_F32"}
-# Types with blocks of 256 -> those of rows that are multiples of 32 alone.
+# Types with blocks of 256 -> types for rows that are only multiples of 32.
 _NARROW = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# The largest values that the types hold: blocks have a step, and some a minimum, in float16.
+# The largest values of the types: blocks have a step, and some a minimum, in float16.
 MOST = {
     "F16": 65504.0,
     "Q8_0": 127 * 65504.0,
@@ -39,7 +39,7 @@ MOST = {
 
 
 def _more(layer: int, layers: int) -> bool:
-    """The layers that have more bits: the first eighth, the last one, and every third between them."""
+    """Whether a layer gets more bits: the first and last eighth, and every third between them."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -48,7 +48,7 @@ def _always(kind: str) -> _ByLayer:
 
 
 def _first(kind: str, count: int = 0, *, share: int = 0, then: str = "") -> _ByLayer:
-    """Of the first layers, so many or one in so many; of the others `then`."""
+    """`kind` for the first layers, a number or a share of them; `then` for the others."""
     return lambda layer, layers: kind if layer < (layers // share if share else count) else then
 
 
@@ -57,13 +57,13 @@ _MORE: _ByLayer = lambda layer, layers: "Q6_K" if _more(layer, layers) else ""  
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """What llama-quantize calls by one name.
+    """A mixture of types under llama-quantize's name.
 
     Attributes:
       plain: the type of most matrices.
       values: of attention's values, or of queries, keys and values together.
-      down: of what leads out of the MLP or of an expert.
-      out: of what leads out of attention, and with eight experts.
+      down: of the down projection of the MLP or an expert.
+      out: of attention's output projection, also with eight experts.
     """
 
     plain: str
@@ -85,7 +85,7 @@ MIXTURES = {
     "q5_k_m": Mixture("Q5_K", _MORE, _MORE),
     "q6_k": Mixture("Q6_K"),
 }
-MXFP4 = "mxfp4"  # experts in MXFP4, what is left in bf16
+MXFP4 = "mxfp4"  # experts in MXFP4, the rest in bf16
 DTYPES = (*_PLAIN, *MIXTURES, MXFP4)
 
 
@@ -98,10 +98,10 @@ class Types:
 
     Attributes:
       dtype: one of DTYPES.
-      layers: how many the model has.
-      experts: of each layer; 0: it has none.
-      tied: whether the head is the embedding.
-      large: whether llama.cpp takes the model for one of 70B, whose values have more bits.
+      layers: number of layers.
+      experts: experts per layer; 0: none.
+      tied: whether the head is tied to the embedding.
+      large: whether llama.cpp treats it as a 70B model, whose values get more bits.
     """
 
     dtype: str
@@ -112,14 +112,14 @@ class Types:
 
     @classmethod
     def of(cls, dtype: str, config: Mapping[str, Any], family: Family) -> Types:
-        """Of a config.json."""
+        """The types for a config.json."""
         layers, experts = family.get(config, "num_hidden_layers"), family.get(config, "num_experts") or 0
         heads, kv_heads = family.heads(config)
         large = layers == 80 and (family.arch == "qwen2" or family.arch == "llama" and heads != kv_heads)
         return cls(dtype, layers, experts, gguf_names.tied(config), large and experts != 8)
 
     def type(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The type of a tensor of the file, as the gguf package has it; `shape` is as in its description of numpy."""
+        """The type of a tensor of the file, of the gguf package; `shape` is in numpy's order."""
         types = gguf_names.package().GGMLQuantizationType
         if len(shape) == 1 or name.endswith(gguf_names.EXACT):
             return types.F32
@@ -130,7 +130,7 @@ class Types:
         return types[kind]
 
     def _wanted(self, name: str) -> str:
-        """The type of a matrix whose rows are blocks of it."""
+        """The type of a matrix whose rows divide into its blocks."""
         if self.dtype == MXFP4:
             return "MXFP4" if "_exps." in name else "BF16"
         if self.blocks and any(part in name for part in _SMALL):
@@ -145,7 +145,7 @@ class Types:
             return mixture.plain
         index, part, eight = int(layer[1]), layer[2], self.experts == 8
         if eight and part in ("attn_v", "attn_k"):
-            return "Q8_0"  # few, and all experts depend on them
+            return "Q8_0"  # small, and all experts depend on them
         if part in ("attn_v", "attn_qkv"):
             kind = mixture.values(index, self.layers) or mixture.plain
             return "Q5_K" if self.large and kind in ("Q3_K", "Q4_K") else kind
@@ -157,21 +157,21 @@ class Types:
 
     @property
     def file_type(self) -> Any:
-        """general.file_type, as the gguf package has it."""
+        """general.file_type, of the gguf package."""
         if self.dtype == MXFP4:
             return gguf_names.package().LlamaFileType.MOSTLY_MXFP4_MOE
         return gguf_names.package().LlamaFileType[_FILE_TYPES.get(self.dtype, f"MOSTLY_{self.dtype.upper()}")]
 
     @property
     def blocks(self) -> bool:
-        """Whether matrices are quantised."""
+        """Whether matrices are quantized."""
         return self.dtype.startswith("q") or self.dtype == MXFP4
 
 
 def quantized(value: np.ndarray, kind: Any) -> np.ndarray:
-    """Rows of float32 in a type of the gguf package, in one piece of memory."""
+    """Quantizes float32 rows to a type of the gguf package, in one contiguous array."""
     if kind.name in k_quants.KINDS:
         return k_quants.quantize(value, kind.name)
     if kind.name in ("Q4_0", "Q5_0"):
-        value = value + np.float32(0)  # a block of zeros has the scale of 0, not that of -0
+        value = value + np.float32(0)  # turns -0 into 0, whose scale a block of zeros has
     return np.ascontiguousarray(gguf_names.package().quantize(value, kind))

@@ -1,7 +1,7 @@
-"""Tokenizers: the metadata of a GGUF file as the files of a Hugging Face checkpoint, and back.
+"""Converts tokenizers between a GGUF file's metadata and the files of a Hugging Face checkpoint.
 
-GGUF says what llama.cpp needs to know: tokens, their types, merges or scores, and by one name how text is split before.
-That name stands for a list of splits here, which is made into the pre_tokenizer of a tokenizer.json, or found in one.
+GGUF stores what llama.cpp needs: tokens, their types, merges or scores, and the name of a pre-tokenizer. Here that name
+stands for a list of splits, which is converted to the pre_tokenizer of a tokenizer.json, or recognised in one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers import limits as tokenizer_limits
 
-# The special tokens' names in tokenizer_config.json, and in GGUF's keys.
+# Names of the special tokens in tokenizer_config.json, and in GGUF's keys.
 KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_MORE_ENDS = ("eot", "eom")  # the ends of a turn and of a message, beside the end token
-# Special tokens with which llama.cpp ends a text wherever a vocabulary has them.
+_MORE_ENDS = ("eot", "eom")  # end of turn and end of message, besides the end token
+# Special tokens that always end a text in llama.cpp.
 _ENDS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>")
     + ("<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>")
 )
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ggml's types of tokens
-SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
-_ODD = "\uff21  \ufb01"  # a text that usual normalisations change
-PADDING = "[PAD{}]"  # the name of a token that only fills the embedding's rows
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ggml's token types
+SPACE = "\u2581"  # a space in SentencePiece's pieces
+_ODD = "\uff21  \ufb01"  # a text that common normalisations change
+PADDING = "[PAD{}]"  # the name of a token that only pads the embedding
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,9 +48,10 @@ class Pre:
     """How text is split before byte-level merges.
 
     Attributes:
-      splits: regular expressions whose matches stand alone, "digits" for every digit, "gpt2" for GPT-2's words.
-      ignore_merges: a split that is a token is that token, whatever the merges say.
-      adds_bos: text begins with the beginning token where the file does not say it.
+      splits: regular expressions whose matches are separate pieces, "digits" for single digits, "gpt2" for GPT-2's
+        words.
+      ignore_merges: whether a piece that is a token becomes that token, regardless of the merges.
+      adds_bos: whether text begins with the beginning token if the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -69,7 +70,7 @@ PRES = {
     ),
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-# Names that llama.cpp splits by in the same way.
+# Names with the same splits in llama.cpp.
 _SAME = {
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
@@ -80,12 +81,12 @@ _SAME = {
 
 
 def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
-    """The files of a tokenizer, of the metadata under "tokenizer." (without that word).
+    """The tokenizer files from the metadata under "tokenizer." (without that prefix).
 
-    With a warning no tokenizer.json where llama.cpp's tokenizer is none of those known here; `path` is for the message.
+    Warns and omits tokenizer.json if llama.cpp's tokenizer is unknown here; `path` is for messages.
 
     Raises:
-      UserError: the metadata contradict themselves.
+      UserError: the metadata are inconsistent.
     """
     _check_types(values, path)
     found: dict[str, bytes] = {}
@@ -129,7 +130,7 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
 
 
 def _ends(values: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> list[int]:
-    """The ids that end a text in llama.cpp, the end token first; none where it is not said."""
+    """The token ids that end a text in llama.cpp, the end token first; empty if the file names none."""
     if (eos := values.get("ggml.eos_token_id")) is None:
         return []
     named = [values.get(f"ggml.{key}_token_id") for key in _MORE_ENDS]
@@ -146,7 +147,7 @@ _LISTS: dict[str, type | tuple[type, ...]] = {
 }
 _FLAGS = ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix")
 _IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), *_MORE_ENDS))
-_TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # of one, and of all
+_TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # limits for one token, and for all
 
 
 def _is_list(of: type | tuple[type, ...], value: Any) -> bool:
@@ -154,7 +155,7 @@ def _is_list(of: type | tuple[type, ...], value: Any) -> bool:
 
 
 def _check_types(values: Mapping[str, Any], path: str) -> None:
-    """Raises where the metadata have other types or sizes than a tokenizer's."""
+    """Raises if the metadata have other types or sizes than a tokenizer's."""
     checks: list[tuple[str, Callable[[Any], bool]]] = [
         (key, lambda value: isinstance(value, str)) for key in _TEXT_KEYS
     ]
@@ -196,7 +197,7 @@ def _splitter(split: str) -> Any:
 
 
 def _sentencepiece(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """llama.cpp joins the pair whose piece has the best score, which merges in the order of scores do too."""
+    """llama.cpp joins the pair whose piece has the best score, which equals merging in the order of scores."""
     vocab, tokens = _vocab(values), values["ggml.tokens"]
     kinds, scores = values["ggml.token_type"], values["ggml.scores"]
     unknown = next((token for token, kind in zip(tokens, kinds) if kind == UNKNOWN), None)
@@ -221,7 +222,7 @@ def _sentencepiece(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _merges(
     vocab: Mapping[str, int], tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, those of the best piece first."""
+    """All pairs of pieces that form a piece, those of the best piece first."""
     found = []
     for piece, kind, score in zip(tokens, kinds, scores):
         if kind not in (NORMAL, USER_DEFINED, UNUSED):
@@ -234,25 +235,25 @@ def _merges(
 
 
 def _vocab(values: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id, without what only fills the embedding's rows."""
+    """Token -> id, without tokens that only pad the embedding."""
     tokens = values["ggml.tokens"]
     kinds = values.get("ggml.token_type") or [NORMAL] * len(tokens)
     return {token: i for i, token in enumerate(tokens) if not (kinds[i] == UNUSED and token == PADDING.format(i))}
 
 
 def _add_special(made: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Marks the tokens that text is searched for first, the special ones among them as such."""
+    """Marks the tokens that are matched before splitting, and the special ones among them."""
     added = [
         tokenizers.AddedToken(token, special=kind != USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, kinds)
-        # A user's token is searched for before spaces are replaced, so that one with a space's mark is never found.
+        # A user-defined token is matched before spaces are replaced, so one that contains the space mark never matches.
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and SPACE not in token)
     ]
     made.add_tokens(added)
 
 
 def _add_template(made: tokenizers.Tokenizer, special: Mapping[str, str], bos: bool, eos: bool) -> None:
-    """Tells what encloses a text."""
+    """Sets the tokens that enclose a text."""
     before = [special["bos"]] if bos and "bos" in special else []
     after = [special["eos"]] if eos and "eos" in special else []
     if before or after:
@@ -262,10 +263,10 @@ def _add_template(made: tokenizers.Tokenizer, special: Mapping[str, str], bos: b
 
 
 def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata under "tokenizer.", of the files of a tokenizer and the config.json of its model.
+    """The metadata under "tokenizer.", from a tokenizer's files and the config.json of its model.
 
     Raises:
-      UserError: llama.cpp has no such tokenizer, or the model has fewer tokens than it.
+      UserError: llama.cpp does not support the tokenizer, or the model has fewer tokens than it.
     """
     if "tokenizer.json" not in files:
         model = files.get("tokenizer.model")
@@ -274,7 +275,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     spec = json.loads(files["tokenizer.json"])
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
-        raise UserError(f"tokenizer.json has a {model['type']} model, GGUF files are written of BPE models alone")
+        raise UserError(f"tokenizer.json has a {model['type']} model, GGUF files support only BPE models")
     added = {token["id"]: token for token in spec.get("added_tokens", ())}
     tokens = {i: token for token, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     size = config["vocab_size"]
@@ -295,7 +296,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
 
 
 def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a SentencePiece model file, such as runs of ours have."""
+    """The metadata of a SentencePiece model file, as runs have."""
     import sentencepiece
 
     tokenizer_limits.check_sentencepiece(data, "tokenizer.model")
@@ -311,9 +312,9 @@ def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[s
     )
     kinds = [next((kind for kind, check in checks if check(i)), NORMAL) for i in ids]
     scores = [model.get_score(i) for i in ids]
-    # Merges are numbered, a unigram model has log probabilities.
+    # BPE merges are numbered; a unigram model has log probabilities.
     if any(kind == NORMAL and not score.is_integer() for kind, score in zip(kinds, scores)):
-        raise UserError("tokenizer.model is a unigram model, GGUF files are written of BPE models alone")
+        raise UserError("tokenizer.model is a unigram model, GGUF files support only BPE models")
     if model.normalize(_ODD).lstrip(SPACE) != _ODD.replace(" ", SPACE):
         raise UserError("tokenizer.model changes the text's characters, llama.cpp does not: it has no GGUF form")
     rest = range(len(model), size)
@@ -326,7 +327,7 @@ def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[s
         "ggml.add_space_prefix": model.encode_as_pieces("a")[0].startswith(SPACE),
     }
     values |= _special(files, config, {model.id_to_piece(i): i for i in ids})
-    # What our models read begins with it.
+    # Our models' texts begin with it.
     return values | {"ggml.add_bos_token": "ggml.bos_token_id" in values, "ggml.add_eos_token": False}
 
 
@@ -343,7 +344,7 @@ def _parts(spec: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _pairs(spec: Mapping[str, Any]) -> list[list[str]]:
-    """The merges: old files have them as one string each."""
+    """The merges; old files store each as one string."""
     return [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in spec["model"]["merges"]]
 
 
@@ -360,7 +361,7 @@ def _byte_level_pieces(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_of(part: Mapping[str, Any]) -> str | None:
-    """What a pre_tokenizer's step splits by, as Pre.splits says it; None: it does not split."""
+    """The split of a pre_tokenizer's step, in the form of Pre.splits; None: it does not split."""
     match part:
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return "gpt2" if part.get("use_regex", True) else None
@@ -398,7 +399,7 @@ def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], si
 def _kind(
     i: int, tokens: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, model: str
 ) -> int:
-    """The type of a token in ggml."""
+    """A token's type in ggml."""
     token = tokens.get(i)
     if token is None:
         return UNUSED
@@ -427,7 +428,7 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
         if found is not None:
             values[f"ggml.{key}_token_id"] = found
     more = [i for i in _generation_ends(files) if i != values.get("ggml.eos_token_id")]
-    if (message := ids.get("<|eom_id|>")) in more:  # of Llama 3: a call of a tool follows
+    if (message := ids.get("<|eom_id|>")) in more:  # in Llama 3: a tool call follows
         values["ggml.eom_token_id"] = more.pop(more.index(message))
     values |= {
         f"ggml.{key}_token_id": i for key, i in zip(("eot", "eom"), more) if f"ggml.{key}_token_id" not in values
@@ -444,7 +445,7 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
 
 
 def _generation_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """What generation_config.json says of the tokens that end a text."""
+    """The end tokens in generation_config.json."""
     name = tokenizer_files.GENERATION_FILE
     try:
         said = limits.parse_json(files.get(name, b"{}"))

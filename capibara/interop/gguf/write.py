@@ -1,4 +1,4 @@
-"""Writes a GGUF file, which llama.cpp loads, of a model in the Hugging Face view."""
+"""Writes a model in the Hugging Face view as a GGUF file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ def write_gguf(
     dtype: str = "f16",
     show: Callable[[str, str], None] = lambda topic, detail: None,
 ) -> None:
-    """Writes a model, tensor by tensor; under the name `path` there is the whole file or what was there before.
+    """Writes a model tensor by tensor; atomically: `path` is either complete or unchanged.
 
     Args:
       path: ends in .gguf.
       config: config.json.
-      tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype, or on a grid of q4_0.
-      tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
-      about: its model card and licence files, by name: the file says its name and licence.
-      dtype: one of gguf_types.DTYPES, of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
-        embedding and the head are q8_0; K-quants (q4_k_m, ...) are llama-quantize's mixtures. What has rows that are no
-        multiple of a block (32 values) is f16.
-      show: is told which tensor it is at.
+      tensors: all tensors of the checkpoint, in any order, in any floating-point dtype, or quantized on a q4_0 grid.
+      tokenizer: tokenizer files; without tokenizer.json llama.cpp can process only token ids.
+      about: model card and licence files, by name; the file names model and licence.
+      dtype: one of gguf.types.DTYPES, for matrices. Vectors, routers and learned positions stay f32; with q4_0,
+        embedding and head are q8_0; K-quants (q4_k_m, ...) are llama-quantize's mixtures. Matrices whose rows are not a
+        multiple of a block (32 values) are f16.
+      show: reports the current tensor.
 
     Raises:
-      UserError: llama.cpp has no such model or tokenizer, a tensor is missing, unknown, of another shape or beyond
-        what the dtype holds, or the file cannot be written.
+      UserError: llama.cpp does not support the model or tokenizer, a tensor is missing, unknown, has another shape or
+        exceeds the dtype's range, or the file cannot be written.
     """
     if dtype not in gguf_types.DTYPES:
         known = ", ".join(gguf_types.DTYPES)
-        raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {known}")
+        raise UserError(f"dtype {dtype!r} is not supported for GGUF files, must be one of {known}")
     family = gguf_names.of_model_type(config.get("model_type"))
     wanted = family.tensors(config)
     if family.model_type == gpt_oss.MODEL_TYPE:
         tensors = gpt_oss.apart(tensors)
     elif dtype == "mxfp4":
-        raise UserError(f"dtype 'mxfp4' is of gpt_oss, whose experts it is for, not of {family.model_type}: try q4_0")
+        raise UserError(f"dtype 'mxfp4' is for the experts of gpt_oss, not for {family.model_type}: try q4_0")
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
@@ -69,7 +69,7 @@ def write_gguf(
 
 
 class _File:
-    """A GGUF file whose tensors come in any order: each has its place before the first comes."""
+    """A GGUF file whose tensors arrive in any order: their offsets are fixed in advance."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class _File:
                 file.write(gguf_types.quantized(np.full(shape, filling, np.float32), self._types[name]).data)
             for name, value in tensors:
                 if name == "lm_head.weight" and self._tied:
-                    continue  # some checkpoints hold the embedding twice
+                    continue  # some checkpoints store the embedding twice
                 tensor = missing.pop(name, None)
                 if tensor is None:
-                    why = "came twice" if name in self._wanted else f"is not known in {self._family.model_type} models"
+                    why = "came twice" if name in self._wanted else f"is unknown in {self._family.model_type} models"
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
                 show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
                 data = self._data(tensor, value)
@@ -134,16 +134,16 @@ class _File:
                 file.write(data.data)
             if missing:
                 raise UserError(
-                    f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole"
+                    f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is incomplete"
                 )
         finally:
             if writer.fout is not None:
                 writer.close()
 
     def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
-        """A tensor as it stands in the file, in one piece of memory."""
+        """A tensor in the file's format, in one contiguous array."""
         if isinstance(value, Packed):
-            turned = tensor.change is Change.TRANSPOSED  # to outputs first, which this is already
+            turned = tensor.change is Change.TRANSPOSED  # to outputs first, which it already is
             change = Change.NONE if turned else tensor.change
             value = value.moved(lambda x: gguf_names.to_gguf(x, change, self._heads))
             return (
@@ -152,12 +152,12 @@ class _File:
         value = np.asarray(value)
         if value.shape != tensor.shape:
             raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
-        if tensor.rows is not None:  # a token that the table lacks has the row of token 0
+        if tensor.rows is not None:  # tokens missing in the table get the row of token 0
             value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
         return self._quantized(tensor, gguf_names.to_gguf(value, tensor.change, self._heads))
 
     def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
-        """What is in the file's order, in its type."""
+        """Converts a tensor in the file's order to its type."""
         value = np.ascontiguousarray(value, dtype=np.float32)
         kind = self._types[tensor.stored]
         most = gguf_types.MOST.get(kind.name)
@@ -166,7 +166,7 @@ class _File:
         return gguf_types.quantized(value, kind)
 
     def _add_values(self, values: Mapping[str, Any], types: gguf_types.Types) -> None:
-        """The metadata: a number that is a float in Python is a float32, a whole number a uint32."""
+        """Adds the metadata: Python floats become float32, integers uint32."""
         writer = self._writer
         writer.add_type("model")
         writer.add_file_type(types.file_type)
