@@ -24,13 +24,11 @@ PROMPT = ("--prompt=river", "--gin.Sampling.max_new_tokens=2", "--gin.Sampling.t
 
 
 @pytest.fixture(scope="module")
-def trained(shell, toy_tokenizer):
+def trained(shell, made_here, toy_tokenizer):
     """A run with steps 2 and 4 and a tokenizer of its own, and the same model as a Hugging Face folder."""
     shutil.copytree(toy_tokenizer, shell.folder / "tok")
-    done = shell.run("train", *SHORT, *TOKENIZER, "--gin.TRAIN_STEPS=4")
-    assert done.code == 0, done.err
-    done = shell.run("convert", "--from=run", "--to=hf")
-    assert done.code == 0, done.err
+    made_here("train", *SHORT, *TOKENIZER, "--gin.TRAIN_STEPS=4")
+    made_here("convert", "--from=run", "--to=hf")
     return shell
 
 

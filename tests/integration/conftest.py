@@ -78,9 +78,8 @@ def shell(tmp_path_factory):
     return Shell(tmp_path_factory.mktemp("work"))
 
 
-@pytest.fixture
-def here(shell, monkeypatch, capfd):
-    """(verb, arguments) -> Done, in this process and its 8 devices: quick, as nothing is imported or compiled again."""
+def run_here(folder: pathlib.Path, verb: str, *args: str) -> int:
+    """Runs a verb in this process and its 8 devices -> its exit code: nothing is imported or compiled again."""
     import importlib
 
     from capibara.core import devices, exits
@@ -91,12 +90,29 @@ def here(shell, monkeypatch, capfd):
         with contextlib.suppress(RuntimeError):  # JAX has computed in this process: its devices stay as they are
             emulate(count)
 
-    monkeypatch.setattr(devices, "emulate", emulate_as_before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "emulate", emulate_as_before)
+        patch.chdir(folder)
+        return exits.run_verb(importlib.import_module(f"capibara.{verb}").main, list(args))
+
+
+@pytest.fixture
+def here(shell, capfd):
+    """(verb, arguments) -> Done, in this process."""
 
     def run(verb, *args):
-        monkeypatch.chdir(shell.folder)
         capfd.readouterr()
-        code = exits.run_verb(importlib.import_module(f"capibara.{verb}").main, list(args))
+        code = run_here(shell.folder, verb, *args)
         return Done(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made_here(shell):
+    """(verb, arguments): runs it in this process, and it ends well; for what the tests of a file share."""
+
+    def run(verb, *args):
+        assert run_here(shell.folder, verb, *args) == 0
 
     return run

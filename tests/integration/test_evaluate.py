@@ -31,12 +31,11 @@ def lengths(targets, predictions, scale=1):
 
 
 @pytest.fixture(scope="module")
-def trained(shell):
-    done = shell.run(
+def trained(shell, made_here):
+    made_here(
         "train", "--gin_file=tiny.gin", "--emulate=8", "--gin.TRAIN_STEPS=40", "--gin.Trainer.ema_decay=0.5",
         "--gin.Evaluation.every=20", "--gin.Checkpointing.every=20", "--gin.Checkpointing.keep=5",
     )  # fmt: skip
-    assert done.code == 0, done.err
     (shell.folder / "my_metrics.py").write_text(METRIC)
     (shell.folder / "tasks.gin").write_text(TASKS)
     qa = [{"prompt": "river gr", "target": "x"}, {"prompt": "grass ", "target": ["y", "z"]}]

@@ -14,11 +14,8 @@ RUN = "--model_dir=run"
 
 
 @pytest.fixture(scope="module")
-def trained(shell):
-    done = shell.run(
-        "train", "--gin_file=tiny.gin", "--emulate=8", "--gin.TRAIN_STEPS=60", "--gin.Trainer.ema_decay=0.5"
-    )
-    assert done.code == 0, done.err
+def trained(shell, made_here):
+    made_here("train", "--gin_file=tiny.gin", "--emulate=8", "--gin.TRAIN_STEPS=60", "--gin.Trainer.ema_decay=0.5")
     return shell
 
 

@@ -29,17 +29,17 @@ def assert_one_line(done, *words):
         assert word in lines[0]
 
 
-def test_train_then_again_then_with_more_steps(shell):
+def test_train_then_again_then_with_more_steps(shell, here):
     first = shell.run(*TRAIN, "--emulate=8")
     assert (first.code, first.err) == (0, "")
     assert "compiling the train step for 8 devices" in first.out and "finished at step 6: 6 steps" in first.out
     assert "DecoderConfig.mlp_dim = 64" in (shell.folder / "run" / "config.gin").read_text()
 
-    again = shell.run(*TRAIN, "--emulate=8")
+    again = here(*TRAIN, "--emulate=8")
     assert (again.code, again.err) == (0, "")
     assert "nothing to do: the run is at step 6 of 6 already; raise TRAIN_STEPS" in again.out
 
-    more = shell.run(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
+    more = here(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
     assert (more.code, more.err) == (0, "")
     assert "resuming from step 6" in more.out and "changed since the last start" in more.out
     assert sorted(losses(shell.folder / "run")) == list(range(1, 10))
