@@ -12,7 +12,6 @@ import sys
 
 import jax
 import pytest
-import seqio
 
 from capibara import sharding
 from capibara.checkpoints.policy import Checkpointing
@@ -41,6 +40,12 @@ OPTIONS = SeqioEvaluation(task_module="seqio_task", sampling=GREEDY)
 TEXTS = [("1+1=", "2"), ("a", "bc"), ("x y", "z")]
 
 
+@pytest.fixture(scope="module")
+def seqio():
+    """Imported with TensorFlow when the first test asks, which takes seconds."""
+    return importlib.import_module("seqio")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _task_module():
     folder = str(pathlib.Path(__file__).parent)
@@ -49,7 +54,7 @@ def _task_module():
     sys.path.remove(folder)
 
 
-def test_a_task_is_judged_by_its_own_metrics(subject, tmp_path):
+def test_a_task_is_judged_by_its_own_metrics(subject, tmp_path, seqio):
     path, shown = str(tmp_path / "p.jsonl"), []
     for _ in range(2):  # the second time from the file
         with Predictions(path, {}) as told:
@@ -137,7 +142,7 @@ class Remembers:
         return self._judge(params, tell)
 
 
-def test_each_task_of_a_mixture_is_judged_while_the_run_trains(mixture_run):
+def test_each_task_of_a_mixture_is_judged_while_the_run_trains(mixture_run, seqio):
     """By the texts and probabilities of the parameters of the moment; its loss is the one that it has alone."""
     trainer, told, encode = mixture_run(task_metrics=True), Told(), ByteVocabulary().encode
     model = api.build(trainer.model)
