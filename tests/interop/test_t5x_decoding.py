@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,15 +93,27 @@ def test_texts_and_scores_of_beam_search_are_those_of_t5x(case, how, params_of):
     agrees(searched(*params_of(case), case, peer.prompts(case), **peer.BEAMS[how]), T5X[case][how], f"{case} {how}")
 
 
-def log_probabilities(model, params, case, prompt, text, sampling):
-    """Of each token of a text in what it is drawn from."""
-    batch, _ = rows_of(case, [prompt])
-    before = batch["tokens"][0].tolist()
-    row = np.array([[*before, *text[:-1]]], np.int32)
-    batch |= {"tokens": row, "segment_ids": np.ones_like(row), "positions": np.arange(row.shape[1])[None]}
-    logits = model.logits(params, batch)[0, len(before) - 1 :] / sampling.temperature
-    limited = sampler._likeliest(logits, sampler.settings_of([sampling] * len(text)))
-    return sampler.log_probability(limited, np.array(text, np.int32))
+def log_probabilities_of(model, params, case):
+    """(prompt, text, sampling) -> of each token of the text in what it is drawn from; compiled once for all."""
+    size = max(map(len, peer.prompts(case))) + peer.NEW
+
+    @jax.jit
+    def of_tokens(batch, before, tokens, settings):
+        logits = jax.lax.dynamic_slice_in_dim(model.logits(params, batch)[0], before - 1, peer.NEW)
+        limited = sampler._likeliest(logits / settings.temperature[:, None], settings)
+        return sampler.log_probability(limited, tokens)
+
+    def of(prompt, text, sampling):
+        batch, _ = rows_of(case, [prompt])
+        before = batch["tokens"].shape[1]
+        row = np.zeros((1, size), np.int32)
+        row[0, : before + len(text) - 1] = [*batch["tokens"][0], *text[:-1]]
+        batch |= {"tokens": row, "segment_ids": (np.arange(size) < before + len(text) - 1)[None].astype(np.int32)}
+        batch["positions"] = np.arange(size, dtype=np.int32)[None]
+        tokens = np.array([*text, *[0] * (peer.NEW - len(text))], np.int32)
+        return of_tokens(batch, before, tokens, sampler.settings_of([sampling] * peer.NEW))[: len(text)]
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -108,13 +121,13 @@ def log_probabilities(model, params, case, prompt, text, sampling):
 )
 def test_what_t5x_draws_has_its_probability_here(case, params_of):
     """Under the same temperature and limits: its scores are those that the likeliest draw is chosen by."""
-    model, params = params_of(case)
+    log_probabilities = log_probabilities_of(*params_of(case), case)
     for how, options in peer.DRAWN.items():
         given = {"temperature": options["temperature"], "top_k": options["topk"] or None, "top_p": options.get("topp")}
         for prompt, drawn in zip(peer.prompts(case), T5X[case][how]):
             for text, score in zip(drawn["texts"], drawn["scores"]):
                 size = text.index(peer.CASES[case]) + 1 if peer.CASES[case] in text else len(text)
-                got = log_probabilities(model, params, case, prompt, text[:size], Sampling(**given))
+                got = log_probabilities(prompt, text[:size], Sampling(**given))
                 np.testing.assert_allclose(float(got.sum()), score, rtol=2e-5, err_msg=f"{case} {how} {text}")
 
 
