@@ -20,13 +20,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from capibara.config import configurable
-from capibara.core import tree
+from capibara.core import projections, tree
 from capibara.core.fields import did_you_mean
+from capibara.core.projections import Axes
 from capibara.core.types import Batch, PyTree, UserError
 
 # From the outermost to the innermost: what talks most lies closest together on the chips.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
-Axes = tuple[str | None, ...]
 
 
 class Remat(enum.StrEnum):
@@ -46,10 +46,7 @@ class Remat(enum.StrEnum):
 
 
 # Names that layers give to their intermediate results; MoE layers have those of the experts in place of the MLP's.
-REMAT_NAMES = (
-    "query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_down",
-    "expert_gate", "expert_up", "expert_down",
-)  # fmt: skip
+REMAT_NAMES = (*projections.QKV, projections.ATTENDED, *(n for n in projections.RESULTS if n not in projections.QKV))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,7 @@ class RematPolicy:
     """A Remat with the names that `save` and `offload` keep."""
 
     kind: Remat = Remat.NONE
-    names: tuple[str, ...] = ("query", "key", "value")
+    names: tuple[str, ...] = projections.QKV
 
 
 @configurable

@@ -6,22 +6,17 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from capibara.interop.hf.tensors import Tensor
+from capibara.core import projections
+from capibara.interop.hf.tensors import Tensor, letters
 
 # The dimensions of our parameters, in the letters of interop.tensors.
 _LAYER = {
     **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
-    **{f"attention/{name}": "ldnh" for name in ("query", "key", "value")},
-    **{f"attention/{name}_bias": "lnh" for name in ("query", "key", "value")},
-    **{f"attention/{name}_norm/scale": "lh" for name in ("query", "key")},
-    "attention/out": "lnhd",
-    "attention/out_bias": "ld",
+    **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
+    **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
+    **{f"{one.path}_norm/scale": "lh" for one in (projections.QUERY, projections.KEY)},
     "attention/sinks": "ln",
-    **dict.fromkeys(("mlp/up", "mlp/gate"), "ldf"),
-    **dict.fromkeys(("mlp/up_bias", "mlp/gate_bias"), "lf"),
-    "mlp/down": "lfd",
-    "mlp/down_bias": "ld",
 }
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
 _LAYOUTS = {
@@ -58,11 +53,9 @@ _LAYOUTS |= {  # of Gemma 3n
 }
 _EXPERTS = {
     "layers/mlp/router": "lde",
-    **dict.fromkeys(("layers/mlp/up", "layers/mlp/gate"), "ledf"),
-    "layers/mlp/down": "lefd",
+    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.EXPERTS},
     "layers/mlp/router_bias": "le",
-    **dict.fromkeys(("layers/mlp/up_bias", "layers/mlp/gate_bias"), "lef"),
-    "layers/mlp/down_bias": "led",
+    **{f"layers/{one.path}_bias": "le" + letters(one.out_axes) for one in projections.EXPERTS},
 }
 
 Rows = tuple[Tensor, ...]
@@ -319,8 +312,10 @@ T5X_DECODER = _rows(
     [
         ("decoder/token_embedder/embedding", "v d", "embedding"),
         (_X + "pre_self_attention_layer_norm/scale", "d", "layers/attention_norm/scale"),
-        *((_X + f"self_attention/{name}/kernel", "d nh", _A + name) for name in ("query", "key", "value")),
-        (_X + "self_attention/out/kernel", "nh d", _A + "out"),
+        *(
+            (_X + f"self_attention/{one.name}/kernel", f"{letters(one.in_axes)} {letters(one.out_axes)}", _A + one.name)
+            for one in projections.ATTENTION
+        ),
         (_X + "pre_mlp_layer_norm/scale", "d", "layers/mlp_norm/scale"),
         (_X + "mlp/wi_0/kernel", "d f", _M + "gate"),
         (_X + "mlp/wi_1/kernel", "d f", _M + "up"),

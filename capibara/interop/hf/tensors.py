@@ -16,8 +16,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from capibara.core.projections import Axes
+
 Shape = tuple[int, ...]
 _BESIDE = "i"
+
+
+# The letter of a parameter's logical axis.
+_LETTERS = {
+    "embed": "d", "expert_embed": "d", "heads": "n", "kv_heads": "n", "head_dim": "h", "mlp": "f", "experts": "e",
+}  # fmt: skip
+
+
+def letters(axes: Axes) -> str:
+    """Those of logical axes: "dnh" for ("embed", "heads", "head_dim")."""
+    return "".join(_LETTERS[axis] for axis in axes if axis is not None)
 
 
 def own_letters(group: str) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.core import projections
 from capibara.core.types import Params
 from capibara.interop.quantize.grid import Grid
 from capibara.models.api import DecoderConfig
@@ -62,8 +63,8 @@ def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) 
     """
     part, _, last = name.partition("/")
     own = dict(layer[part])
-    if last in ("query", "up"):
-        for reader in ("query", "key", "value") if part == "attention" else ("up", "gate"):
+    if name in (projections.QUERY.path, projections.UP.path):
+        for reader in projections.readers(name):
             if reader in own:
                 own[reader] = own[reader] * scales_I.reshape(-1, *[1] * (own[reader].ndim - 1))
         offset = 1.0 if str(config.norm_scale) == "offset" else 0.0

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.core import tree
+from capibara.core import projections, tree
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.interop.hf import tables
+from capibara.interop.hf import tables, tensors
 from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.interop.quantize import awq, calibration, grid
 from capibara.interop.quantize.gptq import gptq
@@ -28,10 +28,10 @@ from capibara.models import api
 
 _BATCH = 8  # rows that are run at once
 # Weights that read the same inputs as another one.
-_READS = {"attention/key": "attention/query", "attention/value": "attention/query", "mlp/gate": "mlp/up"}
-_INPUTS = ("attention/query", "attention/out", "mlp/up", "mlp/down")
+_READS = {one.path: one.reads_as for one in projections.QUANTIZABLE}
+_INPUTS = tuple(dict.fromkeys(_READS.values()))
 # Dimensions of a weight's inputs, in the letters of interop.tensors.
-_LETTERS = {name: "d" for name in ("query", "key", "value", "up", "gate")} | {"out": "nh", "down": "f"}
+_LETTERS = {one.name: tensors.letters(one.in_axes) for one in projections.QUANTIZABLE}
 # Readers of AWQ divide by these what the activations of some families give; missing ones are not taken for 1.
 _ACTIVATION_SCALES = {"gpt_neox": "gpt_neox.layers.{l}.mlp.act.scales"}
 
@@ -360,7 +360,7 @@ def _projections(layer: Params) -> Iterator[tuple[str, np.ndarray]]:
 
 def _outputs_first(name: str, weight: np.ndarray) -> np.ndarray:
     """One of our weights as a matrix [O, I]."""
-    inputs = 2 if _last(name) == "out" else 1
+    inputs = len(_LETTERS[_last(name)])
     return weight.reshape(int(np.prod(weight.shape[:inputs])), -1).T
 
 

@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf import tables
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf.tensors import Shape, Tensor, letters
 
-_HEADS_IN, _HEADS_OUT = "d nh", "nh d"
-_ATTENTION = {"query": _HEADS_IN, "key": _HEADS_IN, "value": _HEADS_IN, "out": _HEADS_OUT}
+# Kernels are matrices [inputs, outputs].
+_ATTENTION = {one.name: f"{letters(one.in_axes)} {letters(one.out_axes)}" for one in projections.ATTENTION}
 
 
 def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tuple[str, str]]:

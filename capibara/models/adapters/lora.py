@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
+from capibara.core import projections
+from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import UserError
 from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora_experts import Factors
@@ -33,12 +35,8 @@ from capibara.models.layers import layers
 
 SUFFIX = "_lora"
 ALL_LINEAR = "all-linear"
-# Weights of layers that `layers.dense` or the experts multiply by: those can have adapters. A router can have one too,
-# but is stored in float32.
-_LINEAR = (
-    "query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down",
-    "left", "right", "input_gate", "projection",
-)  # fmt: skip
+# A router can have an adapter too, but is stored in float32.
+_LINEAR = projections.ADAPTABLE
 
 
 _Number = TypeVar("_Number", int, float)
@@ -226,7 +224,7 @@ class Adapter(nnx.Module):
         rngs: nnx.Rngs,
         first: Adapter | None = None,
     ):
-        stacked, inputs = stack_dims(axes), input_dims(axes)
+        stacked, inputs = stack_dims(axes), in_dims(axes)
         shape, split = weight.shape, stacked + inputs
         ranks, scales = lora.of_layers(name, shape[0] if stacked else 1)
         self.inputs, self.dropout = inputs, lora.dropout
@@ -340,16 +338,6 @@ def tap(module: nnx.Module) -> dict[str, jax.Array]:
     return seen
 
 
-def stack_dims(axes: tuple[str | None, ...]) -> int:
-    """Number of leading dimensions along which independent weights are stacked."""
-    return next((index for index, name in enumerate(axes) if name not in ("layers", "experts")), len(axes))
-
-
-def input_dims(axes: tuple[str | None, ...]) -> int:
-    """Number of dimensions that a weight contracts after the stacked ones: two (heads and features) or one."""
-    return 2 if axes[stack_dims(axes)] == "heads" else 1
-
-
 def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """Adds adapters to a model with plain parameters, and stores the frozen parameters in their storage format.
 
@@ -394,7 +382,7 @@ def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight
 
 def block_dim(axes: tuple[str | None, ...]) -> int:
     """The last dimension that a weight contracts, counted from the end."""
-    return stack_dims(axes) + input_dims(axes) - 1 - len(axes)
+    return stack_dims(axes) + in_dims(axes) - 1 - len(axes)
 
 
 def _params(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module, str]]:

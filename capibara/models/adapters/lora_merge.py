@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import Params, UserError
 from capibara.models.adapters import trainable_tokens
-from capibara.models.adapters.lora import SUFFIX, Lora, block_dim, input_dims, stack_dims
+from capibara.models.adapters.lora import SUFFIX, Lora, block_dim
 from capibara.models.adapters.quantized_weights import Blocks
 
 
@@ -29,7 +30,7 @@ def merge(params: Params, lora: Lora, axes: Params) -> Params:
             return weight
         if trainable_tokens.PART in adapter:
             return trainable_tokens.replaced(weight, adapter[trainable_tokens.PART], lora.trainable_tokens)
-        stacked, inputs = stack_dims(axes), input_dims(axes)
+        stacked, inputs = stack_dims(axes), in_dims(axes)
         weight = weight + _product(adapter, weight.shape, stacked, lora, name)
         if "magnitude" not in adapter:
             return weight

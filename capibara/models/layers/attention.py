@@ -7,8 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from capibara.core import projections
+from capibara.core.projections import Projection
 from capibara.kernels import rotary
 from capibara.kernels.attention.dispatch import attend
 from capibara.kernels.attention.signature import AttentionInputs
@@ -26,20 +27,17 @@ class Attention(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
         self.config = config
-        into = layers.fan_in(0)
         # Whatever the scale of the scores (T5 has none), they start with variance 1.
         scale = H**-0.5 if config.attention_scale is None else config.attention_scale
-        to_queries = layers.fan_in(0, scale=1.0 / (H * scale**2))
-        self.query = layers.param(rngs, (D, N, H), ("embed", "heads", "head_dim"), to_queries)
-        self.key = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
-        self.value = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
+        self.query = layers.projection(rngs, projections.QUERY, (D, N, H), 1.0 / (H * scale**2))
+        self.key = layers.projection(rngs, projections.KEY, (D, K, H))
+        self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
-        out = layers.fan_in(0, 1, scale=0.5 / config.num_layers)
-        self.out = layers.param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out)
+        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.num_layers)
         if config.bias.of_heads:
-            self.query_bias = layers.param(rngs, (N, H), ("heads", "head_dim"), layers.zeros)
-            self.key_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
-            self.value_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
+            self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
+            self.key_bias = layers.param(rngs, (K, H), projections.KEY.out_axes, layers.zeros)
+            self.value_bias = layers.param(rngs, (K, H), projections.VALUE.out_axes, layers.zeros)
         if config.bias.of_attention:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.attention_sinks is layers.AttentionSinks.HEAD:
@@ -73,9 +71,9 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles) if heads is None else heads
         site = Site.PROBABILITIES if itself else Site.CROSS_PROBABILITIES
         inputs = AttentionInputs(
-            checkpoint_name(q, "query"),
-            checkpoint_name(k, "key"),
-            checkpoint_name(v, "value"),
+            layers.named(q, projections.QUERY),
+            layers.named(k, projections.KEY),
+            layers.named(v, projections.VALUE),
             q_segments_BT=segment_ids_BT,
             kv_segments_BS=segment_ids_BT if itself else encoded_segments_BS,
             q_row_positions_T=row_positions_T,
@@ -143,14 +141,14 @@ class Attention(nnx.Module):
 
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
-        y = self._dense("out", y, in_dims=2)
+        y = self._dense(projections.OUT, y)
         if self.config.bias.of_attention:
             y = y + self.out_bias[...].astype(y.dtype)
-        return checkpoint_name(y, "attention_out")
+        return layers.named(y, projections.OUT)
 
-    def _dense(self, name: str, x: jax.Array, in_dims: int = 1) -> jax.Array:
-        weight, adapter = getattr(self, name)[...], layers.adapter_of(self, name)
-        return layers.dense(x, weight, in_dims, self.config.quantization, adapter)
+    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
+        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
+        return layers.dense(x, weight, len(by.in_axes), self.config.quantization, adapter)
 
     def _heads(
         self, x_BTD: jax.Array, y_BSD: jax.Array, angles: rotary.Angles | None
@@ -166,8 +164,8 @@ class Attention(nnx.Module):
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries of x, keys and values of y."""
         dtype = x_BTD.dtype
-        into = (("query", x_BTD), ("key", y_BSD), ("value", y_BSD))
-        q, k, v = (self._dense(name, x) for name, x in into)
+        q = self._dense(projections.QUERY, x_BTD)
+        k, v = (self._dense(by, y_BSD) for by in (projections.KEY, projections.VALUE))
         if self.config.bias.of_heads:
             q = q + self.query_bias[...].astype(dtype)
             k = k + self.key_bias[...].astype(dtype)

@@ -10,7 +10,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from capibara.core.projections import Axes, Projection
 from capibara.kernels.gate import gated
 from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.dispatch import matmul
@@ -20,11 +22,16 @@ from capibara.models.adapters.quantized_weights import Blocks, Whole, frozen_mat
 Initializer = Callable[..., jax.Array]
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
     """A float32 parameter with a logical axis name for each dimension."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length: give one axis name per dimension")
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def projection(rngs: nnx.Rngs, declared: Projection, shape: tuple[int, ...], scale: float = 1.0) -> nnx.Param:
+    """The weight of a projection: a size for each declared axis; its variance is `scale` over what it contracts."""
+    return param(rngs, shape, declared.axes, fan_in(*declared.contracted, scale=scale))
 
 
 def normal(std: float) -> Initializer:
@@ -46,6 +53,12 @@ def fan_in(*in_axes: int, scale: float = 1.0) -> Initializer:
 
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
+
+
+def named(result: jax.Array, of: Projection) -> jax.Array:
+    """A projection's result, under the name that Plan.remat_names has for it."""
+    assert of.result is not None
+    return checkpoint_name(result, of.result)
 
 
 def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None:

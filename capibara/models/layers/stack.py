@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.models.adapters.quantized_weights import Frozen
 from capibara.models.layers import pipeline
@@ -18,11 +19,6 @@ from capibara.sharding import Remat, RematPolicy
 
 Stats = dict[str, Any]  # float32 sums over tokens; for a stack, each with a leading axis of layers
 Apply = Callable[..., tuple[jax.Array, Stats]]
-
-# Outputs of projections, whose recomputation would cost matmuls.
-_PROJECTIONS = (
-    "query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down", "expert_gate", "expert_up", "expert_down",
-)  # fmt: skip
 
 
 class LayerLoop(enum.StrEnum):
@@ -195,7 +191,7 @@ def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callabl
         case Remat.DOTS:
             policy = policies.dots_with_no_batch_dims_saveable
         case Remat.MINIMAL:
-            policy = policies.save_only_these_names(*_PROJECTIONS)
+            policy = policies.save_only_these_names(*projections.RESULTS)
         case Remat.SAVE:
             policy = policies.save_only_these_names(*remat.names)
         case Remat.OFFLOAD:

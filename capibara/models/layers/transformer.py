@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
@@ -292,10 +292,10 @@ class MLP(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
         self.config = config
-        self.up = layers.param(rngs, (D, F), ("embed", "mlp"), layers.fan_in(0))
+        self.up = layers.projection(rngs, projections.UP, (D, F))
         if config.activation.gated:
-            self.gate = layers.param(rngs, (D, F), ("embed", "mlp"), layers.fan_in(0))
-        self.down = layers.param(rngs, (F, D), ("mlp", "embed"), layers.fan_in(0, scale=0.5 / config.num_layers))
+            self.gate = layers.projection(rngs, projections.GATE, (D, F))
+        self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.num_layers)
         if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             if config.activation.gated:
@@ -313,26 +313,26 @@ class MLP(nnx.Module):
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
         down, up_lora, gate_lora, down_lora = (
             self.down[...],
-            *(layers.adapter_of(self, n) for n in ("up", "gate", "down")),
+            *(layers.adapter_of(self, one.name) for one in projections.MLP),
         )
         if self.config.lora is None:  # with adapters these weights have no gradient
             x_BTD, down, *into = gradients_together(x_BTD, down, *into)
         h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
         if self.config.bias.of_mlp:
             h = h + self.up_bias[...].astype(dtype)
-        h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
+        h = layers.named(constrain(h, ("batch", "act_time", "act_mlp")), projections.UP)
         if self.config.activation.gated:
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
-            gate = checkpoint_name(gate, "mlp_gate")
+            gate = layers.named(gate, projections.GATE)
             h = self.config.gating.gate(gate if on_gate is None else on_gate(gate), h)
         else:
             h = self.config.activation(h)
         h = dropout.apply(drop, h, Site.MLP_INNER)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
-        return checkpoint_name(y, "mlp_down")
+        return layers.named(y, projections.DOWN)
 
 
 class Block(nnx.Module):

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
+from capibara.core import projections
 from capibara.kernels import ragged_exchange
 from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
+from capibara.models.layers import layers
 from capibara.models.layers.layers import Gating
 
 # up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype; up_lora and so on: their adapters.
@@ -147,15 +148,15 @@ def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Ax
     h = dense("up", x)
     if "up_bias" in weights:
         h = h + rows.of_experts(weights["up_bias"])
-    h = checkpoint_name(h, "expert_up")
+    h = layers.named(h, projections.EXPERT_UP)
     if activation.gated:
         gate = dense("gate", x)
         if "gate_bias" in weights:
             gate = gate + rows.of_experts(weights["gate_bias"])
-        h = activation.gate(checkpoint_name(gate, "expert_gate"), h)
+        h = activation.gate(layers.named(gate, projections.EXPERT_GATE), h)
     else:
         h = activation(h)
-    return checkpoint_name(dense("down", h), "expert_down")
+    return layers.named(dense("down", h), projections.EXPERT_DOWN)
 
 
 def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Gating, axes: Axes):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
+from capibara.core import projections
 from capibara.models.adapters.lora_experts import Factors, in_compute_dtype, placed
 from capibara.models.layers import layers
 from capibara.models.moe import dispatch, router
@@ -58,25 +59,23 @@ class MoeMLP(nnx.Module):
         F = config.mlp_dim if moe.expert_dim is None else moe.expert_dim
         self.config, self.moe = config, moe
         self.router = layers.param(rngs, (D, E), ("router", "router"), layers.fan_in(0))
-        names = ("up", "gate") if config.activation.gated else ("up",)
-        for name in names:
-            into = layers.param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), layers.fan_in(1))
-            setattr(self, name, into)
-        out = layers.fan_in(1, scale=0.5 / config.num_layers)
-        self.down = layers.param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), out)
+        gated, branches = config.activation.gated, 0.5 / config.num_layers
+        self.up = layers.projection(rngs, projections.EXPERT_UP, (E, D, F))
+        if gated:
+            self.gate = layers.projection(rngs, projections.EXPERT_GATE, (E, D, F))
+        self.down = layers.projection(rngs, projections.EXPERT_DOWN, (E, F, D), branches)
         if moe.bias is MoeBias.ALL:
             self.router_bias = layers.param(rngs, (E,), ("router",), layers.zeros)
-            if config.activation.gated:
+            if gated:
                 self.gate_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
         if self.has_biases:
             self.up_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
             self.down_bias = layers.param(rngs, (E, D), ("experts", "norm"), layers.zeros)
         if moe.shared_experts:
             shared = moe.shared_experts * (F if moe.shared_dim is None else moe.shared_dim)
-            for name in names:
-                setattr(self, f"shared_{name}", layers.param(rngs, (D, shared), ("embed", "mlp"), layers.fan_in(0)))
-            out = layers.fan_in(0, scale=0.5 / config.num_layers)
-            self.shared_down = layers.param(rngs, (shared, D), ("mlp", "embed"), out)
+            for one in (projections.SHARED_UP, projections.SHARED_GATE)[: 1 + gated]:
+                setattr(self, one.name, layers.projection(rngs, one, (D, shared)))
+            self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
 
     @property
     def has_biases(self) -> bool:
@@ -131,20 +130,20 @@ class MoeMLP(nnx.Module):
         return constrain(y, ("batch", "act_time", "act_embed")), stats
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        dense = lambda name, x: layers.dense(  # noqa: E731
-            x, getattr(self, name)[...], adapter=layers.adapter_of(self, name)
+        dense = lambda one, x: layers.dense(  # noqa: E731
+            x, getattr(self, one.name)[...], adapter=layers.adapter_of(self, one.name)
         )
-        h = constrain(dense("shared_up", x_BTD), ("batch", "act_time", "act_mlp"))
+        h = constrain(dense(projections.SHARED_UP, x_BTD), ("batch", "act_time", "act_mlp"))
         if self.config.activation.gated:
-            gate = constrain(dense("shared_gate", x_BTD), ("batch", "act_time", "act_mlp"))
+            gate = constrain(dense(projections.SHARED_GATE, x_BTD), ("batch", "act_time", "act_mlp"))
             h = self.config.gating.gate(gate, h)
         else:
             h = self.config.activation(h)
-        return dense("shared_down", h)
+        return dense(projections.SHARED_DOWN, h)
 
     def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
-        names = [name for name in ("up", "gate", "down", *_HIDDEN_BIASES) if hasattr(self, name)]
+        names = [name for name in (*(one.name for one in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)]
         # Cast here, so that what is gathered from other devices is in the compute dtype.
         weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
         for name in names:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from capibara.core import projections
 from capibara.planner.hardware import network
 from capibara.planner.hardware.network import Layout
 from capibara.planner.hardware.slices import Slice
@@ -305,13 +306,11 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
 
 def _weights_by_name(work: Workload) -> dict[str, float]:
     """Weights of one layer by the name of their result; for experts those that a token uses."""
-    c, F = work.config, work.expert_dim
-    D, heads, kv = c.embed_dim, c.num_heads * c.head_size, c.kv_heads * c.head_size
-    experts = 1 if c.moe is None else c.moe.top_k
-    mlp = "mlp" if c.moe is None else "expert"
-    weights: dict[str, float] = {"query": D * heads, "key": D * kv, "value": D * kv, "attention_out": heads * D}
-    weights |= {f"{mlp}_up": D * F * experts, f"{mlp}_down": D * F * experts}
-    return weights | ({f"{mlp}_gate": D * F * experts} if c.activation.gated else {})
+    c = work.config
+    sizes = {"embed": c.embed_dim, "expert_embed": c.embed_dim, "mlp": work.expert_dim, "head_dim": c.head_size}
+    sizes |= {"heads": c.num_heads, "kv_heads": c.kv_heads, "experts": 1 if c.moe is None else c.moe.top_k}
+    found = projections.of_layer(gated=c.activation.gated, experts=c.moe is not None)
+    return {one.result: one.size(sizes) for one in found if one.result}
 
 
 def _last_share(work: Workload) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from capibara.core import projections
 from capibara.planner.model.workload import Stack, Workload
 from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat, RematPolicy
@@ -193,6 +194,10 @@ def places(work: Workload, stack: Stack, choice: Choice) -> float:
     return choice.rows * stack.length / choice.mesh["context"]
 
 
+# Results as wide as an MLP's hidden layer.
+_HIDDEN = tuple(one.result for one in projections.MLP + projections.EXPERTS if one.out_axes == ("mlp",))
+
+
 def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:
     """What one layer saves for its backward pass: bytes on the device and in the host's memory."""
     named, residual, hidden = _results(work, stack, choice)
@@ -210,7 +215,7 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
     padding = -(-work.config.head_size // _LANES) * _LANES / work.config.head_size
     by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
     padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
-    padded = {name: named[name] * padding for name in ("query", "key", "value", "attention")}
+    padded = {name: named[name] * padding for name in (*projections.QKV, projections.ATTENDED)}
     kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
         kept += residual  # the next norm reads the last product again
@@ -223,7 +228,7 @@ def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
     if remat.kind in (Remat.SAVE, Remat.OFFLOAD):
         return remat.names
     # The last product of a layer is saved by name, but nothing reads it, so XLA removes it.
-    return ("query", "key", "value", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down")
+    return projections.NEEDED
 
 
 def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, float], float, float]:
@@ -235,8 +240,9 @@ def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, fl
     heads = n * c.num_heads * c.head_size * size / tensor
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
-    named = {"query": heads, "key": kv, "value": kv, "attention": heads, "attention_out": residual}
-    named = {name: amount * attentions for name, amount in named.items()}
+    sizes = {"heads": heads, "kv_heads": kv, "head_dim": 1, "embed": residual}
+    named = {one.result: projections.product(one.out_axes, sizes) for one in projections.ATTENTION if one.result}
+    named = {name: amount * attentions for name, amount in (named | {projections.ATTENDED: heads}).items()}
     routed = _expert_rows(work, stack, choice)
     hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor
     kind = "mlp" if c.moe is None else "expert"
@@ -282,7 +288,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
         most += _ADAPTED_HIDDEN * stack.adapted_experts
-    again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
+    again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name in _HIDDEN)
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)

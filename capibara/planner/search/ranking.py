@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from capibara.core import projections
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.optim import StateDtype
@@ -24,17 +25,15 @@ from capibara.planner.model.workload import Workload
 from capibara.planner.search.choice import Choice, Kind
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
-_PRODUCTS = (
-    "query", "key", "value", "attention", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down",
-)  # fmt: skip
+_PRODUCTS = (*projections.QKV, projections.ATTENDED, *(n for n in projections.NEEDED if n not in projections.QKV))
 # Remat policies to consider, from the least to the most recomputation. The second one recomputes norms and activations
 # but no product: it saves half of what `none` saves.
 REMATS = (
     RematPolicy(Remat.NONE),
     RematPolicy(Remat.SAVE, _PRODUCTS),
     RematPolicy(Remat.MINIMAL),
-    RematPolicy(Remat.SAVE, ("query", "key", "value", "attention")),
-    RematPolicy(Remat.SAVE, ("query", "key", "value")),
+    RematPolicy(Remat.SAVE, (*projections.QKV, projections.ATTENDED)),
+    RematPolicy(Remat.SAVE, projections.QKV),
     RematPolicy(Remat.FULL),
 )
 # Larger axes only add traffic: the first by a chip's neighbours in a torus, the second by layers in flight.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara.core import projections
 from capibara.kernels import rotary
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.architectures.gemma3n import parts
@@ -45,7 +46,7 @@ class Gemma3nAttention(Attention):
     def heads(self, x_BTD: jax.Array, angles: rotary.Angles, given: KeysValues | None = None) -> tuple[jax.Array, ...]:
         """Queries of x, and its keys and values; or those that are given."""
         if given is not None:
-            q = constrain(self._dense("query", x_BTD), ("batch", "act_time", "act_heads", None))
+            q = constrain(self._dense(projections.QUERY, x_BTD), ("batch", "act_time", "act_heads", None))
             return rotary.rotate(self.query_norm(q), angles), *given
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         squares = jnp.mean(jnp.square(v.astype(jnp.float32)), axis=-1, keepdims=True)

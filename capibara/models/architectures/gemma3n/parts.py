@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara.core import projections
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.layers import layers
 from capibara.sharding import constrain
@@ -62,8 +63,8 @@ class Laurel(nnx.Module):
 
     def __init__(self, config: Gemma3nConfig, rngs: nnx.Rngs):
         D, R = config.embed_dim, config.laurel_rank
-        self.left = layers.param(rngs, (D, R), ("embed", None), layers.fan_in(0))
-        self.right = layers.param(rngs, (R, D), (None, "embed"), layers.fan_in(0))
+        self.left = layers.projection(rngs, projections.LAUREL_LEFT, (D, R))
+        self.right = layers.projection(rngs, projections.LAUREL_RIGHT, (R, D))
         self.norm = config.make_norm(rngs)
         self.config = config
 
@@ -77,8 +78,8 @@ class PerLayerInput(nnx.Module):
 
     def __init__(self, config: Gemma3nConfig, rngs: nnx.Rngs):
         D, P = config.embed_dim, config.per_layer_dim
-        self.input_gate = layers.param(rngs, (D, P), ("embed", None), layers.fan_in(0))
-        self.projection = layers.param(rngs, (P, D), (None, "embed"), layers.fan_in(0))
+        self.input_gate = layers.projection(rngs, projections.INPUT_GATE, (D, P))
+        self.projection = layers.projection(rngs, projections.PER_LAYER, (P, D))
         self.norm = config.make_norm(rngs)
         self.config = config
 

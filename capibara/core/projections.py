@@ -1,0 +1,145 @@
+"""The projections of layers, each declared once: its axes, what it reads, what becomes of its result, who may change it.
+
+Layers make their weights from these declarations and name their results by them. Recomputation policies, the planner,
+adapters, quantization and the tables of checkpoints read them and repeat no name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+Axes = tuple[str | None, ...]
+
+_STACKED = ("layers", "experts")  # leading axes along which independent weights are stacked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A weight that a layer's activations are multiplied with.
+
+    Attributes:
+      part: the module of the layer that has it ("attention", "mlp"); experts are in "mlp", too.
+      name: its parameter in that module.
+      axes: logical axis of each dimension, without that of stacked layers; None: never sharded.
+      reads: the projection of its module that reads the same inputs; by default itself.
+      result: what its result is called in Plan.remat_names; None: it has no name.
+      needed: whether a backward pass reads its result, so that it is worth keeping.
+      adaptable: whether it may have a LoRA adapter, and a frozen base stores it in Lora.base_dtype.
+      quantizable: whether `quantize` rounds it (AWQ, GPTQ, round to nearest).
+    """
+
+    part: str
+    name: str
+    axes: Axes
+    reads: str = ""
+    result: str | None = None
+    needed: bool = True
+    adaptable: bool = True
+    quantizable: bool = False
+
+    @property
+    def path(self) -> str:
+        """Its name in the layer: "attention/query"."""
+        return f"{self.part}/{self.name}"
+
+    @property
+    def reads_as(self) -> str:
+        """The path of the projection whose inputs these are: "attention/query" for "attention/key"."""
+        return f"{self.part}/{self.reads or self.name}"
+
+    @property
+    def in_axes(self) -> Axes:
+        """The axes that a product with it contracts."""
+        start = stack_dims(self.axes)
+        return self.axes[start : start + in_dims(self.axes)]
+
+    @property
+    def out_axes(self) -> Axes:
+        """The axes of its result."""
+        return self.axes[stack_dims(self.axes) + in_dims(self.axes) :]
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The dimensions that a product with it contracts."""
+        start = stack_dims(self.axes)
+        return tuple(range(start, start + in_dims(self.axes)))
+
+    def size(self, sizes: Mapping[str, float]) -> float:
+        """Parameters of one layer, from the size of each logical axis."""
+        return product(self.axes, sizes)
+
+
+def stack_dims(axes: Axes) -> int:
+    """Leading dimensions along which independent weights are stacked."""
+    return next((index for index, name in enumerate(axes) if name not in _STACKED), len(axes))
+
+
+def in_dims(axes: Axes) -> int:
+    """Dimensions that a product contracts, after those along which weights are stacked: heads and their features, or one."""
+    return 2 if axes[stack_dims(axes)] == "heads" else 1
+
+
+def product(axes: Iterable[str | None], sizes: Mapping[str, float]) -> float:
+    """The product of the axes' sizes."""
+    total = 1.0
+    for axis in axes:
+        assert axis is not None
+        total *= sizes[axis]
+    return total
+
+
+def _attention(name: str, axes: Axes, result: str, reads: str = "") -> Projection:
+    return Projection(part="attention", name=name, axes=axes, result=result, reads=reads, quantizable=True)
+
+
+QUERY = _attention("query", ("embed", "heads", "head_dim"), "query")
+KEY = _attention("key", ("embed", "kv_heads", "head_dim"), "key", reads="query")
+VALUE = _attention("value", ("embed", "kv_heads", "head_dim"), "value", reads="query")
+OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
+
+UP = Projection(part="mlp", name="up", axes=("embed", "mlp"), result="mlp_up", quantizable=True)
+GATE = dataclasses.replace(UP, name="gate", reads="up", result="mlp_gate")
+# The last product of a layer: the backward pass does not read its result again.
+DOWN = dataclasses.replace(UP, name="down", axes=("mlp", "embed"), result="mlp_down", needed=False)
+
+_INTO_EXPERTS = ("experts", "expert_embed", "mlp")
+EXPERT_UP = Projection(part="mlp", name="up", axes=_INTO_EXPERTS, result="expert_up")
+EXPERT_GATE = dataclasses.replace(EXPERT_UP, name="gate", reads="up", result="expert_gate")
+# The gradient of the router's weights reads it.
+EXPERT_DOWN = dataclasses.replace(EXPERT_UP, name="down", axes=("experts", "mlp", "expert_embed"), result="expert_down")
+
+SHARED_UP = Projection(part="mlp", name="shared_up", axes=("embed", "mlp"))
+SHARED_GATE = dataclasses.replace(SHARED_UP, name="shared_gate", reads="shared_up")
+SHARED_DOWN = dataclasses.replace(SHARED_UP, name="shared_down", axes=("mlp", "embed"))
+
+LAUREL_LEFT = Projection(part="laurel", name="left", axes=("embed", None))
+LAUREL_RIGHT = Projection(part="laurel", name="right", axes=(None, "embed"))
+INPUT_GATE = Projection(part="per_layer", name="input_gate", axes=("embed", None))
+PER_LAYER = Projection(part="per_layer", name="projection", axes=(None, "embed"))
+
+ATTENTION = (QUERY, KEY, VALUE, OUT)
+MLP = (UP, GATE, DOWN)
+EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
+SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
+GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
+ALL = ATTENTION + MLP + EXPERTS + SHARED + GEMMA3N
+
+QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
+ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters
+
+# Names of results in Plan.remat_names. Attention itself is no projection; its result lies between the values and `out`.
+QKV = tuple(one.result for one in (QUERY, KEY, VALUE) if one.result)
+ATTENDED = "attention"
+RESULTS = tuple(one.result for one in ALL if one.result)
+NEEDED = tuple(one.result for one in ALL if one.result and one.needed)
+
+
+def of_layer(*, gated: bool, experts: bool) -> tuple[Projection, ...]:
+    """The projections of a layer of self-attention and an MLP, or experts in its place; `gated`: the MLP has a gate."""
+    return ATTENTION + tuple(one for one in (EXPERTS if experts else MLP) if gated or one.name != "gate")
+
+
+def readers(path: str) -> tuple[str, ...]:
+    """Names of the quantizable projections that read the same inputs as this one ("attention/query"), itself among them."""
+    return tuple(one.name for one in QUANTIZABLE if one.reads_as == path)
