@@ -289,6 +289,15 @@ def test_a_model_that_transformers_does_not_have_is_refused_by_name(changes, mes
     assert message in str(error.value)
 
 
+def test_a_config_class_of_no_family_is_refused_by_name():
+    class OwnConfig(DecoderConfig):
+        pass
+
+    own = OwnConfig(**{field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)})
+    with pytest.raises(UserError, match="none is of OwnConfig"):
+        hf_config.to_hf(own)
+
+
 def test_how_a_model_is_trained_does_not_matter():
     moe = Moe(num_experts=4, dispatch="capacity", balance_loss=0.5, router_z_loss=0.1)
     assert hf_config.to_hf(dataclasses.replace(TINY, moe=moe, max_length=64))["model_type"] == "mixtral"

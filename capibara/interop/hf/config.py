@@ -62,7 +62,7 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are read")
-    values = family.defaults | values
+    values = {**family.defaults, **values}
     for key, allowed in family.only.items():
         if values.get(key, allowed[0]) not in allowed:
             raise UserError(
@@ -80,7 +80,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
     try:
-        return _config(values, family, fields, dtype)
+        return _config(values, family, fields | {"dtype": dtype})
     except UserError as error:
         raise _with_their_names(error, values, family) from None
 
@@ -97,17 +97,17 @@ def _with_their_names(error: UserError, values: Values, family: Family) -> UserE
     return UserError(f"{said} (in transformers' words {', '.join(theirs)})" if theirs else said)
 
 
-def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) -> TransformerConfig:
+def _config(values: Values, family: Family, fields: dict[str, Any]) -> TransformerConfig:
     match family.kind:
         case families.DECODER:
             fields |= _decoder(values, family, fields["num_layers"])
             fields |= {} if family.read is None else family.read(values)
-            return (family.config or DecoderConfig)(**fields, dtype=dtype)
+            return (family.config or DecoderConfig)(**fields)
         case families.ENCODER:
-            return EncoderConfig(**fields, dtype=dtype)
+            return EncoderConfig(**fields)
         case _:
             both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
-            return EncoderDecoderConfig(**fields | both, dtype=dtype)
+            return EncoderDecoderConfig(**fields | both)
 
 
 def kept_by_run(text: bytes) -> dict[str, Any]:
@@ -187,6 +187,10 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             return defaults | _without_old(like) | values | about
         if best is None or len(different) < len(best[1]):
             best = (family.model_type, different)
+    if best is None:
+        raise UserError(
+            f"no Hugging Face architecture has this model: none is of {type(config).__name__}; add a Family with this config"
+        )
     nearest, fields = best
     shown = ", ".join(f"{name} = {_shown(wanted.get(name))}" for name in fields)
     raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
@@ -246,7 +250,10 @@ def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> 
         return None
     rope, size = config.rope, config.head_size
     flags = [flag for flag, there in ((True, has_local), (False, has_global)) if there]
-    lengths = (None, 2 * rope.original_length, 4 * rope.original_length) if rope.scaling.by_length else (None,)
+    lengths: tuple[int | None, ...] = (None,)
+    if rope.scaling.by_length:
+        assert rope.original_length is not None, "Rope sees to it"
+        lengths = (None, 2 * rope.original_length, 4 * rope.original_length)
     return {
         flag: (
             [rope.frequencies(size, local=flag, length=length).tolist() for length in lengths],
@@ -280,13 +287,10 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
         balance_loss = values.get("router_aux_loss_coef", 0.001)
         if not values.get("output_router_logits", True):  # the published gpt-oss says 0.9, and that it is not used
             balance_loss = 0.0 if family.model_type == "gpt_oss" else balance_loss
-        fields["moe"] = Moe(
-            num_experts=count,
-            top_k=values["num_experts_per_tok"],
-            gates="normalized" if normalized else "scores",
-            bias="all" if family.model_type == "gpt_oss" else "mlp",
-            balance_loss=balance_loss,
-        )
+        experts = {"num_experts": count, "top_k": values["num_experts_per_tok"], "balance_loss": balance_loss}
+        experts |= {"gates": "normalized" if normalized else "scores"}
+        experts |= {"bias": "all" if family.model_type == "gpt_oss" else "mlp"}
+        fields["moe"] = Moe(**experts)
     return fields
 
 
@@ -296,9 +300,9 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     values |= {key: allowed[0] for key, allowed in family.only.items()}
     values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
     values |= families.write_head(config) | families.write_activation(config, family)
-    if family.kind == families.ENCODER_DECODER:
+    if isinstance(config, EncoderDecoderConfig):
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
-    if family.kind == families.ENCODER:
+    if not isinstance(config, DecoderConfig):
         return values
     values |= families.write_pattern(config, family) | hf_rope.write(config, family)
     values |= families.write_bias(config, family)

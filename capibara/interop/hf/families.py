@@ -119,7 +119,7 @@ _T5_KEYS = {
     "relative_buckets": "relative_attention_num_buckets",
     "relative_distance": "relative_attention_max_distance",
 }
-_T5_DEFAULTS = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+_T5_DEFAULTS: dict[str, float] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
 _T5_DEFAULTS |= {"layer_norm_epsilon": 1e-6}
 
 _LIST = (
@@ -503,6 +503,7 @@ def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     if family.kind == ENCODER or not family.rope:
         return {}
+    assert isinstance(config, DecoderConfig), "others have no rotary positions"
     rope = config.rope
     stretched = round(rope.original_length * rope.factor) if rope.original_length else 4096
     return {"max_position_embeddings": config.max_length or stretched}

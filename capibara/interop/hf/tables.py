@@ -386,15 +386,15 @@ _BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of th
 _TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text part of one that sees images
 _TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
 _BUFFERS = r"\.rotary_emb\.inv_freq$"
-_LLAMA_LIKE = {"renamed": (_BARE,), "ignored": _BUFFERS}
+_LLAMA_LIKE = ((_BARE,), _BUFFERS)
 
 NAMES = {
-    "llama": Names(LLAMA_BIASED, **_LLAMA_LIKE),
-    "mistral": Names(LLAMA, **_LLAMA_LIKE),
-    "gemma": Names(GEMMA, **_LLAMA_LIKE),
-    "qwen2": Names(QWEN2, **_LLAMA_LIKE),
-    "qwen3": Names(QWEN3, **_LLAMA_LIKE),
-    "gemma2": Names(GEMMA2, **_LLAMA_LIKE),
+    "llama": Names(LLAMA_BIASED, *_LLAMA_LIKE),
+    "mistral": Names(LLAMA, *_LLAMA_LIKE),
+    "gemma": Names(GEMMA, *_LLAMA_LIKE),
+    "qwen2": Names(QWEN2, *_LLAMA_LIKE),
+    "qwen3": Names(QWEN3, *_LLAMA_LIKE),
+    "gemma2": Names(GEMMA2, *_LLAMA_LIKE),
     "gemma3_text": Names(
         GEMMA3, (_TEXT_HEAD, _TEXT, _BARE), r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|" + _BUFFERS
     ),
@@ -403,10 +403,10 @@ NAMES = {
         (_TEXT_HEAD, _TEXT, _BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
         r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.|" + _BUFFERS,
     ),
-    "phi3": Names(PHI3, **_LLAMA_LIKE),
-    "mixtral": Names(MIXTRAL, **_LLAMA_LIKE),
-    "qwen3_moe": Names(QWEN3_MOE, **_LLAMA_LIKE),
-    "gpt_oss": Names(GPT_OSS, **_LLAMA_LIKE),
+    "phi3": Names(PHI3, *_LLAMA_LIKE),
+    "mixtral": Names(MIXTRAL, *_LLAMA_LIKE),
+    "qwen3_moe": Names(QWEN3_MOE, *_LLAMA_LIKE),
+    "gpt_oss": Names(GPT_OSS, *_LLAMA_LIKE),
     "gpt2": Names(GPT2, ((r"^(?=(?:h|wte|wpe|ln_f)\.)", "transformer."),), r"\.attn\.(?:masked_)?bias$"),
     "gpt_neox": Names(
         GPT_NEOX,
