@@ -1,4 +1,4 @@
-"""What `capibara convert --skip_layers --mlp_dims` asks for. Light: the verb reads its flags from here."""
+"""Flags of `capibara convert --skip_layers --mlp_dims`; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import argparse
 from capibara.core.types import UserError
 
 FLAGS = ("skip_layers", "mlp_dims")
-Asked = tuple[tuple[int, ...], tuple[int, ...]]  # layers that go, hidden widths of those that stay
+Asked = tuple[tuple[int, ...], tuple[int, ...]]  # layers to remove, hidden widths of the remaining ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds FLAGS."""
-    parser.add_argument("--skip_layers", metavar="N,N-N", help="of gemma3n: layers that go; 20-24 make E2B of E4B")
-    parser.add_argument("--mlp_dims", metavar="N,N", help="of gemma3n: hidden widths of layers that stay; E2B: 8192")
+    parser.add_argument("--skip_layers", metavar="N,N-N", help="for gemma3n: layers to remove; 20-24 make E2B of E4B")
+    parser.add_argument("--mlp_dims", metavar="N,N", help="for gemma3n: hidden widths of remaining layers; E2B: 8192")
 
 
 def asked(args: argparse.Namespace) -> Asked | None:
-    """What the flags ask for; None: nothing.
+    """The request of the flags; None: there is none.
 
     Raises:
-      UserError: they are no numbers.
+      UserError: they are not numbers.
     """
     if args.skip_layers is None and args.mlp_dims is None:
         return None

@@ -129,7 +129,7 @@ def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path, capsys
     run_folder.save(f"{tmp_path}/run", params, own)
     argv = [f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft"]
     assert run(*argv) == 2  # which began with new parameters
-    assert "name the folder of the model without them, --base=PATH" in capsys.readouterr().err
+    assert "name the folder of the base model, --base=PATH" in capsys.readouterr().err
     assert run(*argv, "--base=org/Tiny") == 0
     assert peft.read_config(f"{tmp_path}/adapter")["base_model_name_or_path"] == "org/Tiny"
     read_as, values = peft.read_peft(str(tmp_path / "adapter"), plain, "llama")
@@ -148,7 +148,7 @@ def hf(params):
             ["--from=base", "--format=peft"],
             "--format=peft is for a run with adapters, and --from=base is no run folder",
         ),
-        (["--from=plain", "--format=peft"], "this one has none: take hf"),
+        (["--from=plain", "--format=peft"], "this one has none: use hf"),
         (["--from=plain", "--format=capibara"], "--from is a run folder already"),
         (["--from=run", "--base=base"], "--base=base is for adapters, and --from=run is none"),
         (["--from=run", "--format=peft", "--dtype=bf16"], "an adapter has f32"),

@@ -240,7 +240,7 @@ REFUSED = {
     | dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": ["x"]}),
     "Rope.short_factors has 1 numbers, must be one for each of 48 frequencies": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}, max_position_embeddings=131072),
-    "partial_rotary_factor = 0.5, and in a llama of transformers whole heads turn": PUBLISHED["llama2_7b"]
+    "partial_rotary_factor = 0.5, and transformers' llama rotates whole heads": PUBLISHED["llama2_7b"]
     | dict(partial_rotary_factor=0.5),
     "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
     "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),

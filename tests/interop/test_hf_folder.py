@@ -126,7 +126,7 @@ def test_a_value_that_float16_does_not_have_is_refused(tmp_path):
     model = api.build(LLAMA)
     params = host_params(model)
     params["output"][0, 0] = 1e6
-    with pytest.raises(UserError, match=r"lm_head.weight has values to 1e\+06, float16 ends at 65504"):
+    with pytest.raises(UserError, match=r"lm_head.weight has values up to 1e\+06, float16 ends at 65504"):
         written(tmp_path / "model", model, params, dtype="float16")
     assert os.listdir(tmp_path) == []
 

@@ -123,7 +123,7 @@ def test_biases_that_peft_does_not_train_together_are_refused(tmp_path):
     lora = Lora(rank=2, targets=("query",), modules_to_save=("key_bias",))
     model = api.build(dataclasses.replace(plain.config, lora=lora))
     with pytest.raises(
-        UserError, match="modules_to_save has model.layers.0.self_attn.k_proj.bias and not all of either"
+        UserError, match="modules_to_save has model.layers.0.self_attn.k_proj.bias but not all of either"
     ):
         peft.write_peft(str(tmp_path / "adapter"), jax.jit(model.adapt)(base, jax.random.key(0)), model, "qwen2")
 
@@ -166,7 +166,7 @@ def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (dict(peft_type="IA3"), "has peft_type = 'IA3', of which we have nothing"),
+        (dict(peft_type="IA3"), "has peft_type = 'IA3', which is not supported"),
         (dict(bias="some"), "has bias = 'some'"),
         (
             dict(trainable_token_indices=[0]),
@@ -184,7 +184,7 @@ def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
         (dict(alpha_pattern={"q": "x"}), "has alpha_pattern = "),
         (dict(base_model_name_or_path=5), "has base_model_name_or_path = 5, must be a name"),
         ("gone", r"layers\.1\.self_attn\.q_proj\.lora_B\.weight is missing in the adapter"),
-        ("other", "embed_tokens.lora_embedding_A.* is of no weight that has adapters in this llama model"),
+        ("other", "embed_tokens.lora_embedding_A.* belongs to no weight with adapters in this llama model"),
         ("shape", r"has the shape \[4, 31\], must be \[4, 32\] in this model"),
     ],
     ids=str,

@@ -153,7 +153,7 @@ def test_a_router_alone_is_a_parameter_too(tmp_path):
         for fused in (False, True):
             target = tmp_path / f"{kind}_{fused}"
             if fused and lora.dora:
-                with pytest.raises(UserError, match="PEFT has no DoRA of a parameter"):
+                with pytest.raises(UserError, match="PEFT has no DoRA of parameters"):
                     peft.write_peft(str(target), params, model, "mixtral", fused_experts=True)
                 continue
             peft.write_peft(str(target), params, model, "mixtral", fused_experts=fused)
@@ -167,13 +167,13 @@ def test_what_peft_does_not_have_is_refused(tmp_path):
     lora = Lora(rank=2, targets=("down",), dora=True)
     model = api.build(dataclasses.replace(plain.config, lora=lora))
     params = jax.jit(model.adapt)(base, jax.random.key(0))
-    with pytest.raises(UserError, match="PEFT has no DoRA of a parameter, .* take --format=peft"):
+    with pytest.raises(UserError, match="PEFT has no DoRA of parameters, .* use --format=peft"):
         peft.write_peft(str(tmp_path / "fused"), params, model, "mixtral", fused_experts=True)
     peft.write_peft(str(tmp_path / "single"), params, model, "mixtral")
     read, adapters = peft.read_peft(str(tmp_path / "single"), plain, "mixtral")
     jax.tree.map(np.testing.assert_array_equal, adapters, model.trained(params))
     folder = folder_of("mixtral_fused", tmp_path, {"target_parameters": ["q_proj.scale"]})
-    with pytest.raises(UserError, match=r"target_parameters = \['q_proj.scale'\], of which we have nothing"):
+    with pytest.raises(UserError, match=r"target_parameters = \['q_proj.scale'\], which are not supported"):
         peft.read_peft(folder, plain, "mixtral")
     values = safetensors.load_file(tmp_path / peft.WEIGHTS)
     values[LAYER + "mlp.experts.lora_A.weight"] = np.zeros((15, 48), np.float32)

@@ -68,7 +68,7 @@ def mistake(capfd, *argv):
 
 def test_mistakes_are_one_line(folders, capfd):
     one, two, to = f"--from={folders}/one", f"--plus={folders}/two", [f"--to={folders}/sum", "--format=peft"]
-    assert "--weights=1 is of several adapters" in mistake(capfd, one, "--weights=1", *to)
+    assert "--weights=1 is for several adapters" in mistake(capfd, one, "--weights=1", *to)
     assert "--weights has 3 numbers, there are 2 adapters" in mistake(capfd, one, two, "--weights=1,2,3", *to)
     assert "--weights=a,b must be numbers" in mistake(capfd, one, two, "--weights=a,b", *to)
     assert "--weights has nan, must be finite" in mistake(capfd, one, two, "--weights=nan,1", *to)
@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(folders, capfd):
     (folders / "two" / peft.CONFIG).write_text(json.dumps(about | {"r": 2}))
     tensors["base_model.model.lm_head.weight"] = np.zeros((4, 4), np.float32)
     save_file(tensors, folders / "two" / peft.WEIGHTS)
-    assert "has base_model.model.lm_head.weight, and pairs of matrices alone" in mistake(capfd, one, two, *to)
+    assert "has base_model.model.lm_head.weight, and only pairs of matrices" in mistake(capfd, one, two, *to)
 
 
 def test_adapters_of_two_bases_or_tokenizers_are_not_added_up(folders, capfd):

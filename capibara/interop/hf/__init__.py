@@ -1,1 +1,1 @@
-"""Folders of Hugging Face transformers."""
+"""Folders in the format of Hugging Face transformers."""

@@ -1,6 +1,6 @@
-"""config.json of Hugging Face transformers <-> our model configurations.
+"""Converts between config.json of Hugging Face transformers and our model configurations.
 
-Files of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) are read; those written suit both.
+Reads files of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters); writes files that suit both.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from capibara.models.api import (
 
 Values = Mapping[str, Any]
 
-# What a config.json says that our configurations do not: kept on the way through.
+# Values of a config.json without a counterpart in our configurations; they are preserved.
 _CARRIED = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "initializer_range",
 )  # fmt: skip
-_SEEING = ("gemma3", "gemma3n")  # model types of which the text part is taken
-# Fields of ours that say how to compute or to train, not what the model is.
+_SEEING = ("gemma3", "gemma3n")  # multimodal model types, of which only the text model is used
+# Our fields that affect computation or training, but do not define the model.
 _OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization", "dropout_rate")
 
 
 def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
-    """The configuration of a model, from what its config.json says.
+    """The configuration of a model, from the values of its config.json.
 
     Args:
-      values: of config.json; of a model that sees images its text part is taken.
-      dtype: compute dtype; what a file names is that of the stored tensors.
+      values: of config.json; for a multimodal model those of its text model are used.
+      dtype: compute dtype; the file names only that of the stored tensors.
 
     Raises:
-      UserError: an architecture that is not known, or something in it that we do not have.
+      UserError: the architecture is unknown, or has a feature that we do not support.
     """
     values = text_part(values)
     try:
         return _from_hf(values, FAMILIES[values["model_type"]], dtype)
     except UserError:
         raise
-    # Values of a foreign file in code that is written for whole ones: whatever they break there is the file's fault.
+    # Errors here are the file's fault: the code expects valid values.
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         what = f"{type(error).__name__}: {limits.cause(error)}"
         raise UserError(f"config.json cannot be read ({what}): copy the file again") from error
@@ -61,7 +61,7 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
 
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
-        raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are read")
+        raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
     values = {**family.defaults, **values}
     for key, allowed in family.only.items():
         if values.get(key, allowed[0]) not in allowed:
@@ -70,7 +70,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
             )
     missing = [key for key in family.keys.values() if values.get(key) is None and key not in families.OPTIONAL]
     if missing:
-        raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
+        raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is truncated, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
     if (bias := families.bias(values, family)) is not None:
@@ -78,7 +78,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if family.kind == families.ENCODER_DECODER and fields["head"] == "tied":
         fields["head_scale"] = families.head_scale(values)
     if fields.get("mlp_dim") is None:
-        fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
+        fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2's default
     try:
         return _config(values, family, fields | {"dtype": dtype})
     except UserError as error:
@@ -86,7 +86,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
 
 
 def _with_their_names(error: UserError, values: Values, family: Family) -> UserError:
-    """What our configuration says of its fields, with transformers' names for them."""
+    """An error about fields of our configuration, with transformers' names for them."""
     if (said := str(error)).startswith("config.json"):
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
@@ -111,7 +111,7 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
 
 
 def kept_by_run(text: bytes) -> dict[str, Any]:
-    """The config.json that a run folder keeps of what it began from, of the language model alone; "{}": of nothing.
+    """The language model's config.json that a run folder keeps from its initial weights; empty if it has none.
 
     Raises:
       UserError: it cannot be read.
@@ -119,17 +119,17 @@ def kept_by_run(text: bytes) -> dict[str, Any]:
     try:
         values = limits.parse_json(text)
         if not isinstance(values, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is no JSON object")
     except (limits.Refused, ValueError) as error:
         raise UserError(f"origin/config.json cannot be read ({limits.cause(error)}): restore it") from None
     return text_part(values) if values else {}
 
 
 def text_part(values: Values) -> dict[str, Any]:
-    """The values of the language model alone, with its model_type.
+    """The values of the language model only, with its model_type.
 
     Raises:
-      UserError: an architecture that is not known.
+      UserError: the architecture is unknown.
     """
     hf_values.check(values)
     model_type = values.get("model_type")
@@ -151,20 +151,20 @@ def text_part(values: Values) -> dict[str, Any]:
 
 
 def longest(values: Values) -> int | None:
-    """Tokens of the longest row that a config.json means; None: it says none."""
+    """Longest row in tokens according to a config.json; None: it does not say."""
     return hf_rope.longest(text_part(values))
 
 
 def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str = "float32") -> dict[str, Any]:
-    """What transformers must find in config.json to compute what our model does.
+    """The config.json with which transformers computes what our model does.
 
     Args:
       config: of our model.
-      like: a config.json whose model_type is taken where it fits, and whose other values (token ids, ...) are kept.
+      like: a config.json whose model_type is used if it fits, and whose other values (token ids, ...) are preserved.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
 
     Raises:
-      UserError: no architecture of transformers that we write computes this; says what stands in the way.
+      UserError: no architecture of transformers that we write computes this; names the unsupported fields.
     """
     like = dict(like or {})
     if like.get("model_type") in _SEEING:
@@ -182,7 +182,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             defaults = families.written_defaults(config, family)
             if like.get("model_type") != family.model_type:
                 return defaults | _without_old(_kept(like)) | values | about
-            if _says(like, config):  # in its own words
+            if _says(like, config):  # keep its own form
                 return defaults | values | like | about
             return defaults | _without_old(like) | values | about
         if best is None or len(different) < len(best[1]):
@@ -197,7 +197,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
 
 
 def _says(like: Values, config: TransformerConfig) -> bool:
-    """Whether a config.json is that of our model as it stands; one of T5 is in the words of one version or another."""
+    """Whether a config.json describes our model as it is, in any version's form for T5."""
     if isinstance(config, EncoderDecoderConfig):
         return False
     try:
@@ -207,27 +207,27 @@ def _says(like: Values, config: TransformerConfig) -> bool:
 
 
 def differences(values: Values, config: TransformerConfig) -> dict[str, tuple[Any, Any]]:
-    """Where a config.json says another thing than our configuration: field -> (ours, what it would be)."""
+    """Differences between a config.json and our configuration: field -> (ours, that of the config.json)."""
     ours, theirs = resolved(config), resolved(from_hf(values))
     names = [name for name in ours if ours[name] != theirs.get(name)]
     return {name: (ours[name], theirs.get(name)) for name in names}
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:
-    """What a configuration comes to: its fields with what None stands for, without those that change no answer."""
+    """A configuration's effective fields: defaults are resolved, fields without effect on results are removed."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _OURS_ALONE}
     fields |= {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
     if fields["attention_scale"] is None:
         fields["attention_scale"] = config.head_size**-0.5
     if config.moe is not None:
         moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
-        moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # no MLP is left
+        moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # there are no other MLPs
     if isinstance(config, EncoderDecoderConfig):
         fields["num_encoder_layers"] = config.encoder_layers
         if config.head != "tied":
             del fields["head_scale"]
     if not isinstance(config, EncoderConfig) and fields.get("positions") != "learned":
-        del fields["max_length"]  # a limit of ours
+        del fields["max_length"]  # only a limit
     if isinstance(config, DecoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
@@ -245,7 +245,7 @@ _CLASSES = {
 
 
 def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> Any:
-    """The frequencies and magnitudes themselves, of the layers that there are."""
+    """The effective frequencies and magnitudes, for the kinds of layers that the model has."""
     if config.positions != "rope":
         return None
     rope, size = config.rope, config.head_size
@@ -280,12 +280,12 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     if family.model_type == "gpt_neox":
         fields["residual"] = "parallel" if values.get("use_parallel_residual", True) else "sequential"
     if family.experts:
-        count = values.get(family.experts) or values.get("num_local_experts")  # either, by the version
+        count = values.get(family.experts) or values.get("num_local_experts")  # the name depends on the version
         if not count:
-            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is cut short")
+            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is truncated")
         normalized = values.get("norm_topk_prob", family.model_type in ("mixtral", "gpt_oss"))
         balance_loss = values.get("router_aux_loss_coef", 0.001)
-        if not values.get("output_router_logits", True):  # the published gpt-oss says 0.9, and that it is not used
+        if not values.get("output_router_logits", True):  # then router_aux_loss_coef is unused, as in published gpt-oss
             balance_loss = 0.0 if family.model_type == "gpt_oss" else balance_loss
         experts = {"num_experts": count, "top_k": values["num_experts_per_tok"], "balance_loss": balance_loss}
         experts |= {"gates": "normalized" if normalized else "scores"}
@@ -295,7 +295,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
 
 
 def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """The family's values nearest to the configuration; `_different` says whether they are it."""
+    """The family's values closest to the configuration; `_different` checks whether they equal it."""
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values |= {key: allowed[0] for key, allowed in family.only.items()}
     values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
@@ -329,13 +329,13 @@ _SIZES = (("num_kv_heads", "kv_heads"), ("head_dim", "head_size"))
 
 
 def _different(values: Values, wanted: Mapping[str, Any], family: Family) -> list[str]:
-    """Fields that the family's values do not say; none: they are the configuration."""
+    """Fields that the family's values cannot express; none: they equal the configuration."""
     if family.divides and wanted["embed_dim"] % wanted["num_heads"]:
-        return ["embed_dim", "num_heads"]  # transformers wants a multiple, whatever head_dim is
+        return ["embed_dim", "num_heads"]  # transformers requires a multiple, whatever head_dim is
     try:
         got = resolved(from_hf({**values, "model_type": family.model_type}))
     except (UserError, KeyError):
-        return sorted(wanted)  # nothing of the kind
+        return sorted(wanted)  # not convertible at all
     return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
 
 
@@ -344,7 +344,7 @@ def _kept(like: Values) -> dict[str, Any]:
 
 
 def _without_old(values: Values) -> dict[str, Any]:
-    """Without other names for what is written anew."""
+    """Removes old names of values that are written under new ones."""
     return {key: value for key, value in values.items() if key not in families.OTHER_NAMES}
 
 

@@ -1,4 +1,4 @@
-"""The architectures of transformers that we have: the names in their config.json and what those stand for."""
+"""Supported architectures of transformers: the keys of their config.json and their meaning."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 Values = Mapping[str, Any]
 
 DECODER, ENCODER, ENCODER_DECODER = "decoder", "encoder", "encoder_decoder"
-# May be missing in a config.json: then ours is None.
+# Optional in a config.json; if missing, our value is None.
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
-# Keys that say in one version of transformers what others say in another.
+# Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
     "rotary_emb_base", "layer_types", "sliding_window_pattern", "_sliding_window_pattern", "num_local_experts",
@@ -44,24 +44,24 @@ class Family:
 
     Attributes:
       model_type: its name.
-      kind: of our models.
-      architectures: class names in config.json that have its tensors; the first is what we write.
+      kind: kind of our model.
+      architectures: class names in config.json with these tensors; the first one is written.
       keys: our fields -> its keys.
-      fixed: fields of ours that are always so.
-      defaults: its keys -> what they are where config.json does not say.
-      only: its keys -> what we can do; the first is what we write.
-      tied: whether the head shares the embedding where config.json does not say.
-      activation: the key of the activation's name.
-      gated: whether its MLP has two projections in.
-      window: which layers have one: "none", "all" or "types" (layer_types says).
+      fixed: our fields with fixed values.
+      defaults: its keys -> their values if config.json does not set them.
+      only: its keys -> supported values; the first one is written.
+      tied: whether the head is tied to the embedding if config.json does not say.
+      activation: key of the activation's name.
+      gated: whether its MLP is gated.
+      window: which layers have a window: "none", "all" or "types" (as in layer_types).
       rope: whether positions are rotary.
-      fraction: share of a head that turns where config.json does not say; of others than 1 it may say another.
-      experts: the key of their number; "": it has none.
-      partial: whether only a part of a head may turn.
-      biases: the keys in config.json of biases that it may have, and what of our `bias` each is.
-      divides: whether transformers refuses an embed_dim that is no multiple of the heads.
-      config: the class of our decoders' configurations; None: DecoderConfig.
-      read, write: values of config.json -> further fields of ours, and a configuration -> those values.
+      fraction: share of a head that is rotated if config.json does not say.
+      experts: key of the number of experts; "": it has none.
+      partial: whether only a part of a head may be rotated.
+      biases: keys of optional biases in config.json, and the value of our `bias` for each.
+      divides: whether transformers requires embed_dim to be a multiple of the number of heads.
+      config: the class of our decoder's configuration; None: DecoderConfig.
+      read, write: convert values of config.json to further fields of ours, and a configuration to those values.
     """
 
     model_type: str
@@ -168,7 +168,7 @@ _LIST = (
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         keys=_KEYS | _CAPS,
         fixed=_GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
-        # Published files of Gemma 3 leave out every size that is a default.
+        # Published files of Gemma 3 omit sizes that equal the defaults.
         defaults=_TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "query_pre_attn_scalar": 256}
         | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
@@ -342,17 +342,17 @@ _OWN = frozenset(family.model_type for family in _LIST)
 
 
 def add(family: Family, names: tables.Names) -> None:
-    """Lets folders of a family be read and written: examples/extend/my_family.py adds one from outside.
+    """Registers a family, whose folders can then be read and written: see examples/extend/my_family.py.
 
     Args:
-      family: what its config.json says.
+      family: its config.json.
       names: its tensors.
 
     Raises:
-      UserError: capibara has one of that model_type.
+      UserError: capibara has a family of that model_type.
     """
     if family.model_type in _OWN and family.model_type in FAMILIES:
-        raise UserError(f"capibara has a family of model_type {family.model_type!r} already: give yours another name")
+        raise UserError(f"capibara has a family of model_type {family.model_type!r} already: choose another name")
     FAMILIES[family.model_type] = family
     tables.NAMES[family.model_type] = names
 
@@ -362,7 +362,7 @@ for _family in _LIST:
 
 
 def head(values: Values, family: Family) -> str:
-    """Tied or separate."""
+    """The head's kind: tied or separate."""
     tied = values.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool | None):
         raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
@@ -370,15 +370,15 @@ def head(values: Values, family: Family) -> str:
 
 
 def head_scale(values: Values) -> str:
-    """Of a tied head of T5, our name of what transformers 5 calls scale_decoder_outputs."""
+    """For a tied head of T5, our value for what transformers 5 calls scale_decoder_outputs."""
     return "inverse_sqrt_dim" if values.get("scale_decoder_outputs", True) else "none"
 
 
 def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
-    """A config.json of T5 that says whether its head is the embedding.
+    """A T5's config.json with a correct tie_word_embeddings.
 
-    transformers 5 writes tie_word_embeddings = true for all of them, and ties those whose files have no head, without
-    T5's scale where the file that it read said false.
+    transformers 5 writes tie_word_embeddings = true for all T5 models. It ties the head of files without one, and omits
+    T5's scale if the file that it read had false.
 
     Args:
       values: of config.json.
@@ -391,7 +391,7 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
 
 
 def write_head(config: TransformerConfig) -> dict[str, Any]:
-    """Values of config.json that say whether the head is the embedding, and scaled."""
+    """Values of config.json for a tied, scaled or separate head."""
     written = {"tie_word_embeddings": config.head == "tied"}
     if isinstance(config, EncoderDecoderConfig) and config.head == "tied" and config.head_scale == "none":
         written["scale_decoder_outputs"] = False
@@ -399,27 +399,27 @@ def write_head(config: TransformerConfig) -> dict[str, Any]:
 
 
 def bias(values: Values, family: Family) -> str | None:
-    """Ours, of a config.json that says which projections have one; None: the family's own."""
+    """Our `bias` for the keys of config.json; None: the family's own."""
     found = {family.fixed["bias"]} if "bias" in family.fixed else set()
     found |= {ours for key, ours in family.biases.items() if values.get(key)}
     return "all" if len(found) > 1 else next(iter(found), None)
 
 
 def write_bias(config: TransformerConfig, family: Family) -> dict[str, bool]:
-    """Values of config.json that say which projections have a bias."""
+    """Values of config.json for the projections' biases."""
     return {key: config.bias in (ours, "all") for key, ours in family.biases.items()}
 
 
 def activation(values: Values, family: Family) -> str:
-    """Ours, of the name in config.json.
+    """Our activation for the name in config.json.
 
     Raises:
-      UserError: we do not have it.
+      UserError: it is not supported.
     """
     name, gated = values[family.activation], family.gated
     if family.model_type in _T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
-    # Gemma's first files say gelu and mean its approximation, or have the name under another key.
+    # Gemma's first files say gelu and mean its approximation, or use another key.
     if family.model_type == "gemma":
         name = values.get("hidden_activation") or name
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
@@ -431,26 +431,26 @@ def activation(values: Values, family: Family) -> str:
 
 
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Values of config.json that name the activation."""
+    """Values of config.json for the activation."""
     name = _WRITTEN[str(config.activation)]
     if family.model_type in _T5S:
         name = {"swiglu": "gated-silu", "geglu": "gated-gelu"}.get(str(config.activation), name)
     written = {family.activation: name}
-    # Readers of Gemma look under either name.
+    # Readers of Gemma use either key.
     return written | ({"hidden_act": name, "hidden_activation": name} if family.model_type.startswith("gemma") else {})
 
 
 def kinds(config: DecoderConfig) -> list[str]:
-    """For every layer "global" or "local"."""
+    """The kind of every layer: "global" or "local"."""
     pattern = config.layer_pattern
     return [str(pattern[i % len(pattern)]) for i in range(config.num_layers)]
 
 
 def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Kinds of the layers, as the shortest pattern that repeats to them, and the window.
+    """The layers' kinds as the shortest repeating pattern, and the window.
 
     Raises:
-      UserError: a kind of layer that we do not have.
+      UserError: a kind is not supported.
     """
     window = values.get("sliding_window")
     if family.window == "none" or not values.get("use_sliding_window", True):
@@ -481,7 +481,7 @@ def _default_types(values: Values, family: Family, num_layers: int) -> list[str]
 
 
 def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Values of config.json that say which layers have a window, and how long it is."""
+    """Values of config.json for the layers with a window, and its length."""
     if family.window == "none":
         return {}
     found, window = kinds(config), config.window
@@ -498,7 +498,7 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """What config.json should say and our configuration does not, where no other file says it."""
+    """Values of config.json that our configuration does not have, if no other file sets them."""
     if family.kind == ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     if family.kind == ENCODER or not family.rope:

@@ -1,6 +1,6 @@
-"""Folders of Hugging Face transformers: config.json, tensors and the tokenizer's files, read and written.
+"""Reads and writes folders of Hugging Face transformers: config.json, tensors and tokenizer files.
 
-The tensors are in safetensors files, or in those of torch.save.
+Tensors are in safetensors files or in files of torch.save.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _SHARD_BYTES = 5 * 10**9
-_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
-_BYTES = ("_blocks", "_scales")  # uint8, of weights in MXFP4
+_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of 4-bit weights: not converted
+_BYTES = ("_blocks", "_scales")  # uint8, of MXFP4 weights
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class HfFolder:
-    """A model in a folder, read tensor by tensor: a checkpoint.ForeignModel.
+    """A model in a folder, read tensor by tensor: an open_model.ForeignModel.
 
     Raises:
-      UserError: the folder has no config.json or no safetensors, or they cannot be read.
+      UserError: the folder has no config.json or no tensors, or they cannot be read.
     """
 
     def __init__(self, path: str):
@@ -63,21 +63,21 @@ class HfFolder:
         if stored not in _DTYPES:
             raise UserError(
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
-                "tensors quantized so are not read"
+                "quantized tensors are not supported"
             )
         return self.stored(name)
 
     def stored(self, name: str) -> np.ndarray:
-        """A tensor as it is, in whatever dtype: parts of a quantized weight."""
-        with self._damage_told(self._files[name]):
+        """A tensor in its stored dtype, for parts of a quantized weight."""
+        with self._corruption_reported(self._files[name]):
             return self._open(self._files[name]).get_tensor(name)
 
     def kind(self, name: str) -> str:
-        """Its dtype as safetensors calls it: I32, U8, F16, ..."""
+        """The dtype's name in safetensors: I32, U8, F16, ..."""
         return self._slice(name).get_dtype()
 
     def _tied(self) -> set[str]:
-        """Heads in a state dict that are the embedding: torch.save writes both names of one tensor."""
+        """Tied heads in a state dict: torch.save stores both names of one tensor."""
         names = {"lm_head.weight", "shared.weight"}
         if not names <= self._files.keys() or not all(self._files[name].endswith(".bin") for name in names):
             return set()
@@ -111,7 +111,7 @@ class HfFolder:
     def _open(self, file: str) -> Any:
         if file not in self._opened:
             path = os.path.join(self._path, file)
-            with self._damage_told(file):
+            with self._corruption_reported(file):
                 if file.endswith(".bin"):
                     self._opened[file] = torch_file.TorchFile(path)
                 else:
@@ -120,24 +120,24 @@ class HfFolder:
         return self._opened[file]
 
     @contextlib.contextmanager
-    def _damage_told(self, file: str) -> Iterator[None]:
+    def _corruption_reported(self, file: str) -> Iterator[None]:
         path = os.path.join(self._path, file)
         try:
             yield
         except FileNotFoundError:
             raise UserError(f"{path} is missing, the index names it: copy the folder again") from None
         except (self._safetensors.SafetensorError, torch_file.Refused, limits.Refused, OSError, MemoryError) as error:
-            raise UserError(f"{path} is cut short or corrupted ({limits.cause(error)}): copy it again") from error
+            raise UserError(f"{path} is truncated or corrupted ({limits.cause(error)}): copy it again") from error
 
     def _slice(self, name: str) -> Any:
         return self._open(self._files[name]).get_slice(name)
 
 
 def config_of(folder: str) -> dict[str, Any]:
-    """What config.json says in a folder.
+    """The values of config.json in a folder.
 
     Raises:
-      UserError: there is none, or it cannot be read.
+      UserError: it does not exist, or cannot be read.
     """
     path = os.path.join(folder, CONFIG)
     try:
@@ -157,22 +157,22 @@ def save_hf(
     shard_bytes: int = _SHARD_BYTES,
     state_dict: bool = False,
 ) -> None:
-    """Writes a folder that transformers loads. It is there whole when this returns, or not at all.
+    """Writes a folder for transformers; atomically: it is complete when this returns, or does not exist.
 
     The host holds one file's tensors, `shard_bytes`.
 
     Args:
-      folder: a new one, or one that is empty.
-      config: of config.json.
-      shapes: of all tensors, by name, in the order in which they come.
+      folder: a new or empty one.
+      config: for config.json.
+      shapes: of all tensors, by name, in the order of `tensors`.
       tensors: the tensors.
-      others: further files, by name: the tokenizer's, the model card and licence.
+      others: further files, by name: tokenizer, model card and licence.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
-      shard_bytes: the largest file; of a larger model there are several, and an index.
-      state_dict: pytorch_model.bin, as torch.save writes the model's state_dict(), in place of safetensors.
+      shard_bytes: largest file; a larger model is split into several files with an index.
+      state_dict: write pytorch_model.bin, as torch.save does for the model's state_dict(), instead of safetensors.
 
     Raises:
-      UserError: the folder is there already, or a value is too large for float16.
+      UserError: the folder exists, or a value is too large for float16.
     """
     with partial.whole(folder) as unfinished:
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
@@ -182,7 +182,7 @@ def save_hf(
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        for name in os.listdir(unfinished):  # safetensors: its owner's alone
+        for name in os.listdir(unfinished):  # safetensors makes files readable only by their owner
             shutil.copymode(os.path.join(unfinished, CONFIG), os.path.join(unfinished, name))
 
 
@@ -194,7 +194,7 @@ def _write_weights(
     shard_bytes: int,
     tied: Mapping[str, str] | None,
 ) -> None:
-    """Args beyond those of `save_hf`: tied: of a state dict, further names of tensors; None: safetensors."""
+    """`tied`: additional names of tensors, for a state dict; None: writes safetensors. Others as in `save_hf`."""
     extras.require("safetensors", why="Hugging Face folders")
     from safetensors import numpy as safetensors
 
@@ -226,7 +226,7 @@ def _write_weights(
 
 
 def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """The tensors of each file."""
+    """The names of the tensors in each file."""
     files: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -239,16 +239,16 @@ def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A tensor in the dtype that is stored.
+    """A tensor in the stored dtype.
 
     Raises:
-      UserError: it has values that float16 does not.
+      UserError: it has values beyond float16's range.
     """
     with np.errstate(over="ignore"):
         cast = np.ascontiguousarray(value.astype(dtype, copy=False))
     if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(value.astype(np.float32)).all():
         largest = float(np.abs(value.astype(np.float32)).max())
-        raise UserError(f"{name} has values to {largest:g}, float16 ends at 65504: try --dtype=bf16")
+        raise UserError(f"{name} has values up to {largest:g}, float16 ends at 65504: try --dtype=bf16")
     return cast
 
 

@@ -1,4 +1,4 @@
-"""What config.json says of a Gemma 3n beyond other decoders."""
+"""Values of a Gemma 3n's config.json that other decoders do not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = {
     "kv_shared_layers": "num_kv_shared_layers",
 }
 ONLY = {"altup_active_idx": (0,), "altup_correct_scale": (True,)}
-# Of transformers' Gemma3nTextConfig: published files leave out what is a default.
+# Defaults of transformers' Gemma3nTextConfig, which published files omit.
 DEFAULTS = {
     "vocab_size": 262_400,
     "hidden_size": 2048,
@@ -36,11 +36,11 @@ DEFAULTS = {
     "vocab_size_per_layer_input": 262_144,
     "num_kv_shared_layers": 15,
 }
-_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # where activation_sparsity_pattern is not said
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # default of activation_sparsity_pattern
 
 
 def read(values: Values) -> dict[str, Any]:
-    """Fields of a Gemma3nConfig that other decoders do not have, or have otherwise."""
+    """Fields of a Gemma3nConfig that other decoders do not have, or that differ."""
     layers = values["num_hidden_layers"]
     widths, sparsity = values["intermediate_size"], values.get("activation_sparsity_pattern")
     if sparsity is None:
@@ -62,7 +62,7 @@ def read(values: Values) -> dict[str, Any]:
 
 
 def write(config: TransformerConfig) -> dict[str, Any]:
-    """The way back."""
+    """The inverse of `read`."""
     assert isinstance(config, Gemma3nConfig)
     layers = range(config.num_layers)
     return {
@@ -72,7 +72,7 @@ def write(config: TransformerConfig) -> dict[str, Any]:
 
 
 def resolved(config: Gemma3nConfig) -> dict[str, Any]:
-    """What its fields come to, of which different ones may say the same."""
+    """Its effective fields: different values may be equivalent."""
     return {"activation_sparsity": write(config)["activation_sparsity_pattern"]} | {
         "mlp_dims": write(config)["intermediate_size"]
     }

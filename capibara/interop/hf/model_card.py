@@ -1,6 +1,6 @@
-"""What a model is called and who may use it: the model card (README.md) and licence files, and GGUF's general.* of them.
+"""Names and licences of models: the model card (README.md) and licence files, and GGUF's general.* metadata.
 
-The card begins with a few lines of YAML between two "---": names with a text or a list of texts are read, the rest is not.
+The card begins with YAML between two "---" lines; only names with a text or a list of texts are parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LICENCES = tuple(
     for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "Notice")
     for ending in ("", ".txt", ".md")
 )
-# Names in the card -> keys of GGUF, as llama.cpp's converter takes them.
+# Names in the card -> GGUF keys, as in llama.cpp's converter.
 _GENERAL = {
     "model_name": "name",
     "model_author": "author",
@@ -38,10 +38,10 @@ _GENERAL = {
     "tags": "tags",
     "language": "languages",
 }
-_KEPT = ("license", "license_name", "license_link", "language", "tags")  # of the model that a fine-tuned one began from
+_KEPT = ("license", "license_name", "license_link", "language", "tags")  # inherited by a fine-tuned model
 _LINE = re.compile(r"([A-Za-z_][\w.-]*):(?:\s+(.*))?")
 _PLAIN = re.compile(r"[A-Za-z0-9][\w ./+-]*")
-_WORDS = ("true", "false", "null", "yes", "no", "on", "off")  # YAML's, which a text must not look like
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off")  # YAML keywords, which a text must not equal
 _MOST_LINES, _MOST_CHARACTERS = 10_000, 100_000
 
 Facts = dict[str, str | list[str]]
@@ -57,7 +57,7 @@ def carried(folder: str) -> dict[str, bytes]:
 
 
 def facts(card: bytes) -> Facts:
-    """The texts and lists of texts at the head of a model card, by name."""
+    """The texts and lists of texts in a model card's YAML, by name."""
     found: Facts = {}
     lines = card.decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
     if "---" not in lines[1:] or lines[0].strip() != "---":
@@ -87,10 +87,10 @@ def card(head: Mapping[str, str | list[str]], body: str) -> bytes:
 
 
 def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a model that began from another: its licence, and a card that says which one it was.
+    """The files of a fine-tuned model: its base's licence, and a card that names the base.
 
     Args:
-      about: of the other model, as of `carried`.
+      about: the base's files, from `carried`.
       config: its config.json.
     """
     known = facts(about.get(CARD, b""))
@@ -104,7 +104,7 @@ def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict
 
 
 def name_of(known: Facts, config: Mapping[str, Any]) -> str:
-    """A model's name; "": nothing says it."""
+    """A model's name; "": unknown."""
     for value in (known.get("model_name"), config.get("_name_or_path")):
         if isinstance(value, str) and value.strip("/. "):
             return value
@@ -112,7 +112,7 @@ def name_of(known: Facts, config: Mapping[str, Any]) -> str:
 
 
 def general(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str | list[str]]:
-    """What a GGUF file says under "general." (without that word), of a model's card and config.json."""
+    """A GGUF file's metadata under "general." (without that prefix), from a model's card and config.json."""
     known = facts(about.get(CARD, b""))
     found: dict[str, str | list[str]] = {}
     for name, key in _GENERAL.items():
@@ -124,7 +124,7 @@ def general(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, 
 
 
 def of_general(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """The model card of what a GGUF file says under "general.", without that word; none where it says nothing of it."""
+    """The model card from a GGUF file's metadata under "general." (without that prefix), if they have any facts."""
     head: Facts = {}
     for name, key in _GENERAL.items():
         value = values.get(key)
@@ -139,7 +139,7 @@ def _joined(value: str | list[str]) -> str:
 
 
 def _text(value: str) -> str:
-    """A scalar of YAML as a text."""
+    """A YAML scalar as a text."""
     if len(value) > 1 and value[0] == value[-1] == "'":
         return value[1:-1].replace("''", "'")
     if len(value) > 1 and value[0] == value[-1] == '"':

@@ -1,4 +1,4 @@
-"""Rotary positions in the config.json of transformers, of versions 4 and 5, and our Rope."""
+"""Converts rotary positions between config.json of transformers 4 and 5 and our Rope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Values = Mapping[str, Any]
 
 _FREQUENCIES = 2**14
 _SCALINGS = {"default": "none"} | {name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope")}
-# Parameters of a scaling: our field -> theirs.
+# Parameters of scalings: our field -> theirs.
 _OF_SCALING = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -38,7 +38,7 @@ _OF_SCALING = {
         "long_factors": "long_factor",
     },
 }
-# What transformers takes where a config.json of gpt-oss does not say.
+# Defaults of transformers for gpt-oss.
 _GPT_OSS = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -49,7 +49,7 @@ def read(values: Values, family: Family) -> dict[str, Any]:
     """Fields of our Rope.
 
     Raises:
-      UserError: a scaling that we do not have.
+      UserError: the scaling is not supported.
     """
     given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
     if family.model_type == "gpt_oss" and not given and not old:
@@ -64,15 +64,15 @@ def read(values: Values, family: Family) -> dict[str, Any]:
     rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
     if rope["fraction"] != 1 and not family.partial:
         raise UserError(
-            f"config.json has partial_rotary_factor = {rope['fraction']}, and in a {family.model_type} of transformers "
-            "whole heads turn: leave it out"
+            f"config.json has partial_rotary_factor = {rope['fraction']}, and transformers' {family.model_type} "
+            "rotates whole heads: leave it out"
         )
     local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
     if local_theta is not None:
         rope["local_theta"] = local_theta
     kind = full.get("rope_type") or full.get("type") or "default"
     if family.model_type == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # its first names for it
+        kind = "longrope"  # under its first names
     if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
         named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
         raise UserError(
@@ -117,7 +117,7 @@ def _is_factor(value: Any) -> bool:
 
 
 def _object(values: Values, key: str) -> dict[str, Any]:
-    """An object of a config.json; empty where there is none."""
+    """An object in a config.json; empty if missing."""
     value = values.get(key) or {}
     if not isinstance(value, Mapping):
         raise UserError(f"config.json has {key} = {value!r}, must be an object or null: copy the file again")
@@ -125,7 +125,7 @@ def _object(values: Values, key: str) -> dict[str, Any]:
 
 
 def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """As transformers 4 and 5 read it."""
+    """Values of config.json for transformers 4 and 5."""
     rope = config.rope
     if not family.rope:
         return {}
@@ -140,10 +140,10 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
     full = scaling | {"rope_theta": rope.theta} | turned
     old: dict[str, Any] | None = None if kind == "default" else scaling
-    if kind == "longrope" and family.model_type == "phi3":  # transformers 4 takes no further key
+    if kind == "longrope" and family.model_type == "phi3":  # transformers 4 rejects other keys
         old = {"type": kind} | {key: scaling[key] for key in ("short_factor", "long_factor")}
     written = {"rope_theta": rope.theta, "rope_scaling": old} | turned
-    if kind == "dynamic":  # transformers takes it for the original length
+    if kind == "dynamic":  # transformers uses it as the original length
         written["max_position_embeddings"] = rope.original_length
     if kind == "longrope":
         written["original_max_position_embeddings"] = rope.original_length
@@ -159,7 +159,7 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def longest(values: Values) -> int | None:
-    """Tokens of the longest row that a config.json means; of dynamic scaling more than max_position_embeddings."""
+    """Longest row in tokens according to a config.json; with dynamic scaling more than max_position_embeddings."""
     given = _object(values, "rope_parameters") | _object(values, "rope_scaling")
     most, factor = values.get("max_position_embeddings"), given.get("factor")
     if most is None or "dynamic" not in (given.get("rope_type"), given.get("type")) or not _is_factor(factor):

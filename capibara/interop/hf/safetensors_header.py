@@ -1,4 +1,4 @@
-"""Compares what a safetensors file declares with the file, before the library maps and reads it."""
+"""Checks a safetensors file's header against the file, before the library maps and reads it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from capibara.core import limits
 
-HEADER_BYTES = 32 << 20  # the largest known have a few million
+HEADER_BYTES = 32 << 20  # the largest known headers have a few million
 _NAME_CHARACTERS = 1024
-_SIZE, _DIMENSIONS = 2**40, 16  # of a dimension, and how many
-# Bits of a value.
+_SIZE, _DIMENSIONS = 2**40, 16  # limits of a dimension's size, and of their number
+# Bits per value.
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -24,12 +24,12 @@ _BITS = {
 
 
 def check(path: str) -> None:
-    """Looks at the header of a file.
+    """Checks the header of a file.
 
     Raises:
-      limits.Refused: it is over a limit, or its tensors are not what the file holds, each byte once.
+      limits.Refused: it exceeds a limit, or its tensors do not cover the file's bytes exactly once.
       UserError: it is no regular file.
-      FileNotFoundError: there is none.
+      FileNotFoundError: it does not exist.
     """
     with limits.opened(path) as file:
         total = os.fstat(file.fileno()).st_size
@@ -52,7 +52,7 @@ def check(path: str) -> None:
 
 
 def _range(name: str, about: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end."""
+    """The byte range of a tensor."""
     shown = limits.shortened(name)
     if len(name) > _NAME_CHARACTERS:
         raise limits.Refused(f"the name {shown} has {len(name):,} characters")

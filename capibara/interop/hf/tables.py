@@ -1,4 +1,4 @@
-"""Where our parameters are in a Hugging Face checkpoint, by its model_type: one table each. Needs numpy alone."""
+"""Which tensors of a Hugging Face checkpoint hold our parameters: a table for each model_type. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from capibara.core import projections
 from capibara.interop.hf.tensors import Tensor, letters
 
-# The dimensions of our parameters, in the letters of interop.tensors.
+# The dimensions of our parameters, in the letters of interop.hf.tensors.
 _LAYER = {
     **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
@@ -62,7 +62,7 @@ Rows = tuple[Tensor, ...]
 
 
 def _rows(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] = _LAYOUTS) -> Rows:
-    """Rows are (name, dims, our parameters, letter they follow each other along)."""
+    """Rows are (name, dims, our parameters, letter of the dimension that concatenates them)."""
     made = []
     for name, dims, ours, *along in rows:
         paths = tuple(ours.split())
@@ -71,11 +71,11 @@ def _rows(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] = _LAYOUTS
 
 
 def table(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None = None) -> Rows:
-    """The table of a family that is added from outside.
+    """The table of a family from user code.
 
     Args:
-      rows: (name of a tensor, its dimensions, our parameters that it holds), and the letter along which it holds several.
-        Dimensions are in the letters of interop.hf.tensors; ours are named as capibara.core.tree does.
+      rows: (tensor's name, its dimensions, the parameters of ours that it holds), and, if it concatenates several, the
+        letter of that dimension. Dimensions are in the letters of interop.hf.tensors; our names are those of core.tree.
       layouts: dimensions of our parameters that no other family has, by name.
     """
     return _rows(rows, _LAYOUTS | dict(layouts or {}))
@@ -194,7 +194,7 @@ MIXTRAL = _without(LLAMA, ".mlp.") + _experts(
 QWEN3_MOE = _without(QWEN3, ".mlp.") + _experts(
     "mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down"))
 )
-# The experts of a layer in one tensor, as transformers 5 has them in memory.
+# The experts of a layer in one tensor, as transformers 5 stores them in memory.
 FUSED_EXPERTS = _rows(
     [
         (_L + "mlp.gate.weight", "e d", _M + "router"),
@@ -204,7 +204,7 @@ FUSED_EXPERTS = _rows(
     _EXPERTS,
 )
 
-# Gate and up of gpt-oss lie in turn, one output of each; its matrices have their inputs first.
+# Gate and up of gpt-oss are interleaved by output; its matrices have their inputs first.
 GPT_OSS = (
     _without(LLAMA_BIASED, ".mlp.")
     + _rows([(_L + "self_attn.sinks", "n", _A + "sinks")])
@@ -363,12 +363,12 @@ BERT = _rows(
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The tensors of an architecture, and what else they may be called.
+    """The tensors of an architecture, and their alternative names.
 
     Attributes:
       rows: its table.
-      renamed: (pattern, replacement) of names in other versions of a checkpoint -> those of the table.
-      ignored: pattern of tensors that hold nothing of the model: buffers, parts that it does not have here.
+      renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
+      ignored: pattern of tensors that are not used: buffers, and unsupported parts.
     """
 
     rows: Rows
@@ -376,14 +376,14 @@ class Names:
     ignored: str = r"(?!)"
 
     def canonical(self, name: str) -> str | None:
-        """The table's name of a tensor; None: it is passed over."""
+        """The table's name of a tensor; None: it is ignored."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         return None if re.search(self.ignored, name) else name
 
 
 _BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
-_TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text part of one that sees images
+_TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text model of a multimodal one
 _TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
 _BUFFERS = r"\.rotary_emb\.inv_freq$"
 _LLAMA_LIKE = ((_BARE,), _BUFFERS)
@@ -413,7 +413,7 @@ NAMES = {
         ((r"^(?=(?:embed_in|layers|final_layer_norm)\.)", "gpt_neox."), (r"^lm_head\.", "embed_out.")),
         r"\.attention\.(?:masked_)?bias$|" + _BUFFERS,
     ),
-    # T5's first checkpoints have a table of relative positions for cross-attention that nothing ever used.
+    # T5's first checkpoints have an unused table of relative positions for cross-attention.
     "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     T5X_DECODER_TYPE: Names(T5X_DECODER),
@@ -435,25 +435,25 @@ _ALIASES = {
 
 
 def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) -> Rows:
-    """The rows of an architecture's table that a model has.
+    """The rows of an architecture's table that a model uses.
 
     Args:
       model_type: a key of NAMES.
       paths: our parameters' names.
-      fused_experts: take the experts of a layer together, as transformers 5 has them in memory.
+      fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory.
     """
     rows = NAMES[model_type].rows
     if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in paths:
         rows = T5_GATED if rows is T5 else UMT5_GATED
     if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
         rows = T5X_DECODER_PLAIN
-    if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # whose files have them so
+    if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # its files always have them fused
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)
 
 
 def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Names of tensors that a checkpoint may have for layers that have no such parameter, and that nothing reads.
+    """Names of unused tensors that a checkpoint may have for layers without such a parameter.
 
     Args:
       rows: of the model.
@@ -465,11 +465,11 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 
 def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
-    """Further names in a PyTorch state dict, of tensors that several modules share -> that tensor.
+    """Additional names, in a PyTorch state dict, of tensors that several modules share -> that tensor.
 
     Args:
       model_type: a key of NAMES.
-      names: of the tensors that the checkpoint has.
+      names: of the checkpoint's tensors.
     """
     rows = NAMES[model_type].rows
     head = next(row.name for row in rows if row.ours == ("output",))

@@ -1,11 +1,11 @@
 """How the tensors of a foreign checkpoint hold our parameters: declared in tables, split and joined here.
 
-Needs numpy alone: what makes reference answers runs in an environment without JAX.
+Needs only numpy: the scripts that make reference answers run in environments without JAX.
 
 Dimensions are letters: l layers, e experts, v vocabulary, p positions, t token types, r relative positions, d embed,
-o another embed, n heads, h head_dim, f hidden width of an MLP, i one of the values that a tensor has side by side: it has
-no dimension in ours. "nh d" is a tensor of two dimensions, the first of which
-runs over heads and, within each, over its own. A tensor of one layer or expert has that letter in its name: "{l}".
+o another embed, n heads, h head_dim, f hidden width of an MLP, i an index of interleaved parameters, which has no
+dimension in ours. "nh d" is a tensor of two dimensions, the first of which runs over heads and, within each, over its
+own. A tensor of one layer or expert has that letter in its name: "{l}".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def letters(axes: Axes) -> str:
 
 
 def own_letters(group: str) -> str:
-    """Those of a tensor's dimension that ours have, too."""
+    """The letters of a tensor's dimension that our parameters have too."""
     return group.replace(_BESIDE, "")
 
 
@@ -43,11 +43,11 @@ class Tensor:
     """One row of a table: a tensor of a checkpoint, or one for each layer or expert.
 
     Attributes:
-      name: its own, with {l} and {e} for the number of the layer and of the expert.
+      name: its name, with {l} and {e} for the numbers of layer and expert.
       dims: its dimensions.
-      ours: the parameters that it holds, by the names of capibara.core.tree.
-      along: the letter along which it holds several, one after the other.
-      layout: the dimensions of ours; those that are in `name` come first.
+      ours: the parameters that it holds, by the names of core.tree.
+      along: the letter of the dimension that concatenates several parameters.
+      layout: the dimensions of our parameters; those in `name` come first.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Tensor:
 
     @property
     def numbered(self) -> str:
-        """The letters that are numbers in its name."""
+        """The letters that its name has as numbers."""
         return "".join(letter for letter in self.layout if f"{{{letter}}}" in self.name)
 
     def names(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """All names that it stands for, each with the numbers in it.
+        """All names that the row stands for, each with its numbers.
 
         Args:
           shapes: of our parameters.
@@ -72,12 +72,12 @@ class Tensor:
             yield self.name.format(**dict(zip(letters, at))), at
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Its shape in the checkpoint, given those of our parameters."""
+        """Its shape in the checkpoint, from those of our parameters."""
         sizes = self._sizes(shapes)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.dims.split())
 
     def split(self, value: np.ndarray, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
-        """The parts of our parameters that a tensor holds, as views of it, by name."""
+        """The parts of our parameters that a tensor holds, as views, by name."""
         letters, sizes = self.dims.replace(" ", ""), self._sizes(shapes)
         value = value.reshape([sizes[letter] for letter in letters])
         parts: Sequence[np.ndarray] = [value]

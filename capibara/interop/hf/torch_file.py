@@ -1,8 +1,8 @@
-"""Files of torch.save that hold a state dict, read and written without torch; nothing of what they pickle is run.
+"""Reads and writes state dicts in files of torch.save, without torch and without executing their pickles.
 
-Facts: torch/serialization.py and torch/_utils.py. Since PyTorch 1.6 a file is a zip archive: NAME/data.pkl, in which a tensor
-is torch._utils._rebuild_tensor_v2 of a storage, and NAME/data/KEY, the bytes of each storage. Before, it was pickles one
-after the other and the storages after them. Both are read.
+The format follows torch/serialization.py and torch/_utils.py. Since PyTorch 1.6 a file is a zip archive: NAME/data.pkl,
+in which a tensor is torch._utils._rebuild_tensor_v2 of a storage, and NAME/data/KEY with the bytes of each storage.
+Older files are a sequence of pickles followed by the storages. Both are supported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf import torch_pickle
 from capibara.interop.hf.tensors import Shape
 
-# Storage -> what safetensors calls its dtype, and that.
+# Storage class -> dtype in safetensors, and in numpy.
 _KINDS = {
     "FloatStorage": ("F32", np.float32),
     "HalfStorage": ("F16", np.float16),
@@ -38,16 +38,16 @@ _KINDS = {
     "BoolStorage": ("BOOL", np.bool_),
 }
 _STORAGES = {np.dtype(kind): name for name, (_, kind) in _KINDS.items()}
-_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the files before 1.6
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of files before 1.6
 _ALIGNMENT = 64
 _PICKLE_BYTES, _SMALL = 64 << 20, 4096
-_RATIO = 64  # of what is compressed: torch.save compresses nothing
+_RATIO = 64  # most compression accepted: torch.save compresses nothing
 _MOST, _DIMENSIONS = 2**48, 64
 _WRONG = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, struct.error, NotImplementedError)
 
 
 class Refused(Exception):
-    """A file that is not read; says why, in words that go on after its name."""
+    """A file that is rejected; the message continues after its name."""
 
 
 class _Storage(NamedTuple):
@@ -57,7 +57,7 @@ class _Storage(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """A tensor in a file, as safetensors gives one."""
+    """A tensor in a file, with safetensors' interface of a slice."""
 
     storage: _Storage
     offset: int
@@ -72,16 +72,16 @@ class _Slice(NamedTuple):
 
 
 class TorchFile:
-    """A state dict in a file, read tensor by tensor; with the methods of safetensors' safe_open.
+    """A state dict in a file, read tensor by tensor; has the methods of safetensors' safe_open.
 
     Raises:
-      Refused: it is cut short or corrupted, or holds other than tensors, or unpacks to more than its tensors need.
+      Refused: it is truncated or corrupted, holds anything but tensors, or unpacks to more than its tensors need.
     """
 
     def __init__(self, path: str):
         self._path = path
         self._held: tuple[str, bytes] | None = None  # the storage that was read last: tensors may share one
-        self._starts: dict[str, int] = {}  # of the storages of a file before 1.6
+        self._starts: dict[str, int] = {}  # offsets of the storages in a file before 1.6
         try:
             with limits.opened(path) as file:
                 found = self._of_zip(file) if file.read(2) == b"PK" else self._of_pickles(file)
@@ -89,13 +89,13 @@ class TorchFile:
             raise
         except torch_pickle.Broken as error:
             raise Refused(str(error)) from None
-        # RuntimeError: it is encrypted, or compressed in a way that is not known.
+        # RuntimeError: it is encrypted, or its compression is unknown.
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, *_WRONG) as error:
             raise Refused(_cause(error)) from error
         strange = [name for name, value in found.items() if not isinstance(value, _Slice) or not isinstance(name, str)]
         if strange:
             value = found[strange[0]]
-            raise Refused(f"it has {limits.shortened(strange[0])}, a {type(value).__name__}, must be tensors alone")
+            raise Refused(f"it has {limits.shortened(strange[0])}, a {type(value).__name__}, must be only tensors")
         self._tensors: dict[str, _Slice] = dict(found)
 
     def keys(self) -> list[str]:
@@ -168,7 +168,7 @@ class TorchFile:
         return self._held[1]
 
     def _read(self, file: BinaryIO, key: str, size: int) -> bytes:
-        """A storage's bytes; what the archive says of them is compared before any is read."""
+        """A storage's bytes; checks the archive's declarations before reading."""
         if not self._starts:
             with limits.zip_archive(file) as archive:
                 name = f"{self._prefix}data/{key}"
@@ -183,7 +183,7 @@ class TorchFile:
 
 
 def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
-    """A file of an archive, whose checksum is compared."""
+    """A file of an archive, with its checksum verified."""
     info = archive.getinfo(name)
     if info.file_size > most:
         raise Refused(f"{limits.shortened(name)} has {info.file_size:,} bytes, must have at most {most:,}")
@@ -247,10 +247,10 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
 
 def _named(module: str, name: str) -> Any:
     if module == "torch" and name in _KINDS:
-        return name  # no tensor comes of calling it
+        return name  # calling it yields no tensor
     if (module, name) not in _CALLABLE:
         what = limits.shortened(f"{module}.{name}")[1:-1]
-        raise Refused(f"it would run {what}, must hold tensors alone: save its state_dict()")
+        raise Refused(f"it would run {what}, must hold only tensors: save its state_dict()")
     return torch_pickle.Named(module, name)
 
 
@@ -266,16 +266,16 @@ def _stored(pid: Any) -> _Storage:
 
 
 def _loaded(content: io.BytesIO) -> Any:
-    """The next pickle of a content."""
+    """The next pickle in `content`."""
     return torch_pickle.load(content, _named, lambda *call: _CALLABLE[call[0], call[1]](*call[2]), _stored)
 
 
 def save_torch(path: str, tensors: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:
-    """Writes a state dict that torch.load reads, with weights_only too.
+    """Writes a state dict that torch.load reads, also with weights_only.
 
     Args:
       tensors: by name.
-      tied: further names -> the tensor whose storage they share.
+      tied: additional names -> the tensor whose storage they share.
     """
     numbers = {name: str(number) for number, name in enumerate(tensors)}
     entries = [(name, name) for name in tensors] + list(tied.items())
@@ -288,8 +288,8 @@ def save_torch(path: str, tensors: Mapping[str, np.ndarray], tied: Mapping[str, 
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: Any) -> None:
-    """An entry whose bytes begin at a multiple of 64, as torch has them."""
-    info = zipfile.ZipInfo(name)  # without a date: the same model makes the same file
+    """Adds an entry whose bytes begin at a multiple of 64, as in torch."""
+    info = zipfile.ZipInfo(name)  # without a date, so that equal models make equal files
     assert archive.fp is not None
     begin = archive.fp.tell() + 30 + len(name) + 4
     info.extra = b"FB" + struct.pack("<H", -begin % _ALIGNMENT) + b"Z" * (-begin % _ALIGNMENT)
@@ -297,7 +297,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: Any) -> None:
 
 
 def _pickled(entries: list[tuple[str, str, np.ndarray]]) -> bytes:
-    """The pickle, of protocol 2, of an OrderedDict of tensors: (name, storage's key, value)."""
+    """A protocol-2 pickle of an OrderedDict of tensors: (name, storage's key, value)."""
     ordered = b"ccollections\nOrderedDict\n)R"  # a call without arguments
     parts = [b"\x80\x02", ordered, b"("]
     for name, key, value in entries:

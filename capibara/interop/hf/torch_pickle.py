@@ -1,8 +1,8 @@
-"""The pickles of torch.save, read by a machine of our own: it knows the few steps that tensors need, and no other.
+"""Reads the pickles of torch.save with an interpreter that supports only the opcodes that tensors need.
 
-Python's unpickler runs what a pickle names, and hashes, compares and allocates what it says. This one makes dicts, lists,
-tuples, numbers, texts and what `call` gives for the names that the caller knows; keys are texts and numbers alone, so
-that nothing is ever walked, and every step makes at most what its own bytes hold.
+Python's unpickler calls what a pickle names, and hashes, compares and allocates as it says. This one makes dicts,
+lists, tuples, numbers, texts and the results of `call` for names that the caller accepts. Keys are only texts and
+numbers, so that hashing is safe, and every step allocates at most what its own bytes hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pickletools
 from collections.abc import Callable
 from typing import Any
 
-STEPS = 4_000_000  # some 30 make a tensor
+STEPS = 4_000_000  # limit; a tensor takes about 30
 _KEYS = (str, int, bytes, bool, float, type(None))
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
@@ -26,24 +26,24 @@ Call = Callable[[str, str, tuple[Any, ...]], Any]
 
 
 class Broken(Exception):
-    """A pickle that is cut short, wrong, or has steps that no tensor needs; says why."""
+    """A pickle that is truncated, invalid, or has opcodes that no tensor needs; the message says why."""
 
 
 class Named:
-    """What a pickle names to call."""
+    """A callable that a pickle names."""
 
     def __init__(self, module: str, name: str):
         self.module, self.name = module, name
 
 
 def load(content: io.BytesIO, named: Callable[[str, str], Any], call: Call, stored: Callable[[Any], Any]) -> Any:
-    """The next pickle of a content.
+    """The next pickle in `content`.
 
     Args:
-      content: all that may be read; it is left after the pickle.
-      named: (module, name) -> what stands for a name that is not called, or Named; raises where it may not be named.
-      call: (module, name, arguments) -> what a call gives.
-      stored: what a persistent id stands for.
+      content: what may be read; it is left after the pickle.
+      named: (module, name) -> the value of a name that is not called, or Named; raises if the name is not allowed.
+      call: (module, name, arguments) -> the result of a call.
+      stored: resolves a persistent id.
 
     Raises:
       Broken: it cannot be read.
@@ -110,7 +110,7 @@ class _Machine:
                 if not isinstance(what, Named) or not isinstance(arguments, tuple):
                     raise Broken("it calls what is no function")
                 self.stack[-2:] = [self._call(what.module, what.name, arguments)]
-            case "BUILD":  # an OrderedDict's attributes, of which none is a tensor
+            case "BUILD":  # sets an OrderedDict's attributes, which are not tensors
                 self.stack.pop()
                 self.stack[-1]
             case "BINPERSID":
@@ -124,7 +124,7 @@ class _Machine:
 
     def _put(self, index: int | None, at: int) -> None:
         if index is not None and index > at - self._begin:
-            raise Broken(f"its pickle has place for {index} values and fewer bytes")
+            raise Broken(f"its pickle has memo index {index} beyond its bytes")
         self._memo[self._puts if index is None else index] = self.stack[-1]
         self._puts += 1
 

@@ -1,4 +1,4 @@
-"""What may stand in a config.json: types and ranges, compared before any of it sizes anything."""
+"""Checks types and ranges of a config.json's values, before any of them determines a size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capibara.core.types import UserError
 
 LAYERS = 4096
 _LENGTH = 2**31 - 1
-# The largest of each size: well above every model there is, and small enough to be counted to.
+# Upper limits: well above every existing model, and small enough to iterate over.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), LAYERS),
@@ -41,25 +41,23 @@ _TEXTS = (
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config")
 _LISTS = ("architectures", "layer_types")
-_OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # numbers of every layer, in a Gemma 3n
+_OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # per layer, in a Gemma 3n
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Looks at the values of a config.json that we use, those in its inner objects included.
+    """Checks the values of a config.json that we use, including nested objects.
 
     Raises:
-      UserError: one has a type or a size that no model has.
+      UserError: a value has a type or a size that no model has.
     """
     of_each = _OF_EACH_LAYER if values.get("model_type") == "gemma3n_text" else ()
     for key in of_each:
         _check_layers(key, values.get(key))
     for key, most in _SIZES.items():
         value = None if key in of_each and isinstance(values.get(key), list) else values.get(key)
-        least = (
-            0 if most == _LENGTH and key != "sliding_window" else -most
-        )  # our configurations refuse the rest by name
+        least = 0 if most == _LENGTH and key != "sliding_window" else -most  # our configurations check the rest by name
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise _wrong(key, value, f"a whole number of at most {most:,}")
+            raise _wrong(key, value, f"an integer of at most {most:,}")
     for key in _NUMBERS:
         value = values.get(key)
         if value is not None and not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1e18):
@@ -85,16 +83,16 @@ def check(values: Mapping[str, Any]) -> None:
 
 
 def _check_layers(key: str, value: Any) -> None:
-    """Looks at a list with a number for every layer.
+    """Checks a list with a number for every layer.
 
     Raises:
-      UserError: it is another list.
+      UserError: it is not such a list.
     """
     if not isinstance(value, list):
         return
     kinds, most = ((int,), 2**22) if key == "intermediate_size" else ((int, float), 1)
     if len(value) > LAYERS or not value or not all(type(one) in kinds and 0 <= one <= most for one in value):
-        raise _wrong(key, value, f"a list of at most {LAYERS} numbers to {most:,}")
+        raise _wrong(key, value, f"a list of at most {LAYERS} numbers up to {most:,}")
 
 
 def _is_short(value: Any) -> bool:

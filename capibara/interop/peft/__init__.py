@@ -1,1 +1,1 @@
-"""Adapters of PEFT."""
+"""Adapters in PEFT's format."""

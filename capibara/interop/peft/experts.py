@@ -1,11 +1,11 @@
-"""Adapters of experts as PEFT has them, in two layouts.
+"""PEFT's adapters of experts, in two layouts.
 
-Of transformers 4 each expert is modules of its own ("experts.3.w1"), with an adapter as any other. Of transformers 5 the
-experts of a layer are one parameter, `gate_up_proj` or `down_proj`, and so is the router's weight; PEFT names them in
-`target_parameters`, and has one adapter for all experts, in which rows of `lora_A` are sorted by expert and columns of
-`lora_B` by rank. It knows neither DoRA nor dropout of these. PEFT with transformers 5 loads the first layout too, if gate
-and up both have an adapter, of the rank and alpha that are not in the patterns and without rsLoRA, and so has down: so
-they are written, with zeros where an adapter is not there.
+With transformers 4 each expert is a module of its own ("experts.3.w1"), with an adapter like any other. With
+transformers 5 the experts of a layer are one parameter, `gate_up_proj` or `down_proj`, and the router's weight is a
+parameter too. PEFT names them in `target_parameters` and has one adapter for all experts, with the rows of `lora_A`
+sorted by expert and the columns of `lora_B` by rank; it supports neither DoRA nor dropout for them. PEFT with
+transformers 5 also loads the first layout, if gate, up and down all have adapters of the rank and alpha outside the
+patterns, without rsLoRA: they are written so, with zeros for missing adapters.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _PAIR, _LAST = ("layers/mlp/gate", "layers/mlp/up"), "layers/mlp/down"
 
 
 def is_stacked(row: Tensor) -> bool:
-    """Whether a row of a table is of the experts of a layer in one tensor."""
+    """Whether a row of a table is one tensor for a layer's experts."""
     return row.layout[len(row.numbered) :].startswith("e")
 
 
 def is_routed(row: Tensor) -> bool:
-    """Whether a row is of experts, in either layout."""
+    """Whether a row belongs to experts, in either layout."""
     return "e" in row.layout and not is_router(row)
 
 
 def is_router(row: Tensor) -> bool:
-    """Whether a tensor is a router's."""
+    """Whether a row is a router's."""
     return row.ours == ("layers/mlp/router",)
 
 
 def stacked(row: Tensor, part: str, inputs: str, outputs: str) -> Tensor:
-    """The part "a" or "b" of the adapter of a row that is_stacked, as a row of its own."""
+    """The part "a" or "b" of the adapter of an is_stacked row, as a row of its own."""
     if part == "a":
         return dataclasses.replace(
             row, dims=f"er {inputs}", layout=f"{row.numbered}e{inputs}r", ours=row.ours[:1], along=""
@@ -52,7 +52,7 @@ def stacked(row: Tensor, part: str, inputs: str, outputs: str) -> Tensor:
 
 
 def parameter(row: Tensor) -> str:
-    """What `target_parameters` and the patterns call a row of transformers 5 that is a parameter; "": it is a module."""
+    """The name, in `target_parameters` and patterns, of a row that is a parameter in transformers 5; "": a module."""
     if is_router(row):
         return _router_name(row)
     return row.name.rpartition(".")[2] if is_stacked(row) else ""
@@ -63,11 +63,11 @@ def _router_name(row: Tensor) -> str:
 
 
 def is_fused(config: Mapping[str, Any], path: str) -> bool:
-    """Whether a folder of PEFT is in the layout of transformers 5.
+    """Whether a PEFT folder has the layout of transformers 5.
 
     Args:
       config: of the folder.
-      path: of it, for the error.
+      path: of the folder, for errors.
 
     Raises:
       UserError: it has adapters of other parameters.
@@ -78,16 +78,16 @@ def is_fused(config: Mapping[str, Any], path: str) -> bool:
     strange = [name for name in named if name not in of_experts and not name.endswith(".weight")]
     if strange:
         raise UserError(
-            f"{path} has target_parameters = {strange!r}, of which we have nothing: merge it with PEFT first"
+            f"{path} has target_parameters = {strange!r}, which are not supported: merge it with PEFT first"
         )
     return bool(of_experts)
 
 
 def named(values: Mapping[str, np.ndarray], targets: Sequence[str]) -> dict[str, np.ndarray]:
-    """The tensors of a folder in the layout of transformers 5, each with its parameter in its name.
+    """The tensors of a folder in the layout of transformers 5, with the parameters' names in theirs.
 
-    PEFT wraps a layer's experts once for each of their parameters, so that names say only how deep: gate_up_proj is the
-    inner one where there are both.
+    PEFT wraps a layer's experts once per parameter, so that names tell only the nesting depth: gate_up_proj is the
+    inner one if there are both.
     """
     both = any(_INNER.search(name) for name in values)
     alone = _DOWN if both or any(name.endswith(_DOWN) for name in targets) else _GATE_UP
@@ -95,7 +95,7 @@ def named(values: Mapping[str, np.ndarray], targets: Sequence[str]) -> dict[str,
 
 
 def wrapped(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The way back from `named`."""
+    """The inverse of `named`."""
     both = all(any(f".experts.{part}.lora_" in name for name in values) for part in (_GATE_UP, _DOWN))
     inner = ".base_layer" if both else ""
     return {
@@ -105,30 +105,30 @@ def wrapped(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def check_fused(lora: Lora) -> None:
-    """Refuses adapters that cannot be written.
+    """Checks that adapters can be written in the layout of transformers 5.
 
     Raises:
-      UserError: PEFT has no such adapters in the layout of transformers 5.
+      UserError: PEFT does not support them in that layout.
     """
     if lora.dora:
         raise UserError(
-            "Lora.dora is set, and PEFT has no DoRA of a parameter, as experts and routers are in transformers 5: take "
+            "Lora.dora is set, and PEFT has no DoRA of parameters, as experts and routers are in transformers 5: use "
             "--format=peft, which PEFT reads with transformers 4, or write the merged model"
         )
 
 
 def loadable(modules: list, rows: Sequence[Tensor], shapes: Mapping[str, Shape], lora: Lora, new: Callable) -> list:
-    """The adapters of modules of transformers 4 such that PEFT loads them with transformers 5 too; they compute the same.
+    """Equivalent adapters in the layout of transformers 4 that PEFT also loads with transformers 5.
 
     Args:
       modules: of the whole model.
       rows: the model's table.
       shapes: of our parameters.
-      lora: theirs.
+      lora: the adapters' configuration.
       new: (row, rank, alpha, values) -> a module.
 
     Returns:
-      They without rsLoRA's scale; with DoRA, which PEFT only has with transformers 4, as they were.
+      The modules without rsLoRA's scale; with DoRA, which PEFT supports only with transformers 4, unchanged.
     """
     if lora.dora or not any(is_routed(module.row) for module in modules):
         return modules
@@ -160,12 +160,12 @@ def _without_rslora(module: Any) -> Any:
 
 
 def first(modules: Sequence[Any]) -> Any:
-    """The module whose rank and alpha are not in the patterns."""
+    """The module whose rank and alpha are the defaults outside the patterns."""
     return next((module for module in modules if is_routed(module.row) and module.row.ours[0] in _PAIR), modules[0])
 
 
 def pattern_names(row: Tensor, name: str) -> tuple[str, ...]:
-    """What patterns call a module of this name: with transformers 4, and as PEFT turns it into a parameter with 5."""
+    """The names of a module in patterns: with transformers 4, and as the parameter that PEFT makes of it with 5."""
     if is_router(row):
         return tuple(dict.fromkeys((name, _router_name(row))))
     return (name, _DOWN) if is_routed(row) and row.ours == (_LAST,) and name != _DOWN else (name,)

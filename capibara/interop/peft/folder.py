@@ -1,7 +1,7 @@
-"""Folders of PEFT: adapter_config.json and adapter_model.safetensors, read and written.
+"""Reads and writes PEFT folders: adapter_config.json and adapter_model.safetensors.
 
-interop.peft_modules says how adapters of several weights in one tensor, and of some layers alone, are held;
-interop.peft_experts how experts' are written.
+interop.peft.modules handles adapters of several weights in one tensor, and of some layers only; interop.peft.experts
+handles those of experts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
     Attributes:
       name: of the tensor.
-      a: [rank, inputs]; of the experts of a layer together [experts, rank, inputs].
+      a: [rank, inputs]; for a layer's experts together [experts, rank, inputs].
       b: [outputs, rank], or [experts, outputs, rank].
     """
 
@@ -57,14 +57,14 @@ class Pair(NamedTuple):
 
 
 def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
-    """The adapters of a model as tensors of a checkpoint have them, those of experts one by one.
+    """The adapters of a model by tensors of a checkpoint; those of experts one by one.
 
     Args:
-      params: the adapters' at least.
+      params: parameters that include the adapters.
       model, model_type: as in `write_peft`.
 
     Raises:
-      UserError: they are more than pairs of matrices: with magnitudes, or parameters that were trained as they are.
+      UserError: they are more than pairs of matrices: they have magnitudes, or some parameters were trained in full.
     """
     lora, shapes = model.config.lora, _plain_shapes(model)
     assert lora is not None
@@ -74,7 +74,7 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
         what = "Lora.trainable_tokens has rows of the embedding"
         raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
     if lora.dora or trained is not None:
-        what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} as it is"
+        what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} in full"
         raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     for row in rows:
@@ -86,7 +86,7 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
 
 
 def _stacked_pairs(row: Tensor, values: Mapping[str, Any], lora: Lora) -> Iterator[Pair]:
-    """Of all experts of a layer together, gate and up each by itself, as GGUF has them."""
+    """The pairs of all experts of a layer together, gate and up separately, as in GGUF."""
     for path in row.ours:
         if f"{path}_lora/b" not in values:
             continue
@@ -111,26 +111,26 @@ def _pairs(module: Module, shapes: Mapping[str, Shape], lora: Lora) -> Iterator[
 def write_peft(
     folder: str, params: Params, model: Model, model_type: str, base: str | None = None, *, fused_experts: bool = False
 ) -> None:
-    """Writes the adapters of a model, and the other parameters that were trained, as PEFT does. Whole, or not at all.
+    """Writes a model's adapters and its other trained parameters in PEFT's format, atomically.
 
     Args:
       folder: a new one.
       params: of a model with TransformerConfig.lora.
-      model: theirs.
-      model_type: Hugging Face's name of the architecture (interop.tables.NAMES).
-      base: where PEFT finds the model without adapters; None: PEFT is told when it loads.
-      fused_experts: adapters of the experts of a layer together, as PEFT has them with transformers 5; else of each by
-        itself, which it reads with transformers 4 and 5.
+      model: the model.
+      model_type: Hugging Face's name of the architecture (interop.hf.tables.NAMES).
+      base: where PEFT finds the base model; None: set when PEFT loads it.
+      fused_experts: whether a layer's experts share an adapter, as in PEFT with transformers 5; else each has its own,
+        which PEFT reads with transformers 4 and 5.
 
     Raises:
-      UserError: the folder is there, the model has no adapters, or PEFT has no such ones.
+      UserError: the folder exists, the model has no adapters, or PEFT does not support them.
     """
     lora = model.config.lora
     if lora is None:
         raise UserError(f"{type(model.config).__name__}.lora is None: there is no adapter to write")
     _check_widths(model, folder)
     if os.path.exists(folder):
-        raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
+        raise UserError(f"{folder} must be a new folder: it exists already, name another or remove it")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused_experts)
@@ -158,11 +158,11 @@ def write_peft(
         save_file(tensors, weights_path, metadata={"format": "pt"})
         with open(config_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")
-        shutil.copymode(config_path, weights_path)  # safetensors: its owner's alone
+        shutil.copymode(config_path, weights_path)  # safetensors makes files readable only by their owner
 
 
 def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]:
-    """The adapters of a folder, and the other parameters that it holds.
+    """The adapters of a folder, and the other parameters in it.
 
     Args:
       folder: with adapter_config.json and adapter_model.safetensors.
@@ -170,11 +170,10 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
       model_type: as in `write_peft`.
 
     Returns:
-      The TransformerConfig.lora that they belong to, and float32 arrays on the host: what Model.trained gives of its
-      parameters.
+      Their TransformerConfig.lora, and float32 arrays on the host in the structure of Model.trained.
 
     Raises:
-      UserError: they cannot be read, are of another kind or another model.
+      UserError: they cannot be read, are of another kind or of another model.
     """
     config = read_config(folder)
     _check_widths(model, folder)
@@ -182,7 +181,7 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
         return _read(folder, config, model, model_type)
     except UserError:
         raise
-    # Names and shapes of a foreign file in code that is written for whole ones: what they break is the file's fault.
+    # Errors here are the file's fault: the code expects valid names and shapes.
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {limits.cause(error)}"
         raise UserError(
@@ -191,14 +190,14 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
 
 
 def _check_widths(model: Model, folder: str) -> None:
-    """Checks that all layers have MLPs of one width.
+    """Checks that all layers' MLPs have the same width.
 
     Raises:
       UserError: they differ.
     """
     if model.config.layer_widths is not None:
         raise UserError(
-            f"{folder} is of a model whose layers differ in width (mlp_dims), which adapters of PEFT here do not: merge "
+            f"{folder} is for a model whose layers differ in width (mlp_dims), which PEFT's adapters cannot have here: merge "
             "them, and write the whole model"
         )
 
@@ -218,7 +217,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
             saved |= _read_saved(row, stored, shapes)
     if stored:
-        raise UserError(f"{folder}: {next(iter(stored))} is of no weight that has adapters in this {model_type} model")
+        raise UserError(f"{folder}: {next(iter(stored))} belongs to no weight with adapters in this {model_type} model")
     if not modules:
         raise UserError(f"{folder}/{WEIGHTS} holds no adapter")
     values = {
@@ -226,7 +225,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         for module in modules
         for path, parts in module.values.items()
         for part, value in parts.items()
-        if part != "a" or path == min(module.row.ours)  # which the others share
+        if part != "a" or path == min(module.row.ours)  # the others share it
     }
     lora = dataclasses.replace(_lora_of(modules, saved, config), trainable_tokens=ids)
     return lora, tree.nested(values | saved | of_tokens)
@@ -240,20 +239,20 @@ def _plain_shapes(model: Model) -> dict[str, Shape]:
 def _saved(
     rows: Iterable[Tensor], values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors whose parameters were trained as they are."""
+    """The tensors of the parameters that were trained in full."""
     for row in rows:
         trained = [path for path in row.ours if lora.trains(path)]
         if trained and len(trained) < len(row.ours):
-            raise UserError(f"PEFT has {', '.join(row.ours)} together: Lora.modules_to_save must have all of them")
+            raise UserError(f"PEFT has {', '.join(row.ours)} in one tensor: Lora.modules_to_save must have all of them")
         for name, at in row.names(shapes) if trained else ():
             yield name, row.join({path: np.asarray(values[path])[at] for path in trained}, shapes).astype(np.float32)
 
 
 class _Biases(NamedTuple):
-    """Biases that are trained by themselves, without the modules that have them.
+    """Biases that are trained without the rest of their modules.
 
     Attributes:
-      kind: what LoraConfig.bias calls them.
+      kind: value of LoraConfig.bias.
       names: of the tensors.
       adapted: the modules with adapters.
     """
@@ -263,16 +262,16 @@ class _Biases(NamedTuple):
     adapted: frozenset[str]
 
     def written(self, name: str) -> str:
-        """What PEFT calls a tensor."""
+        """PEFT's name of a tensor."""
         module = name.removesuffix(".bias")
         return f"{module}.base_layer.bias" if name.endswith(".bias") and module in self.adapted else name
 
 
 def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[str, np.ndarray]) -> _Biases:
-    """Which biases are trained, by PEFT's word for it.
+    """Which biases are trained, in terms of LoraConfig.bias.
 
     Raises:
-      UserError: PEFT trains no such choice of biases.
+      UserError: PEFT cannot train this choice of biases.
     """
     layers = range(max(len(module.values[module.row.ours[0]]["b"]) for module in modules))
     names = lambda kept: {row.name.format(l=at, e=0) for row in rows if kept(row) for at in layers}  # noqa: E731
@@ -286,13 +285,13 @@ def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[st
     if every <= saved.keys():
         return _Biases("all", frozenset(every), frozenset(adapted))
     raise UserError(
-        f"PEFT trains the biases of all modules or of those with adapters, and Lora.modules_to_save has {min(alone)} and not "
-        "all of either: take all of them, or write the merged model"
+        f"PEFT trains the biases of all modules or of those with adapters, and Lora.modules_to_save has {min(alone)} but not "
+        "all of either: add the others, or write the merged model"
     )
 
 
 def _modules_of(saved: Iterable[str]) -> list[str]:
-    """PEFT's modules_to_save: the last part of every module's name."""
+    """PEFT's modules_to_save: the last component of every module's name."""
     return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in saved})
 
 
@@ -304,7 +303,7 @@ def _config(
     keys = {m.row.name: peft_experts.pattern_names(m.row, names[m.row.name]) for m in modules}
     rank, alpha = peft_experts.first(modules).rank, peft_experts.first(modules).alpha
     routed = any(peft_experts.is_routed(m.row) for m in modules)
-    turned = routed or any(peft_experts.is_router(m.row) for m in modules)  # into parameters, by transformers 5
+    turned = routed or any(peft_experts.is_router(m.row) for m in modules)  # parameters in transformers 5
     more = {"target_parameters": list(parameters.values())} if parameters else {}
     return more | {
         "peft_type": "LORA",
@@ -317,8 +316,8 @@ def _config(
         "alpha_pattern": {key: one.alpha for m in modules for key, one in _each(m, keys) if one.alpha != alpha},
         "use_rslora": lora.rslora and (fused or lora.dora or not routed),
         "use_dora": lora.dora,
-        "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT refuses another for parameters
-        # GPT-2's layers have their weights the other way round.
+        "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT rejects dropout for parameters
+        # GPT-2's weights are transposed.
         "fan_in_fan_out": any(m.row.dims.split()[0] == peft_modules.groups(m.row)[0] for m in modules),
         "init_lora_weights": True,
         "inference_mode": True,
@@ -326,18 +325,18 @@ def _config(
 
 
 def _targets(module: Module, names: Mapping[str, str]) -> list[str]:
-    """What `target_modules` calls a module: an end of its name, or its names in the layers that have an adapter."""
+    """A module's entries in `target_modules`: a suffix of its name, or its names in the layers that have an adapter."""
     return [names[module.row.name]] if module.everywhere else [name for name, _ in module.names()]
 
 
 def _each(module: Module, keys: Mapping[str, Sequence[str]]) -> list[tuple[str, Layer]]:
-    """What patterns call a module, or each of its layers where they differ, with its rank and alpha."""
+    """The pattern keys of a module, or of each layer if they differ, with rank and alpha."""
     whole = Layer(module.rank, module.alpha)
     return [*module.names()] if module.layers else [(key, whole) for key in keys[module.row.name]]
 
 
 def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> str:
-    """The shortest end of a module's name that no module without an adapter has."""
+    """The shortest suffix of a module's name that no module without an adapter has."""
     chosen = {module.row.name for module in modules}
     others = [other.name for other in rows if other.name not in chosen and " " in other.dims]
     parts = row.name.removesuffix(".weight").split(".")
@@ -349,16 +348,16 @@ def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> s
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """What adapter_config.json says.
+    """The values of adapter_config.json.
 
     Raises:
-      UserError: it cannot be read, says what PEFT does not write, or something that we do not have.
+      UserError: it cannot be read, is not PEFT's, or has an unsupported feature.
     """
     path = os.path.join(folder, CONFIG)
     try:
         config = limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
     except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read (there is none): name a folder that PEFT has written") from error
+        raise UserError(f"{path} cannot be read (it does not exist): name a folder that PEFT has written") from error
     wrong = [name for name in _NOT_OURS if config.get(name)]
     biases = ("none", "all", "lora_only", None)
     for name, allowed in (
@@ -370,10 +369,10 @@ def read_config(folder: str) -> dict[str, Any]:
         wrong += [name] if config.get(name, allowed[0]) not in allowed else []
     if wrong:
         raise UserError(
-            f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, of which we have nothing: merge it with PEFT first"
+            f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, which is not supported: merge it with PEFT first"
         )
     for name, must, fine in (
-        ("r", "a whole number of at least 1", lambda value: type(value) is int and 0 < value < _LARGEST),
+        ("r", "an integer of at least 1", lambda value: type(value) is int and 0 < value < _LARGEST),
         ("lora_alpha", "a number", _is_number),
         ("lora_dropout", "a number", lambda value: value is None or _is_number(value)),
         ("alpha_pattern", "an object of regular expressions with numbers", _is_pattern),
@@ -404,12 +403,12 @@ def _is_pattern(values: Any) -> bool:
 
 
 def _read_tensors(folder: str, names: tables.Names) -> Values:
-    """The tensors by the names of the table: a module's, with the ending of the part, or a parameter's."""
+    """The tensors by names of the table: a module's with the suffix of its part, or a parameter's."""
     stored = {}
     for name, value in read_raw(folder).items():
         name = name.removeprefix(PREFIX)
         end = next((end for end in (*PARTS.values(), tokens.END) if name.endswith(end)), "")
-        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
+        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # if the module has an adapter
         weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
         stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
     return stored
@@ -431,7 +430,7 @@ def read_raw(folder: str) -> dict[str, np.ndarray]:
         return load_file(path)
     except UserError:
         raise
-    # KeyError, TypeError: a dtype that numpy does not have.
+    # KeyError, TypeError: numpy does not have the dtype.
     except (OSError, SafetensorError, limits.Refused, KeyError, TypeError, ValueError, MemoryError) as error:
         raise UserError(
             f"{path} cannot be read ({limits.cause(error)}): name a folder that PEFT has written"
@@ -441,7 +440,7 @@ def read_raw(folder: str) -> dict[str, np.ndarray]:
 def _read_module(
     row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any], fused: bool
 ) -> Module | None:
-    """The adapter of a module in every layer, whose tensors go out of `stored`; None: it has none."""
+    """The adapter of a module in every layer, popped from `stored`; None: it has none."""
     ranks = peft_modules.layers_of(row, stored, shapes)
     if not any(ranks):
         return None
@@ -466,13 +465,13 @@ def _read_module(
 
 
 def _alpha(row: Tensor, layer: int, config: Mapping[str, Any], fused: bool) -> float:
-    """Of a module in a layer, by the first pattern that its name matches."""
+    """The alpha of a module in a layer, from the first pattern that matches its name."""
     name = row.name.format(l=layer, e=0).removesuffix(".weight")
     return alpha_of(name + (".weight" if fused and peft_experts.is_router(row) else ""), config)
 
 
 def alpha_of(name: str, config: Mapping[str, Any]) -> float:
-    """Of the module of this name, by what `read_config` gave."""
+    """The alpha of a module, from the result of `read_config`."""
     patterns = config.get("alpha_pattern") or {}
     found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
     return float(next(found, config["lora_alpha"]))
@@ -483,7 +482,7 @@ def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape]) -> Val
 
 
 def _taken(row: Tensor, part: str, stored: Values, wanted: Mapping[str, Shape], module: Module | None = None) -> Values:
-    """Our parameters of these shapes, of tensors that go out of `stored`; zeros where layers have less of them."""
+    """Our parameters of these shapes, popped from `stored`; padded with zeros where layers have smaller ones."""
     values = {path: np.zeros(shape, np.float32) for path, shape in wanted.items()}
     for name, at in row.names(wanted):
         rank = module.layers[at[0]].rank if module and module.layers else None

@@ -1,9 +1,9 @@
-"""The adapters of our weights as those of PEFT's modules, and of layers that differ.
+"""Maps adapters of our weights to those of PEFT's modules, and handles layers that differ.
 
-Where Hugging Face has one tensor for several of our weights (query, key and value of GPT-2, GPT-NeoX and Phi-3, gate and
-up of Phi-3), PEFT's adapter is of that tensor. One that is read becomes adapters of each of our weights that share their
-`a` (Lora.fused). Adapters that do not share it are written with one rank for them all: theirs added up, with zeros in
-`lora_B` where a rank is not a weight's own.
+Where Hugging Face has one tensor for several of our weights (query, key and value of GPT-2, GPT-NeoX and Phi-3, gate
+and up of Phi-3), PEFT has one adapter for that tensor. On reading it becomes adapters of each of our weights that share
+their `a` (Lora.fused). Adapters that do not share it are written as one whose rank is the sum of theirs, with zeros in
+`lora_B` for the ranks of other weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Values = dict[str, np.ndarray]
 
 
 class Layer(NamedTuple):
-    """Of the adapter of a module in one layer the rank and alpha, as PEFT counts them; rank 0: it has none."""
+    """Rank and alpha, as PEFT counts them, of a module's adapter in one layer; rank 0: it has none."""
 
     rank: int
     alpha: float
@@ -38,10 +38,10 @@ class Module(NamedTuple):
     """The adapter of one of PEFT's modules, or of that module in every layer.
 
     Attributes:
-      row: of the table, for its weight.
-      rank, alpha: as PEFT counts them; of layers that differ the largest rank, and that layer's alpha.
-      values: "a", "b" and perhaps "magnitude" of each of our weights, by its name; `a` is the same for all of them.
-      layers: of each layer, where they differ.
+      row: the table's row of its weight.
+      rank, alpha: as PEFT counts them; if layers differ, the largest rank and that layer's alpha.
+      values: "a", "b" and optionally "magnitude" of each of our weights, by name; `a` is the same for all of them.
+      layers: rank and alpha of each layer, if they differ.
     """
 
     row: Tensor
@@ -52,7 +52,7 @@ class Module(NamedTuple):
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parts, and each as a row of a table of its own."""
+        """The parts, each as a row of a table."""
         inputs, outputs = groups(self.row)
         if peft_experts.is_stacked(self.row):
             yield from ((part, peft_experts.stacked(self.row, part, inputs, outputs)) for part in "ab")
@@ -89,7 +89,7 @@ class Module(NamedTuple):
         return all(layer.rank for layer in self.layers)
 
     def names(self) -> Iterator[tuple[str, Layer]]:
-        """Of layers that differ the module's name in each that has an adapter, and its rank and alpha."""
+        """If layers differ, the module's name in each layer that has an adapter, and its rank and alpha."""
         for number, layer in enumerate(self.layers):
             if layer.rank:
                 yield self.row.name.format(l=number).removesuffix(".weight"), layer
@@ -103,16 +103,16 @@ def of_layers(row: Tensor, layers: Sequence[Layer], values: dict[str, Values]) -
 
 
 def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora) -> Module:
-    """The adapters of our weights as one of PEFT's.
+    """Combines the adapters of our weights into one of PEFT's.
 
     Args:
-      row: of the table, for the tensor that holds the weights.
+      row: the table's row of the tensor that holds the weights.
       values: our parameters, by name.
       shapes: of the weights.
-      lora: of the adapters.
+      lora: the adapters' configuration.
 
     Raises:
-      UserError: PEFT's adapter of the tensor is none that these could be.
+      UserError: PEFT's adapter of the tensor cannot represent them.
     """
     held = [path for path in row.ours if f"{path}_lora/b" in values]
     beside = {path.rpartition("/")[2] for path in held}
@@ -133,7 +133,7 @@ def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
         return of_layers(row, layers, parts)
     if lora.dora and len(held) < len(row.ours):
         raise UserError(
-            f"PEFT has one adapter for {', '.join(row.ours)}, and with Lora.dora {held[0]} cannot have one alone: "
+            f"PEFT has one adapter for {', '.join(row.ours)}, and with Lora.dora {held[0]} cannot have one of its own: "
             "write the merged model"
         )
     if any(len(set(lora.of_layers(path, shapes[path][0])[1])) > 1 for path in held):
@@ -155,7 +155,7 @@ def _widen(
     shapes: Mapping[str, Shape],
     lora: Lora,
 ) -> None:
-    """Gives all weights of a row the same `a`, which has the ranks of all, and each a `b` that uses its own."""
+    """Gives all weights of a row the same `a` with the ranks of all, and each weight a `b` that uses only its own."""
     a = np.concatenate([parts[path]["a"] for path in held], axis=-1)
     count, start = stacked(row), 0
     for path in row.ours:
@@ -169,7 +169,7 @@ def _widen(
 
 
 def _zeros(path: str, rank: int, row: Tensor, shapes: Mapping[str, Shape]) -> np.ndarray:
-    """A `b` that does nothing."""
+    """A `b` without effect."""
     shape, count, outputs = shapes[path], stacked(row), len(own_letters(groups(row)[1]))
     return np.zeros((*shape[:count], rank, *shape[len(shape) - outputs :]), np.float32)
 
@@ -183,20 +183,20 @@ def groups(row: Tensor) -> tuple[str, str]:
 
 
 def stacked(row: Tensor) -> int:
-    """Leading dimensions of our weights along which adapters are stacked: layers and experts."""
+    """Number of leading dimensions of our weights along which adapters are stacked: layers and experts."""
     return len(row.numbered) + peft_experts.is_stacked(row)
 
 
 def layers_of(row: Tensor, stored: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[int]:
-    """The rank of each layer's adapter among tensors of these names; 0: it has none.
+    """The rank of each layer's adapter among tensors with these names; 0: it has none.
 
     Raises:
-      UserError: experts of a layer have adapters and others have none.
+      UserError: only some experts of a layer have adapters.
     """
     if set(row.numbered) - {
         "l",
         "e",
-    }:  # of no layer and no expert, as AltUp's projections: PEFT's adapters are not there
+    }:  # without layer and expert, such as AltUp's projections: PEFT has no adapters of them
         return []
     shape, experts = shapes[row.ours[0]], "e" in row.numbered
     of_all = math.prod(shape[len(row.numbered) : stacked(row)])
@@ -207,13 +207,13 @@ def layers_of(row: Tensor, stored: Mapping[str, Any], shapes: Mapping[str, Shape
     if (experts or of_all > 1) and len(set(ranks)) > 1:
         raise UserError(
             f"{row.name.format(l=ranks.index(min(ranks)), e=0).removesuffix('.weight')} has an adapter of rank {min(ranks)}, "
-            "ours of experts are alike in all layers: merge it with PEFT first"
+            "here experts must have the same adapters in all layers: merge it with PEFT first"
         )
     return ranks
 
 
 def padded(value: np.ndarray, part: str, rank: int) -> np.ndarray:
-    """A part with zeros up to this rank."""
+    """A part, padded with zeros to this rank."""
     axis = _RANK_AXIS.get(part)
     if axis is None or value.shape[axis] >= rank:
         return value

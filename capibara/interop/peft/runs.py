@@ -1,4 +1,4 @@
-"""PEFT's adapters from runs of ours, and merged into the models that they are of."""
+"""Reads and writes PEFT's adapters for runs, and merges them into their base models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from capibara.models import api
 
 
 class Run(Protocol):
-    """What training.run_folder.load gives.
+    """A loaded run, from training.run_folder.load.
 
     Attributes:
       trainer: of the run.
-      model: with adapters or without.
+      model: with or without adapters.
       params: its parameters.
     """
 
@@ -35,19 +35,19 @@ class Run(Protocol):
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a path is a folder of PEFT."""
+    """Whether a path is a PEFT folder."""
     return os.path.exists(os.path.join(path, peft.CONFIG))
 
 
 def base_of(folder: str, given: str | None) -> str:
-    """Where the model is that an adapter is of.
+    """Path of an adapter's base model.
 
     Args:
       folder: the adapter's.
-      given: by the user, before what the adapter names.
+      given: the user's path, which overrides the adapter's.
 
     Raises:
-      UserError: it is not here.
+      UserError: it does not exist here.
     """
     named = given or peft.read_config(folder).get("base_model_name_or_path")
     if not named or not os.path.exists(named):
@@ -56,11 +56,11 @@ def base_of(folder: str, given: str | None) -> str:
 
 
 def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any]) -> tuple[api.Model, Params]:
-    """A model with the adapters of a folder in its parameters.
+    """A model with the adapters of a folder merged into its parameters.
 
     Args:
       folder: of PEFT.
-      model, params: what they are of, on one device.
+      model, params: the base, on one device.
       like: the model's config.json.
     """
     lora, values = peft.read_peft(folder, model, hf_config.to_hf(model.config, like)["model_type"])
@@ -69,16 +69,16 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
 
 
 def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any]) -> str:
-    """Writes the adapters of a folder of PEFT as a GGUF file; returns a line that says what is there now.
+    """Writes the adapters of a PEFT folder as a GGUF file; returns a line that describes the result.
 
     Args:
       folder: of PEFT.
       target: a new file.
-      model: what they are of.
+      model: the base.
       like: the model's config.json.
 
     Raises:
-      UserError: they cannot be read, or llama.cpp has no such ones.
+      UserError: they cannot be read, or llama.cpp does not support them.
     """
     config = hf_config.to_hf(model.config, like)
     lora, values = peft.read_peft(folder, model, config["model_type"])
@@ -86,7 +86,7 @@ def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any])
 
 
 def run_as_gguf(run: Run, target: str, base: str | None, origin: Mapping[str, bytes]) -> str:
-    """As `as_gguf`, of a run with adapters; `base` and `origin` as in `write_run`."""
+    """Like `as_gguf`, for a run with adapters; `base` and `origin` as in `write_run`."""
     _, values = _base(run, base, origin)
     return _write_gguf(target, run.model.trained(run.params), run.model, values)
 
@@ -100,12 +100,12 @@ def _write_gguf(target: str, values: Params, model: api.Model, config: Mapping[s
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """What a run begins with from a folder of PEFT: a training.given.Adapted.
+    """Loads a run's initial parameters from a PEFT folder: a training.initialization.Adapted.
 
     Attributes:
-      base: reads the model that the adapter is of.
+      base: loads the base model.
       values: of the adapter, on the host.
-      merged: its configuration, where it becomes a part of the base; None: it goes on.
+      merged: its configuration, if it is merged into the base; None: the run continues to train it.
     """
 
     base: open_model.Loader
@@ -125,20 +125,20 @@ class Loader:
 
     @property
     def origin(self) -> dict[str, bytes]:
-        """What came with the base's tensors."""
+        """Files that came with the base's tensors."""
         return self.base.origin
 
 
 def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loader | Loader:
-    """What reads the parameters that a run begins from, of a foreign model or of an adapter of one.
+    """The loader of a run's initial parameters from a foreign model or an adapter.
 
     Args:
-      path: as of checkpoint.open_model, or a folder of PEFT.
+      path: as in open_model.open_model, or a PEFT folder.
       model: of the run.
-      merge: an adapter becomes a part of the base; else the run's own adapters begin as it is.
+      merge: whether to merge an adapter into the base; else it initialises the run's own adapters.
 
     Raises:
-      UserError: it is of another model, or the run's adapters are others.
+      UserError: it belongs to another model, or the run's adapters differ.
     """
     if not is_adapter(path):
         return open_model.loader(path, model.plain)
@@ -164,7 +164,7 @@ def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -
 
 
 def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
-    """The field of a run's Lora that makes its adapters others than these values; "": none."""
+    """The field of a run's Lora that makes its adapters incompatible with these values; "": none."""
     ours, trained = model.config.lora, model.trained(model.abstract_params)
     assert ours is not None
     if ours.dora != theirs.dora:
@@ -194,23 +194,23 @@ def _of(ours: api.Lora, theirs: api.Lora, field: str) -> str:
 def write_run(
     run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
 ) -> str:
-    """Writes the adapters of a run; returns a line that says what is there now.
+    """Writes the adapters of a run; returns a line that describes the result.
 
     Args:
-      run: with adapters that are not merged.
-      target: the folder, a new one.
-      base: where PEFT finds the model without them; None: where the run began, or what its weights came from calls it.
-      origin: what the run's initial weights came with, by name.
-      fused_experts: as in peft.write_peft.
+      run: with unmerged adapters.
+      target: a new folder.
+      base: where PEFT finds the base model; None: the run's initial weights, or the name that came with them.
+      origin: files that came with the run's initial weights, by name.
+      fused_experts: as in folder.write_peft.
 
     Raises:
-      UserError: the run has no adapters, or PEFT has no such ones, or nothing says what they are of.
+      UserError: the run has no adapters, PEFT does not support them, or their base is unknown.
     """
     base, values = _base(run, base, origin)
     if base is None:
         raise UserError(
-            "nothing says what these adapters are of, as the run began with new parameters: name the folder of the model "
-            "without them, --base=PATH"
+            "the base of these adapters is unknown, as the run started from random parameters: name the folder of the base "
+            "model, --base=PATH"
         )
     peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
     count = tree.param_count(run.model.trained(run.model.abstract_params))
@@ -218,22 +218,22 @@ def write_run(
 
 
 def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str | None, dict[str, Any]]:
-    """Where the base of a run's adapters is, or what it is called, None where nothing says it; and its config.json."""
+    """Path or name of a run's base, None if unknown; and its config.json."""
     began = run.trainer.init_from
     if run.model.config.lora is None:
-        raise UserError("--format=peft and gguf_lora are of a run with adapters, and this one has none: take hf")
+        raise UserError("--format=peft and gguf_lora are for runs with adapters, and this one has none: use hf")
     if base is None and began is not None and is_adapter(began):
         if run.trainer.init_with == "merged":
             raise UserError(
-                f"the run's base has the adapter {began} in it: write that, capibara convert --from={began} --to=NEW, and "
+                f"the run's base has the adapter {began} merged: write that, capibara convert --from={began} --to=NEW, and "
                 "name it with --base=NEW"
             )
         base = base_of(began, None)
     if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
         base = began
-    if base is not None and os.path.exists(base):  # else a name of the Hub
+    if base is not None and os.path.exists(base):  # else a name on the Hub
         base = os.path.abspath(base)
-    # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
+    # Names are those of the base's architecture: it may be another's with other tensors, such as Phi 3 and Llama.
     if base is not None and os.path.exists(os.path.join(base, hf_folder.CONFIG)):
         like = hf_folder.config_of(base)
     else:

@@ -1,4 +1,4 @@
-"""Several adapters that are to become one: which, with what weights, and how; of the command line."""
+"""Command-line options for the sum of several adapters: which, their weights, and the method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLAGS = ("plus", "weights", "combination")
 
 
 class Combination(enum.StrEnum):
-    """How adapters are added up."""
+    """How to sum adapters."""
 
     CAT = "cat"
     LINEAR = "linear"
@@ -25,8 +25,8 @@ class Sum:
 
     Attributes:
       folders: of PEFT.
-      weights: of each; any finite numbers.
-      combination: how they are added up.
+      weights: one per folder; any finite numbers.
+      combination: how to sum them.
     """
 
     folders: tuple[str, ...]
@@ -36,7 +36,7 @@ class Sum:
     def __post_init__(self) -> None:
         if len(self.weights) != len(self.folders):
             raise UserError(
-                f"--weights has {len(self.weights)} numbers, there are {len(self.folders)} adapters: give one for each"
+                f"--weights has {len(self.weights)} numbers, there are {len(self.folders)} adapters: set one for each"
             )
         for weight in self.weights:
             if not math.isfinite(weight):
@@ -45,25 +45,25 @@ class Sum:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds FLAGS."""
-    parser.add_argument("--plus", action="append", metavar="PATH", help="of adapters: one more to add; may be repeated")
-    parser.add_argument("--weights", metavar="N,N", help="of --from and each --plus; default: 1 for each")
-    parser.add_argument("--combination", choices=[*Combination], help="of them, as in PEFT; default: cat")
+    parser.add_argument("--plus", action="append", metavar="PATH", help="an adapter to add to --from; repeatable")
+    parser.add_argument("--weights", metavar="N,N", help="weights of --from and each --plus; default: 1 each")
+    parser.add_argument("--combination", choices=[*Combination], help="how to sum them, as in PEFT; default: cat")
 
 
 def asked(args: argparse.Namespace) -> str | Sum:
-    """What is to be converted: --from, or the sum of it and each --plus.
+    """What to convert: --from, or the sum of it and each --plus.
 
     Raises:
-      UserError: weights are no numbers, or there is nothing to be added.
+      UserError: weights are not numbers, or there is nothing to sum.
     """
     for name in ("weights", "combination"):
         if getattr(args, name) and not args.plus:
-            raise UserError(f"--{name}={getattr(args, name)} is of several adapters: add --plus=PATH, or leave it out")
+            raise UserError(f"--{name}={getattr(args, name)} is for several adapters: add --plus=PATH, or leave it out")
     if not args.plus:
         return args.source
     folders = (args.source, *args.plus)
     try:
         weights = tuple(map(float, args.weights.split(","))) if args.weights else (1.0,) * len(folders)
     except ValueError:
-        raise UserError(f"--weights={args.weights} must be numbers with commas between them: try 0.7,0.3") from None
+        raise UserError(f"--weights={args.weights} must be numbers separated by commas: try 0.7,0.3") from None
     return Sum(folders=folders, weights=weights, combination=Combination(args.combination or "cat"))

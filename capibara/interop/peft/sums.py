@@ -1,7 +1,8 @@
-"""Weighted sums of adapters, as PEFT's add_weighted_adapter makes them: folders of PEFT in, one folder out.
+"""Weighted sums of adapters, as in PEFT's add_weighted_adapter: PEFT folders in, one folder out.
 
-cat: the factors stand side by side, so that the product is the sum of theirs: sum_i w_i s_i b_i a_i, of rank sum_i r_i.
-linear: factors of one rank are added up, each times sqrt(|w_i s_i|), the sign with `a`: the rank stays, and the product has
+cat: concatenates the factors, so that the product is the sum of theirs: sum_i w_i s_i b_i a_i, of rank sum_i r_i.
+linear: sums factors of equal rank, each times sqrt(|w_i s_i|), with the sign in `a`: keeps the rank, but the product
+  has
 terms that mix adapters (Zhang et al. 2023, arXiv:2306.14870).
 """
 
@@ -35,15 +36,15 @@ class _Read:
 
 
 def write(target: str, of: Sum, base: str | None = None) -> str:
-    """Writes the sum as one adapter, whose scale is 1; returns a line that says what is there now.
+    """Writes the sum as one adapter of scale 1; returns a line that describes the result.
 
     Args:
       target: a new folder.
-      of: what is added up.
-      base: the model that the adapter is of; None: what they name.
+      of: the adapters to sum.
+      base: the adapters' base model; None: the one that they name.
 
     Raises:
-      UserError: one cannot be read, or cannot be added up with the others: its base or its tokenizer is another.
+      UserError: one cannot be read, or has another base or another tokenizer than the others.
     """
     read = [_read(folder) for folder in of.folders]
     base, carried = base or _base(read), _tokenizer(of.folders)
@@ -86,13 +87,13 @@ def _read(folder: str) -> _Read:
     config = peft.read_config(folder)
     if config.get("target_parameters"):
         raise UserError(
-            f"{folder} has target_parameters (adapters of experts), which are not added up: merge it instead"
+            f"{folder} has target_parameters (adapters of experts), which cannot be summed: merge it instead"
         )
     tensors = peft.read_raw(folder)
     ends = PARTS["a"], PARTS["b"]
     other = next((name for name in tensors if not name.endswith(ends)), None)
     if other is not None:
-        raise UserError(f"{folder} has {other}, and pairs of matrices alone are added up: merge it instead")
+        raise UserError(f"{folder} has {other}, and only pairs of matrices can be summed: merge it instead")
     modules = {}
     for name in (name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])):
         if name + ends[1] not in tensors:
@@ -102,12 +103,12 @@ def _read(folder: str) -> _Read:
         alpha = peft.alpha_of(module, config)
         modules[module] = a, b, alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
     if not modules:
-        raise UserError(f"{folder} holds no adapter: name one of PEFT")
+        raise UserError(f"{folder} has no adapter: name one of PEFT")
     return _Read(folder, config, modules)
 
 
 def _base(read: Sequence[_Read]) -> str | None:
-    """The model that all are of, as far as they name it."""
+    """The base model that all adapters name, as far as they name one."""
     named = [(one, str(name)) for one in read if (name := one.config.get("base_model_name_or_path"))]
     for one, name in named[1:]:
         if os.path.realpath(name) != os.path.realpath(named[0][1]):
@@ -119,14 +120,14 @@ def _base(read: Sequence[_Read]) -> str | None:
 
 
 def _tokenizer(folders: Sequence[str]) -> dict[str, bytes]:
-    """The files of a tokenizer that the folders carry; those that have one have the same."""
+    """The tokenizer files of the folders; all that have some must agree."""
     found: dict[str, tuple[str, bytes]] = {}
     for folder in folders:
         for name, content in tokenizer_files.carried(folder).items():
             before, known = found.setdefault(name, (folder, content))
             if known != content:
                 raise UserError(
-                    f"{name} of {folder} differs from that of {before}: remove the one that the sum is not to have"
+                    f"{name} of {folder} differs from that of {before}: remove the one that the sum shall not have"
                 )
     return {name: content for name, (_, content) in found.items()}
 

@@ -1,4 +1,4 @@
-"""trainable_token_indices of PEFT: rows of the token embedding, in its folders."""
+"""PEFT's trainable_token_indices: trained rows of the token embedding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(
     config: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]],
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
-    """The tokens and the values of our parameter, which go out of `stored`; both empty: there are none.
+    """The tokens and the values of our parameter, popped from `stored`; both empty: there are none.
 
     Args:
       stored: tensors by the names of the table.
@@ -31,7 +31,7 @@ def read(
       shapes: of the plain model's parameters.
 
     Raises:
-      UserError: the tensor is missing, or of another shape, or rows of something else are trained.
+      UserError: the tensor is missing or has another shape, or rows of something else are trained.
     """
     module = next(row for row in rows if row.ours == ("embedding",)).name.removesuffix(".weight")
     ids = _ids(config.get(OPTION), module, "output" not in shapes)
@@ -47,7 +47,7 @@ def read(
 
 
 def _ids(given: Any, module: str, tied: bool) -> tuple[int, ...]:
-    """Of the embedding."""
+    """The token ids of the embedding."""
     of_modules = given if isinstance(given, dict) else {module: given or []}
     found = [ids for name, ids in of_modules.items() if f".{module}".endswith(f".{name}")]
     # Those of a tied head are the embedding's.
@@ -64,7 +64,7 @@ def _ids(given: Any, module: str, tied: bool) -> tuple[int, ...]:
 def written(
     values: Mapping[str, Any], rows: Sequence[Tensor], ids: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensor by its name, without PEFT's prefix, and what adapter_config.json says of it."""
+    """The tensor by its name without PEFT's prefix, and its entry in adapter_config.json."""
     if not ids:
         return {}, {}
     module = next(row for row in rows if row.ours == ("embedding",)).name.removesuffix(".weight")
