@@ -151,7 +151,7 @@ def hf(params):
         (["--from=plain", "--format=peft"], "this one has none: use hf"),
         (["--from=plain", "--format=capibara"], "--from is a run folder already"),
         (["--from=run", "--base=base"], "--base=base is for adapters, and --from=run is none"),
-        (["--from=run", "--format=peft", "--dtype=bf16"], "an adapter has f32"),
+        (["--from=run", "--format=peft", "--dtype=bf16"], "an adapter is stored in f32"),
         (["--from=adapter", "--format=peft"], "is an adapter of PEFT already"),
         (["--from=adapter", "--base=nowhere"], "is an adapter of 'nowhere', which is not here"),
         (["--from=adapter", "--base=other"], r"has the shape \[2, 32\], must be \[2, 64\]"),

@@ -181,7 +181,7 @@ def test_a_configuration_is_the_same_as_gin_text():
         (["--from=x", "--to=y", "--keep=2"], "--keep=2 is for prune, not for a model"),
         (["--from=HF", "--to=HF"], "exists already"),
         (["--from=HF", "--to=y", "--dtype=q8_0"], "--dtype=q8_0 is for gguf"),
-        (["--from=HF", "--to=y", "--format=capibara", "--dtype=bf16"], "a run folder has f32"),
+        (["--from=HF", "--to=y", "--format=capibara", "--dtype=bf16"], "a run folder is stored in f32"),
         (["--from=HF", "--to=y", "--format=gguf"], "--to=y with --format=gguf must end in .gguf"),
         (["--from=HF", "--to=y.gguf", "--format=hf"], "--to=y.gguf with --format=hf must not end in .gguf"),
         (["--from=HF", "--to=HF/config.json/y"], "cannot be written (Not a directory)"),

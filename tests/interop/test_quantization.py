@@ -349,9 +349,7 @@ def test_outputs_that_make_no_word_are_told(text):
     model = api.build(c)
     params = jax.tree.map(lambda s: np.ones(s.shape, np.float32), model.abstract_params)
     values = hf_config.to_hf(c)
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attn.k_proj.weight has 4 outputs, .* multiple of 8: take gguf"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_proj.weight has 4 outputs, .* multiple of 8: use gguf"):
         quantization.quantize(model, params, values, {}, asked("rtn", text), q4_0=False)
     assert quantization.quantize(model, params, values, {}, asked("rtn", text), q4_0=True).packed
 
@@ -383,9 +381,9 @@ def test_conversations_need_a_template(tmp_path):
     ("argv", "message"),
     [
         (["--quantize=gptq"], "--quantize=gptq needs --calibration=FILE"),
-        (["--quantize=rtn", "--calibration=x"], "is of gptq and awq, not of rtn"),
-        (["--calibration=x"], "--calibration=x is of --quantize"),
-        (["--group_size=64"], "--group_size=64 is of --quantize"),
+        (["--quantize=rtn", "--calibration=x"], "is for gptq and awq, not for rtn"),
+        (["--calibration=x"], "--calibration=x needs --quantize"),
+        (["--group_size=64"], "--group_size=64 needs --quantize"),
         (["--quantize=rtn", "--group_size=48"], "--group_size=48 must be 32, 64 or 128"),
         (["--quantize=rtn", "--group_size=64"], "--group_size=64 must divide the weights' inputs (32, 64): try 32"),
         (["--quantize=rtn", "--dtype=bf16"], "--dtype=bf16 with --quantize=rtn, whose hf has f16: leave it out"),

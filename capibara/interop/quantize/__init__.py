@@ -1,1 +1,1 @@
-"""Weights in few bits: GPTQ, AWQ, bitsandbytes."""
+"""Quantized weights of other frameworks: GPTQ, AWQ, bitsandbytes, MXFP4."""

@@ -1,4 +1,4 @@
-"""AWQ (Lin et al. 2023, arXiv:2306.00978): inputs that are large are scaled down, their weights up, before rounding."""
+"""AWQ (Lin et al. 2023, arXiv:2306.00978): scales large inputs down, and their weights up, before rounding."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from capibara.core.types import Params
 from capibara.interop.quantize.grid import Grid
 from capibara.models.api import DecoderConfig
 
-_STEPS = 20  # powers that are tried, from 0 to below 1
+_STEPS = 20  # number of exponents to try, from 0 to below 1
 _LEAST = 1e-4
 
 
 def channel_scales(
     weights: Sequence[np.ndarray], hessian_II: np.ndarray, means_I: np.ndarray, grid: Grid, channels: np.ndarray
 ) -> np.ndarray:
-    """What the inputs are divided by, and the weights multiplied with: a power of the inputs' mean magnitudes.
+    """The divisors of the inputs, by which the weights are multiplied: a power of the inputs' mean magnitudes.
 
-    The power is the one with which the products of the rounded weights are nearest to those of the weights.
+    The exponent is the one for which the rounded weights' products are closest to the exact ones.
 
     Args:
-      weights: all weights [O, I] that have these inputs.
-      hessian_II: sum of x x^T over the calibration's tokens.
+      weights: all weights [O, I] that share these inputs.
+      hessian_II: sum of x x^T over the calibration tokens.
       means_I: mean of |x|.
-      grid: what is rounded to.
-      channels: [I] numbers; inputs of the same number must have the same scale.
+      grid: the quantization grid.
+      channels: [I] numbers; inputs with the same number must have the same scale.
     """
     hessian, stacked = jnp.asarray(hessian_II, jnp.float32), jnp.asarray(np.concatenate(weights))
     means = (np.bincount(channels, means_I) / np.bincount(channels))[channels]
@@ -47,19 +47,19 @@ def channel_scales(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(grid: Grid, weight_OI: jax.Array, scales_I: jax.Array, hessian_II: jax.Array) -> jax.Array:
-    """Squared error of the products with inputs and weight scaled and the weight rounded."""
+    """Squared error of the products with scaled inputs and the scaled, rounded weight."""
     error = grid.nearest_values(weight_OI * scales_I) / scales_I - weight_OI
     return jnp.sum((error @ hessian_II) * error)
 
 
 def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) -> Params:
-    """The layer with its inputs to a weight scaled down by what makes them, and the weights that read them scaled up.
+    """Scales a weight's inputs down where they are computed, and the weights that read them up.
 
     Args:
       layer: parameters of one layer.
       config: of the model.
       name: "attention/query", "attention/out", "mlp/up" or "mlp/down": a weight with these inputs.
-      scales_I: of the inputs; those to "attention/out" are equal for the heads that share a value head.
+      scales_I: of the inputs; those of "attention/out" are equal for heads that share a value head.
     """
     part, _, last = name.partition("/")
     own = dict(layer[part])
@@ -88,9 +88,9 @@ def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) 
 
 
 def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
-    """The names that `fold` takes for a layer -> channels, as of `channel_scales`.
+    """The names that `fold` accepts for a layer -> channels, as in `channel_scales`.
 
-    What an activation without a gate makes cannot be scaled before it.
+    The output of an activation without a gate cannot be scaled in advance.
     """
     heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
     values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)

@@ -1,4 +1,4 @@
-"""Text that a model is run on before its weights are rounded, as rows of tokens."""
+"""The calibration text of a quantization, as rows of tokens."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers.files import TOKENIZER_FILE
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
 
-_CHARACTERS_PER_TOKEN = 16  # more than any tokenizer has in the mean: so much text is enough
+_CHARACTERS_PER_TOKEN = 16  # more than any tokenizer's average: enough text to read
 
 
 def rows(
     path: str, tokenizer: Mapping[str, bytes], vocabulary: Vocabulary | None, *, length: int, most: int
 ) -> np.ndarray:
-    """Tokens [R, length] of a text, its documents one after the other, each with the end token.
+    """Tokens [R, length] of a text: its documents, each with the end token, concatenated.
 
     Args:
-      path: a .jsonl file whose lines are objects with a `text`, or conversations (data.chat_formats); any other file is
-        one text.
+      path: a .jsonl file whose lines are objects with a `text`, or conversations (data.chat); any other file is one
+        text.
       tokenizer: files of the model's tokenizer, by name.
       vocabulary: the model's; None: that of tokenizer.json.
       length: of a row.
-      most: rows at most.
+      most: most rows.
 
     Raises:
-      UserError: the file cannot be read, or has less than a row.
+      UserError: the file cannot be read, or has less than one row.
     """
     with tempfile.TemporaryDirectory() as folder:
         for name, content in tokenizer.items():
@@ -61,7 +61,7 @@ def rows(
 
 @contextlib.contextmanager
 def _tokenizer_told(folder: str) -> Iterator[None]:
-    """Says what is wrong with a copy of the tokenizer as of the model that it is of."""
+    """Attributes errors in the copied tokenizer to the model that it came from."""
     try:
         yield
     except UserError as error:
@@ -96,6 +96,8 @@ def _of_record(line: bytes, where: str, folder: str, vocabulary: Vocabulary) -> 
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return vocabulary.encode(record["text"])
     if not os.path.exists(os.path.join(folder, TOKENIZER_FILE)):
-        raise UserError(f"{where} is a conversation, and --from has no {TOKENIZER_FILE} with a template: give it texts")
+        raise UserError(
+            f"{where} is a conversation, and --from has no {TOKENIZER_FILE} with a template: use plain texts"
+        )
     rendered = ChatTemplate(tokenizer=folder).render(read_conversation(record, where), where)
     return vocabulary.encode_rendered(rendered.text)[0].tolist()

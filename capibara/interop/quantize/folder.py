@@ -1,10 +1,10 @@
-"""Hugging Face folders whose weights are quantized: GPTQ, AWQ, bitsandbytes and MXFP4, read as what they stand for.
+"""Reads Hugging Face folders with quantized weights: GPTQ, AWQ, bitsandbytes and MXFP4, dequantized.
 
-The layouts are those of GPTQModel (gptq and gptq_v2), AutoAWQ ("gemm"), bitsandbytes (nf4, fp4 and int8) and transformers
-(mxfp4), the rounding that of their own dequantization: the product of a scale and a code, once, to the dtype that the
-folder computes in.
+The layouts are those of GPTQModel (gptq and gptq_v2), AutoAWQ ("gemm"), bitsandbytes (nf4, fp4 and int8) and
+transformers (mxfp4). Rounding follows their own dequantization: the product of scale and code is rounded once, to the
+folder's compute dtype.
 
-Letters: O outputs, I inputs of a weight, G groups of inputs, N values in the order of the weight.
+Shape letters: O outputs, I inputs of a weight, G groups of inputs, N values in the order of the weight.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from capibara.interop.quantize import mxfp4
 from capibara.interop.quantize.grid import AWQ_ORDER
 
 _WORD = 32  # bits
-_STATE_BYTES = 1 << 16  # of what bitsandbytes says of a weight
-_INPUTS_FIRST = ("gpt2",)  # its weights are [I, O]
+_STATE_BYTES = 1 << 16  # limit of bitsandbytes' description of a weight
+_INPUTS_FIRST = ("gpt2",)  # families whose weights are [I, O]
 _INT8_STEP = np.float32(1 / 127)
 _FLOATS = ("F16", "BF16", "F32")
-_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # in which the codes of 4 bits are kept
+_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # dtypes that can store 4-bit codes
 
 
 class Folder(Protocol):
-    """hf_folder.HfFolder: a model in a folder, and its tensors as they are stored, whatever their dtype."""
+    """hf.folder.HfFolder: a model in a folder, and its tensors in their stored dtypes."""
 
     config: dict[str, object]
     tokenizer: dict[str, bytes]
@@ -52,7 +52,7 @@ class Folder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight that is quantized.
+    """A quantized weight.
 
     Attributes:
       shape: of its values.
@@ -66,7 +66,7 @@ class _Weight:
 
 
 class _State(NamedTuple):
-    """What bitsandbytes says of a weight; nested: of the scales of its blocks."""
+    """bitsandbytes' description of a weight; nested: that of its blocks' scales."""
 
     shape: Shape
     dtype: str
@@ -76,13 +76,13 @@ class _State(NamedTuple):
 
 
 class QuantizedFolder:
-    """A folder's model with every tensor in float16, bfloat16 or float32: a checkpoint.ForeignModel.
+    """A folder's model with every tensor in float16, bfloat16 or float32: an open_model.ForeignModel.
 
     Args:
       folder: whose config has a quantization_config.
 
     Raises:
-      UserError: it is quantized in a way that is not read, or its tensors are not what their names and sizes say.
+      UserError: the quantization is not supported, or tensors contradict their names and sizes.
     """
 
     def __init__(self, folder: Folder):
@@ -95,7 +95,7 @@ class QuantizedFolder:
         if not isinstance(about, dict) or method not in _READERS:
             raise UserError(
                 f"config.json has quant_method = {limits.shortened(method)} in quantization_config, must be one of "
-                f"{', '.join(_READERS)}: take the folder before it was quantized"
+                f"{', '.join(_READERS)}: use the folder before quantization"
             )
         self._weights, parts = _READERS[method](folder, about)
         self._plain = {name: shape for name, shape in folder.shapes().items() if name not in parts}
@@ -110,7 +110,7 @@ class QuantizedFolder:
         return self._weights[name].values() if name in self._weights else self._folder.read(name)
 
 
-_Found = tuple[dict[str, _Weight], set[str]]  # the weights by their names, and the tensors that they are made of
+_Found = tuple[dict[str, _Weight], set[str]]  # the weights by name, and the tensors that they are made of
 
 
 def _is_bitsandbytes(about: object) -> bool:
@@ -151,7 +151,7 @@ def _gptq(folder: Folder, about: Mapping[str, object]) -> _Found:
 
         def values(base: str = base, inputs: int = inputs, groups: int = groups, indexed: bool = indexed) -> np.ndarray:
             zeros = folder.stored(f"{base}.qzeros").view(np.uint32)
-            if form == "gptq":  # zeros less 1, taken off whole words
+            if form == "gptq":  # it stores zeros minus 1, subtracted from whole words
                 zeros = zeros + np.uint32(sum(1 << place for place in range(0, _WORD, bits)))
             group_I = folder.stored(f"{base}.g_idx") if indexed else np.arange(inputs) // (inputs // groups)
             codes_IO = np.ascontiguousarray(_codes(folder.stored(f"{base}.qweight").T.view(np.uint32), bits).T)
@@ -167,8 +167,8 @@ def _awq(folder: Folder, about: Mapping[str, object]) -> _Found:
     bits, version = about.get("bits", 4), str(about.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise UserError(
-            f"quantization_config has bits = {limits.shortened(bits)} and version = {limits.shortened(version)}, awq is read "
-            "with 4 bits and version gemm: save the model so"
+            f"quantization_config has bits = {limits.shortened(bits)} and version = {limits.shortened(version)}, awq needs "
+            "4 bits and version gemm: convert the model to these"
         )
     shapes = folder.shapes()
     weights: dict[str, _Weight] = {}
@@ -191,16 +191,16 @@ def _awq(folder: Folder, about: Mapping[str, object]) -> _Found:
             return np.ascontiguousarray(_scaled(codes, folder.stored(f"{base}.scales"), zeros, group_I).T)
 
         weights[f"{base}.weight"] = _Weight((outputs, inputs), folder.dtype(f"{base}.scales"), values)
-    for name in shapes:  # what scaled activations of some families are divided by: in the weights already where it is 1
+    for name in shapes:  # divisors of activations in some families: already folded into the weights if they are 1
         if name.endswith(".act.scales"):
             parts.add(name)
             if not (folder.read(name) == 1).all():
-                raise UserError(f"{name} is not 1: AWQ with scaled activations is not read")
+                raise UserError(f"{name} is not 1: AWQ with scaled activations is not supported")
     return weights, parts
 
 
 def _codes(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """The codes in words along the last axis, the first one in the lowest bits; uint8."""
+    """Unpacks codes from words along the last axis, the first one in the lowest bits; uint8."""
     count = _WORD // bits
     codes = np.empty((*words.shape, count), np.uint8)
     for place in range(count):
@@ -209,9 +209,9 @@ def _codes(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -
 
 
 def _scaled(codes_IO: np.ndarray, scales_GO: np.ndarray, zeros_GO: np.ndarray, group_I: np.ndarray) -> np.ndarray:
-    """`scale * (code - zero)`, rounded once to the scales' dtype."""
+    """`scale * (code - zero)`, rounded once, to the scales' dtype."""
     found = np.empty(codes_IO.shape, scales_GO.dtype)
-    for start in range(0, len(codes_IO), 1024):  # so many inputs at once: float32 takes four times the memory of codes
+    for start in range(0, len(codes_IO), 1024):  # inputs at once: float32 takes four times the memory of codes
         rows = slice(start, start + 1024)
         of = group_I[rows]
         steps = codes_IO[rows].astype(np.float32) - zeros_GO[of].astype(np.float32)
@@ -240,7 +240,7 @@ def _bitsandbytes(folder: Folder, about: Mapping[str, object]) -> _Found:
         _check(folder, shapes, f"{base}.SCB", (outputs,), ("F32",))
         layout = f"{base}.weight_format"
         if layout in shapes and (math.prod(shapes[layout]) != 1 or folder.stored(layout).any()):
-            raise UserError(f"{layout} is not 0 (row by row): other layouts of bitsandbytes are not read")
+            raise UserError(f"{layout} is not 0 (row-major): other layouts of bitsandbytes are not supported")
 
         def values(name: str = name, base: str = base) -> np.ndarray:
             largest_O = folder.stored(f"{base}.SCB")[:, None]
@@ -252,7 +252,7 @@ def _bitsandbytes(folder: Folder, about: Mapping[str, object]) -> _Found:
 
 
 def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]) -> tuple[_Weight, set[str]]:
-    """A weight of nf4 or fp4, and the tensors that it is made of."""
+    """An nf4 or fp4 weight, and the tensors that it is made of."""
     state = _state(folder, mark, shapes)
     shape, dtype, block = state.shape, state.dtype, state.block
     count = math.prod(shape)
@@ -281,7 +281,7 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
         packed = folder.stored(name).reshape(-1).view(np.uint8)
         levels = folder.stored(f"{name}.quant_map").astype(np.float32)
         largest, found = largest_of_blocks(), np.empty(2 * len(packed), DTYPES[dtype])
-        step = block * 4096  # values at once, whole blocks of them
+        step = block * 4096  # values at once, in whole blocks
         for start in range(0, count, step):
             both = packed[start // 2 : (start + step) // 2]
             codes = np.stack([both >> 4, both & 15], -1).reshape(-1)
@@ -293,7 +293,7 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
 
 
 def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> _State:
-    """What bitsandbytes says of a weight, checked."""
+    """The checked description of a weight by bitsandbytes."""
     if math.prod(shapes[mark]) > _STATE_BYTES or folder.kind(mark) != "U8":
         raise UserError(f"{mark} must be at most {_STATE_BYTES:,} bytes of JSON: copy the folder again")
     try:
@@ -333,7 +333,7 @@ MXFP4_ABOUT = {
 
 
 def _mxfp4(folder: Folder, about: Mapping[str, object]) -> _Found:
-    """Weights of experts [E, I, O], whose blocks are [E, O, I / 32, 16]."""
+    """Weights of experts [E, I, O], stored as blocks [E, O, I / 32, 16]."""
     shapes = folder.shapes()
     weights: dict[str, _Weight] = {}
     parts: set[str] = set()
@@ -350,7 +350,7 @@ def _mxfp4(folder: Folder, about: Mapping[str, object]) -> _Found:
             blocks, scales = map(folder.stored, of_name)
             experts, outputs, groups = shape[:3]
             found = np.empty((experts, groups * mxfp4.BLOCK, outputs), DTYPES["bfloat16"])
-            for expert in range(experts):  # float32 of one at a time
+            for expert in range(experts):  # one at a time in float32
                 found[expert] = mxfp4.values(blocks[expert], scales[expert]).T
             return found
 
@@ -359,10 +359,10 @@ def _mxfp4(folder: Folder, about: Mapping[str, object]) -> _Found:
 
 
 def mxfp4_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Names and shapes of a gpt-oss's tensors once its experts are in MXFP4.
+    """Names and shapes of a gpt-oss's tensors with its experts in MXFP4.
 
     Raises:
-      UserError: their inputs are no blocks of 32.
+      UserError: their inputs do not divide into blocks of 32.
     """
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -371,19 +371,19 @@ def mxfp4_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
             continue
         experts, inputs, outputs = shape
         if inputs % mxfp4.BLOCK:
-            raise UserError(f"{name} has {inputs} inputs, mxfp4 needs a multiple of {mxfp4.BLOCK}: take bf16")
+            raise UserError(f"{name} has {inputs} inputs, mxfp4 needs a multiple of {mxfp4.BLOCK}: use bf16")
         blocks = (experts, outputs, inputs // mxfp4.BLOCK)
         found |= {f"{name}{MXFP4_PARTS[0]}": (*blocks, mxfp4.BLOCK // 2), f"{name}{MXFP4_PARTS[1]}": blocks}
     return found
 
 
 def is_mxfp4(name: str) -> bool:
-    """Whether a tensor of gpt-oss is in MXFP4 where a folder is."""
+    """Whether a tensor of gpt-oss is stored in MXFP4 in such a folder."""
     return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def in_mxfp4(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors with those of experts in MXFP4, in the order of `mxfp4_shapes`."""
+    """Converts experts' tensors to MXFP4; yields all tensors in the order of `mxfp4_shapes`."""
     for name, value in tensors:
         if not is_mxfp4(name):
             yield name, value
@@ -408,7 +408,7 @@ def _bases(shapes: Mapping[str, Shape], ending: str) -> list[str]:
 
 def _matrix(shapes: Mapping[str, Shape], name: str) -> Shape:
     if len(shapes.get(name, ())) != 2:
-        raise UserError(f"{name} must be a matrix: the folder is not whole, or its config.json is another's")
+        raise UserError(f"{name} must be a matrix: the folder is incomplete, or its config.json is another's")
     return shapes[name]
 
 

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): each column is rounded, and those after it make up for its error."""
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounds column by column, and corrects later ones for the error."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from scipy import linalg
 
 from capibara.interop.quantize.grid import Grid, Packed
 
-_BLOCK = 128  # columns whose error is carried to all after them at once; a multiple of every group size
+_BLOCK = 128  # columns whose error is propagated to later ones at once; a multiple of every group size
 _DAMP = 0.01  # added to the Hessian's diagonal, as a share of its mean
 
 
 def gptq(
     weight_OI: np.ndarray, hessian_II: np.ndarray, grid: Grid, *, damp: float = _DAMP, act_order: bool = True
 ) -> Packed:
-    """A weight in 4 bits whose products with the calibration's inputs are near those of the weight.
+    """Rounds a weight to 4 bits so that its products with the calibration's inputs change little.
 
     Args:
       weight_OI: the weight, outputs first.
-      hessian_II: sum over the calibration's tokens of the products of their inputs, x x^T.
-      grid: what is rounded to; its group size divides the inputs.
+      hessian_II: sum of x x^T over the calibration tokens' inputs x.
+      grid: the quantization grid; its group size divides the inputs.
       damp: share of the diagonal's mean that is added to it.
-      act_order: round the inputs with the largest squares first, on scales made before; else in their order, with the
-        scales of each group made when its turn comes. Which inputs share a scale is the same.
+      act_order: round inputs with the largest squares first, with all scales computed in advance; else in order, with
+        each group's scales computed when it is reached. The assignment of inputs to groups is the same.
     """
     weight, hessian = weight_OI.astype(np.float64), hessian_II.astype(np.float64)
     diagonal = np.diagonal(hessian).copy()
@@ -33,7 +33,7 @@ def gptq(
     factor = _inverse_factor(hessian[np.ix_(order, order)], damp)
     scales, zeros = grid.fit(weight.astype(np.float32), diagonal)
     codes = np.zeros(weight.shape[::-1], np.uint8)
-    left = np.ascontiguousarray(weight.T[order].astype(np.float32))  # [I, O]: a column is one piece of memory
+    left = np.ascontiguousarray(weight.T[order].astype(np.float32))  # [I, O]: columns are contiguous
     for start in range(0, len(left), _BLOCK):
         block = left[start : start + _BLOCK]
         inside = factor[start : start + _BLOCK, start : start + _BLOCK]
@@ -54,9 +54,10 @@ def gptq(
 
 
 def _inverse_factor(hessian: np.ndarray, damp: float) -> np.ndarray:
-    """U, upper triangular, float32, with U^T U the inverse of the damped Hessian."""
+    """U, upper triangular, float32, where U^T U is the inverse of the damped Hessian."""
     damped = hessian + damp * np.mean(np.diagonal(hessian)) * np.eye(len(hessian))
-    # The Cholesky factor of the matrix read backwards, read backwards: hessian = R R^T with R upper, so that U = R^-1.
+    # By the Cholesky factor of the reversed matrix, reversed: hessian = R R^T with R upper triangular, so that U =
+    # R^-1.
     upper = linalg.cholesky(damped[::-1, ::-1], lower=True)[::-1, ::-1]
     return linalg.solve_triangular(upper, np.eye(len(upper))).astype(np.float32)
 

@@ -1,7 +1,8 @@
-"""Weights in 4 bits: how they are rounded, and how GGUF, GPTQ and AWQ files hold them.
+"""4-bit weights: how they are rounded, and how GGUF, GPTQ and AWQ files store them.
 
-A weight is a matrix [O, I] of outputs and inputs. Of each output, groups of neighbouring inputs share a float16 scale
-and a zero: value = scale * (code - zero), the code from 0 to 15.
+A weight is a matrix [O, I] of outputs and inputs. For each output, groups of adjacent inputs share a float16 scale and
+a
+zero: value = scale * (code - zero), with codes from 0 to 15.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_LAST = 15  # of the codes
+_LAST = 15  # the largest code
 _MIDDLE = 8  # the zero of a symmetric grid
-# Ranges that are tried, as shares of the whole one: cutting off the largest values makes the steps of all others smaller.
+# Ranges to try, as shares of the full one: clipping the largest values makes the steps of all others smaller.
 _RANGES = tuple(float(share) for share in np.linspace(1.1, 0.6, 21))
 _Q4_0 = 32  # values in a block of GGUF's Q4_0
 _IN_A_WORD = 8  # codes in 32 bits
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each place of a word of AWQ's has
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, at each position of one of AWQ's words
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The values that weights are rounded to.
+    """A quantization grid.
 
     Attributes:
-      group_size: inputs that share a scale.
-      symmetric: the zero is code 8; else each group has its own.
-      signed: scales may be negative, so that code 0, the farthest from zero, is on the side of the largest value (Q4_0).
+      group_size: number of inputs that share a scale.
+      symmetric: whether the zero is always code 8; else each group has its own.
+      signed: whether scales may be negative, so that code 0, the farthest from zero, can represent the largest value
+        (Q4_0).
     """
 
     group_size: int
@@ -38,16 +40,16 @@ class Grid:
     signed: bool = False
 
     def nearest(self, weight_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zeros [O, G] of round-to-nearest: the whole range of every group is on the grid."""
+        """Scales and zeros [O, G] of round-to-nearest, which cover the full range of every group."""
         return _host(_scales(self, jnp.asarray(weight_OI), 1.0, 1.0))
 
     def nearest_values(self, weight_OI: jax.Array) -> jax.Array:
-        """What round-to-nearest makes of a weight [O, I]."""
+        """A weight [O, I] after round-to-nearest."""
         scales, zeros = (jnp.repeat(x, self.group_size, 1) for x in _scales(self, weight_OI, 1.0, 1.0))
         return _values(_codes(weight_OI, scales, zeros), scales, zeros)
 
     def fit(self, weight_OI: np.ndarray, importance_I: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zeros [O, G] of the range with the least squared error, each input's weighted by its importance."""
+        """Scales and zeros [O, G] of the range with the least squared error, weighted by the inputs' importance."""
         return _host(_fit(self, jnp.asarray(weight_OI), jnp.asarray(importance_I, jnp.float32)))
 
 
@@ -57,7 +59,7 @@ def _host(arrays: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scales(grid: Grid, weight_OI: jax.Array, share: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a share of the range. The sign is that of symmetric scales which may be negative."""
+    """Scales and zeros for a share of the range; `sign` is that of symmetric scales that may be negative."""
     groups = weight_OI.reshape(weight_OI.shape[0], -1, grid.group_size)
     if grid.symmetric:
         most = jnp.max(jnp.abs(groups), -1)
@@ -108,7 +110,7 @@ def _values(codes: jax.Array, scales: jax.Array, zeros: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A weight in 4 bits.
+    """A 4-bit weight.
 
     Attributes:
       codes: uint8 [O, I].
@@ -125,22 +127,22 @@ class Packed:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def values(self) -> np.ndarray:
-        """The weight, float32 [O, I]."""
+        """The dequantized weight, float32 [O, I]."""
         scales, zeros = (np.repeat(x.astype(np.float32), self.group_size, 1) for x in (self.scales, self.zeros))
         return scales * (self.codes.astype(np.float32) - zeros)
 
     def moved(self, change: Callable[[np.ndarray], np.ndarray]) -> Packed:
-        """The same weight with its outputs in another order.
+        """The same weight with its outputs reordered.
 
         Args:
-          change: matrix [O, I] -> matrix; what it does to inputs must leave groups as they are.
+          change: matrix [O, I] -> matrix; it must keep inputs in their groups.
         """
         group = self.group_size
         wide = (np.repeat(x, group, 1) for x in (self.scales, self.zeros))
         return Packed(np.ascontiguousarray(change(self.codes)), *(change(x)[:, ::group] for x in wide))
 
     def q4_0(self) -> np.ndarray:
-        """As GGUF's Q4_0 has it, bytes [O, I / 32 * 18]: a block is its scale and 16 bytes of two codes each."""
+        """In GGUF's Q4_0, bytes [O, I / 32 * 18]: a block is its scale and 16 bytes of two codes each."""
         assert self.group_size % _Q4_0 == 0 and (self.zeros == _MIDDLE).all()
         outputs = len(self.codes)
         blocks = self.codes.reshape(outputs, -1, 2, _Q4_0 // 2)
@@ -149,10 +151,10 @@ class Packed:
         return np.concatenate(both, -1).reshape(outputs, -1)
 
     def gptq(self, *, zero_offset: int) -> dict[str, np.ndarray]:
-        """As GPTQ's checkpoints have it: eight inputs of an output in a word, eight outputs of a group's zeros.
+        """In GPTQ's format: a word has eight inputs of an output, or the zeros of eight outputs of a group.
 
         Args:
-          zero_offset: what is taken off the zeros: 1 in the format "gptq", 0 in "gptq_v2".
+          zero_offset: subtracted from zeros: 1 in the format "gptq", 0 in "gptq_v2".
         """
         inputs = np.arange(self.codes.shape[1], dtype=np.int32)
         return {
@@ -163,7 +165,7 @@ class Packed:
         }
 
     def awq(self) -> dict[str, np.ndarray]:
-        """As AWQ's checkpoints ("gemm") have it: eight outputs of an input in a word, in an order of their own."""
+        """In AWQ's format ("gemm"): a word has eight outputs of an input, in a special order."""
         return {
             "qweight": _words(np.ascontiguousarray(self.codes.T), AWQ_ORDER),
             "qzeros": _words(np.ascontiguousarray(self.zeros.T), AWQ_ORDER),
@@ -172,14 +174,14 @@ class Packed:
 
 
 def rounded(weight_OI: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Packed:
-    """Every value at the nearest place of its group's grid."""
+    """Rounds every value to its group's grid."""
     group = weight_OI.shape[1] // scales.shape[1]
     codes = _codes(jnp.asarray(weight_OI), *(jnp.repeat(jnp.asarray(x), group, 1) for x in (scales, zeros)))
     return Packed(np.asarray(codes.astype(jnp.uint8)), scales, zeros)
 
 
 def _words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(_IN_A_WORD))) -> np.ndarray:
-    """Eight neighbours along the last axis in an int32, the first of `order` in its lowest bits."""
+    """Packs eight neighbours along the last axis into an int32, the first of `order` in its lowest bits."""
     codes = codes.reshape(len(codes), -1, _IN_A_WORD).astype(np.uint32)
     words = np.zeros(codes.shape[:2], np.uint32)
     for place, of_eight in enumerate(order):

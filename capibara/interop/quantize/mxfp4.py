@@ -1,10 +1,10 @@
-"""MXFP4: blocks of 32 numbers in 4 bits that share a power of two (OCP Microscaling Formats 1.0; gpt-oss's experts).
+"""MXFP4: blocks of 32 4-bit numbers that share a power of two (OCP Microscaling Formats 1.0; gpt-oss's experts).
 
-A number has a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 or 6. The scale of a block is a
-byte, 127 more than its exponent. Folders of transformers keep two numbers in a byte, the first in its low half; GGUF has
-the first sixteen of a block in the low halves and the others in the high ones.
+A number has a sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4 or 6. A block's scale is a byte,
+its exponent plus 127. Folders of transformers store two adjacent numbers in a byte, the first in its low half; GGUF
+stores the first sixteen numbers of a block in the low halves and the others in the high ones.
 
-Letters: X leading dimensions, G blocks, I = 32 G numbers.
+Shape letters: X leading dimensions, G blocks, I = 32 G numbers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 from capibara.core.types import UserError
 
 BLOCK = 32
-_BIAS, _LARGEST_BYTE = 127, 254  # 255 is no number
+_BIAS, _LARGEST_BYTE = 127, 254  # 255 is NaN
 _LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_LEVELS, -_LEVELS])
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # of a byte: low half, high half
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # values of each byte: low half, high half
 
 
 def values(blocks_XGB: np.ndarray, scales_XG: np.ndarray) -> np.ndarray:
-    """What bytes stand for, as folders of transformers have them.
+    """The values of bytes in the layout of transformers' folders.
 
     Args:
       blocks_XGB: uint8 [..., G, 16].
       scales_XG: uint8 [..., G].
 
     Returns:
-      float32 [..., I]; each is exact in bfloat16 but where its exponent is out of range.
+      float32 [..., I]; exact in bfloat16 unless the exponent is out of range.
     """
     pairs = _PAIRS[blocks_XGB].reshape(*blocks_XGB.shape[:-1], BLOCK)
     found = np.ldexp(pairs, scales_XG[..., None].astype(np.int32) - _BIAS)
@@ -36,18 +36,18 @@ def values(blocks_XGB: np.ndarray, scales_XG: np.ndarray) -> np.ndarray:
 
 
 def packed(name: str, values_XI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The way back: blocks and scales, each number rounded to the nearest, ties to the even code.
+    """The inverse: blocks and scales, with each number rounded to nearest, ties to the even code.
 
-    A block's scale is the largest with which its largest number is at least 4 steps; what lies above 6 becomes 6. What
-    `values` gave comes back as the same numbers.
+    A block's scale is the largest for which its largest number is at least 4 steps; larger numbers than 6 steps become
+    6. Results of `values` are converted back exactly.
 
     Raises:
-      UserError: there are values that are not finite, or beyond what a block holds.
+      UserError: values are not finite, or exceed the range of a block.
     """
     blocks = np.ascontiguousarray(values_XI, np.float32).reshape(*values_XI.shape[:-1], -1, BLOCK)
     largest = np.abs(blocks).max(axis=-1)
     if not np.isfinite(largest).all():
-        raise UserError(f"{name} has values that are not finite: copy the model again, or take a sound one")
+        raise UserError(f"{name} has values that are not finite: copy the model again, or use another one")
     exponents = np.frexp(largest)[1] - 3
     scales = np.where(largest > 0, np.clip(exponents + _BIAS, 0, _LARGEST_BYTE), 0).astype(np.uint8)
     steps = np.abs(np.ldexp(blocks, _BIAS - scales[..., None].astype(np.int32)))

@@ -1,4 +1,4 @@
-"""What `capibara convert --quantize` asks for. Light: the verb reads its flags from here."""
+"""Flags of `capibara convert --quantize`; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from capibara.core.types import UserError
 
 FLAGS = ("quantize", "calibration", "group_size")
 GROUP_SIZES = (128, 64, 32)
-# What --dtype may say; all but the first three and the last are of GGUF.
+# Choices of --dtype; all but the first three and the last are for GGUF.
 DTYPES = (
     *("f32", "bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s"),
     *("q3_k_l", "q3_k_m", "q3_k_s", "q4_0", "mxfp4"),
@@ -18,7 +18,7 @@ DTYPES = (
 
 
 class Method(enum.StrEnum):
-    """How weights are rounded. rtn: each to its nearest, without a text: what the others are compared with."""
+    """How weights are rounded. rtn: to nearest, without a text; the baseline of the others."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -27,16 +27,16 @@ class Method(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """What is asked for.
+    """The request.
 
     Attributes:
-      method: how.
+      method: how to round.
       calibration: a text file, or .jsonl.
-      group_size: inputs that share a scale; None: 32 in GGUF files, elsewhere the largest of 128, 64 and 32 that
+      group_size: number of inputs that share a scale; None: 32 in GGUF files, else the largest of 128, 64 and 32 that
         divides all weights.
-      symmetric: whether the middle of a group's range is 0, as it is in GGUF files; None: of gptq and rtn it is.
-      rows, length: of the calibration text: at most so many rows of so many tokens.
-      act_order: of gptq: inputs with large squares are rounded first.
+      symmetric: whether the middle of a group's range is 0, as always in GGUF files; None: yes for gptq and rtn.
+      rows, length: most rows, and tokens per row, of the calibration text.
+      act_order: for gptq: round inputs with large squares first.
     """
 
     method: Method
@@ -49,33 +49,39 @@ class Quantize:
 
     def __post_init__(self) -> None:
         if self.method is not Method.RTN and not self.calibration:
-            raise UserError(f"--quantize={self.method} needs --calibration=FILE, text like that which the model is for")
+            raise UserError(
+                f"--quantize={self.method} needs --calibration=FILE: use text similar to that of the model's task"
+            )
         if self.method is Method.RTN and self.calibration:
-            raise UserError(f"--calibration={self.calibration} is of gptq and awq, not of rtn: leave it out")
+            raise UserError(f"--calibration={self.calibration} is for gptq and awq, not for rtn: leave it out")
         if self.group_size not in (None, *GROUP_SIZES):
             raise UserError(f"--group_size={self.group_size} must be 32, 64 or 128, or left out")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags, and --dtype."""
-    told = "of weights; default: as stored, else bf16; q*: of gguf, q8_0 and q*_k* as llama-quantize writes them; mxfp4: of gpt-oss"
+    """Adds the flags, and --dtype."""
+    told = (
+        "of weights; default: as stored, else bf16; q*: GGUF only, q8_0 and q*_k* as in llama-quantize; mxfp4: gpt-oss"
+    )
     parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=told)
     parser.add_argument(
-        "--quantize", choices=[str(m) for m in Method], help="layers' weights in 4 bits: of hf and gguf"
+        "--quantize", choices=[str(m) for m in Method], help="write layers' weights in 4 bits: for hf and gguf"
     )
-    parser.add_argument("--calibration", metavar="FILE", help="of gptq and awq: text, or .jsonl of texts or chats")
-    parser.add_argument("--group_size", type=int, metavar="N", help="of --quantize: inputs with one scale, e.g. 64")
+    parser.add_argument("--calibration", metavar="FILE", help="for gptq and awq: text, or .jsonl of texts or chats")
+    parser.add_argument(
+        "--group_size", type=int, metavar="N", help="for --quantize: inputs that share a scale, e.g. 64"
+    )
 
 
 def asked(args: argparse.Namespace) -> Quantize | None:
-    """What the flags ask for; None: nothing.
+    """The request of the flags; None: there is none.
 
     Raises:
-      UserError: they make no sense together.
+      UserError: the combination is invalid.
     """
     if args.quantize is not None:
         return Quantize(method=Method(args.quantize), calibration=args.calibration, group_size=args.group_size)
     for name in FLAGS[1:]:
         if getattr(args, name) is not None:
-            raise UserError(f"--{name}={getattr(args, name)} is of --quantize: give that too, or leave it out")
+            raise UserError(f"--{name}={getattr(args, name)} needs --quantize: add that, or leave it out")
     return None

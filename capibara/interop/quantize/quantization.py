@@ -1,7 +1,7 @@
-"""A decoder's weights in 4 bits, rounded so that its layers answer on a calibration text as they did: GPTQ and AWQ.
+"""Quantizes a decoder to 4 bits so that its layers' outputs on a calibration text change little: GPTQ and AWQ.
 
-Layer after layer: only what one layer's inputs are is held of the activations. With GPTQ a layer is run on what the
-layers before it answer once they are rounded, so that it makes up for them; with AWQ on what they answered before.
+Works layer by layer, and holds only one layer's inputs of all activations. With GPTQ a layer's inputs are the outputs
+of the layers before it after rounding, so that it corrects their errors; with AWQ those before rounding.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
 from capibara.models import api
 
 _BATCH = 8  # rows that are run at once
-# Weights that read the same inputs as another one.
+# Weights with the same inputs as another one.
 _READS = {one.path: one.reads_as for one in projections.QUANTIZABLE}
 _INPUTS = tuple(dict.fromkeys(_READS.values()))
-# Dimensions of a weight's inputs, in the letters of interop.tensors.
+# Dimensions of a weight's inputs, in the letters of interop.hf.tensors.
 _LETTERS = {one.name: tensors.letters(one.in_axes) for one in projections.QUANTIZABLE}
-# Readers of AWQ divide by these what the activations of some families give; missing ones are not taken for 1.
+# Readers of AWQ divide some families' activations by these tensors, and do not assume 1 for missing ones.
 _ACTIVATION_SCALES = {"gpt_neox": "gpt_neox.layers.{l}.mlp.act.scales"}
 
 
 def grid_of(how: Quantize, model: api.Model, *, q4_0: bool) -> Grid:
-    """What a model's weights are rounded to.
+    """The quantization grid of a model.
 
     Args:
-      how: what is asked for.
+      how: the request.
       model: the model.
-      q4_0: whether it must be what GGUF's Q4_0 holds.
+      q4_0: whether GGUF's Q4_0 must be able to store the result.
 
     Raises:
       UserError: the group size does not divide the weights.
@@ -52,7 +52,7 @@ def grid_of(how: Quantize, model: api.Model, *, q4_0: bool) -> Grid:
     fitting = [size for size in GROUP_SIZES if not any(inputs % size for inputs in sizes)]
     chosen = how.group_size or (32 if q4_0 else next(iter(fitting), 32))
     if chosen not in fitting:
-        ways = f"try {fitting[0]}" if fitting else "this model cannot be quantised"
+        ways = f"try {fitting[0]}" if fitting else "this model cannot be quantized"
         raise UserError(f"--group_size={chosen} must divide the weights' inputs ({', '.join(map(str, sizes))}): {ways}")
     symmetric = how.method is not Method.AWQ if how.symmetric is None else how.symmetric
     return Grid(chosen, symmetric=q4_0 or symmetric, signed=q4_0)
@@ -60,13 +60,13 @@ def grid_of(how: Quantize, model: api.Model, *, q4_0: bool) -> Grid:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
-    """A model whose layers' weights are in 4 bits, as the tensors of a checkpoint.
+    """A model whose layers' weights are quantized to 4 bits, as the tensors of a checkpoint.
 
     Attributes:
       model: without adapters.
-      params: of all that is not in 4 bits; of what is they are not to be read.
-      packed: the others, by their names in a Hugging Face checkpoint.
-      config: of config.json.
+      params: the parameters that are not quantized; entries of quantized ones are meaningless.
+      packed: the quantized weights, by their names in a Hugging Face checkpoint.
+      config: contents of config.json.
       tokenizer: files, by name.
       method, grid: how they were rounded.
     """
@@ -80,7 +80,7 @@ class QuantizedModel:
     grid: Grid
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray | Packed]]:
-        """All of them, by their names before quantisation."""
+        """All tensors, by their names before quantization."""
         values = dict(zip(tree.path_names(self.params), jax.tree.leaves(self.params), strict=True))
         shapes = _shapes(self.model)
         for row in tables.of(self.config["model_type"], shapes):
@@ -91,7 +91,7 @@ class QuantizedModel:
                     yield name, row.join({path: np.asarray(values[path][at]) for path in row.ours}, shapes)
 
     def in_words(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors as checkpoints of AutoAWQ or GPTQModel have them."""
+        """All tensors in the format of AutoAWQ or GPTQModel."""
         for name, value in self.tensors():
             if isinstance(value, Packed):
                 parts = (
@@ -105,7 +105,7 @@ class QuantizedModel:
         yield from ((name, np.ones(shape, np.float16)) for name, shape in self._activation_scales().items())
 
     def word_shapes(self) -> dict[str, Shape]:
-        """Names and shapes of what `in_words` gives."""
+        """Names and shapes of the tensors of `in_words`."""
         shapes = _shapes(self.model)
         found: dict[str, Shape] = {}
         for row in tables.of(self.config["model_type"], shapes):
@@ -132,18 +132,18 @@ class QuantizedModel:
 
     @property
     def words_config(self) -> dict[str, Any]:
-        """config.json of `in_words`."""
+        """The config.json for `in_words`."""
         about: dict[str, Any] = {"bits": 4, "group_size": self.grid.group_size}
         if self.method is Method.AWQ:
             about |= {"quant_method": "awq", "zero_point": not self.grid.symmetric, "version": "gemm"}
         else:
             about |= {"quant_method": "gptq", "sym": self.grid.symmetric, "desc_act": False, "lm_head": False}
-            # The first format keeps zeros less 1, which a zero of 0 does not allow.
+            # The first format stores zeros minus 1, which a zero of 0 does not allow.
             about |= {"checkpoint_format": "gptq" if self.grid.symmetric else "gptq_v2"}
         return self.config | {"quantization_config": about, "dtype": "float16", "torch_dtype": "float16"}
 
     def float_params(self) -> Params:
-        """The parameters that the model has now, float32."""
+        """The model's parameters after quantization, float32."""
         shapes = _shapes(self.model)
         values: dict[str, np.ndarray] = {}
         for row in tables.of(self.config["model_type"], shapes):
@@ -166,27 +166,27 @@ def quantize(
     vocabulary: Vocabulary | None = None,
     show: Callable[[str, str], None] = lambda topic, detail: None,
 ) -> QuantizedModel:
-    """The model with its layers' weights in 4 bits.
+    """Quantizes a model's layers to 4 bits.
 
     Args:
       model: a decoder without experts and adapters.
-      params: all of each on this host.
-      config: config.json.
+      params: complete on this host.
+      config: contents of config.json.
       tokenizer: files, by name.
-      how: what is asked for.
-      q4_0: whether the weights must be what GGUF's Q4_0 holds.
-      vocabulary: of the calibration text; None: that of the tokenizer.
-      show: is told which layer it is at.
+      how: the request.
+      q4_0: whether GGUF's Q4_0 must be able to store the weights.
+      vocabulary: for the calibration text; None: the tokenizer's.
+      show: reports the current layer.
 
     Raises:
-      UserError: it is no such model, has values that are not finite, the group size or the form does not suit it, or
-        the calibration text cannot be used.
+      UserError: the model is not supported, has values that are not finite, the group size or format does not suit it,
+        or the calibration text cannot be used.
     """
     if not isinstance(model.config, api.DecoderConfig) or model.config.moe is not None:
         raise UserError(f"--quantize={how.method} is for decoders without experts, not for {config['model_type']}")
     if model.layer is None:
         raise UserError(
-            f"--quantize={how.method} is for decoders whose layers need nothing of each other, not for "
+            f"--quantize={how.method} is for decoders whose layers are independent of each other, not for "
             f"{config['model_type']}: write a GGUF file with --dtype=q4_k_m"
         )
     chosen = grid_of(how, model, q4_0=q4_0)
@@ -211,7 +211,7 @@ def quantize(
 
 
 class _Layers:
-    """The work on all layers, one after the other."""
+    """Processes the layers one after the other."""
 
     def __init__(
         self, model: api.Model, model_type: str, how: Quantize, chosen: Grid, batches: list[dict[str, np.ndarray]]
@@ -226,17 +226,17 @@ class _Layers:
         self._after = jax.jit(lambda *given: self._model_layer(*given)[0], static_argnums=3)
 
     def check_words(self) -> None:
-        """Raises UserError where eight outputs do not make a word."""
+        """Raises UserError if outputs do not fill words of eight."""
         for row in self._rows:
             shape = row.shape(self._shapes)
             outputs = shape[1 if _inputs_first(row) else 0]
             if outputs % 8:
                 raise UserError(
-                    f"{row.name.format(l=0)} has {outputs} outputs, hf in 4 bits must have a multiple of 8: take gguf"
+                    f"{row.name.format(l=0)} has {outputs} outputs, hf in 4 bits must have a multiple of 8: use gguf"
                 )
 
     def run(self, params: Params, show: Callable[[str, str], None]) -> tuple[dict[str, Packed], Params]:
-        """The weights in 4 bits, by name, and the parameters with the others."""
+        """The quantized weights by name, and the parameters with the other weights."""
         count = self._config.num_layers
         self._check_finite(params | {"layers": {}})
         xs = [np.asarray(self._begin(params, batch)) for batch in self._batches]
@@ -255,12 +255,12 @@ class _Layers:
         for path, value in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
             if not np.isfinite(np.asarray(value, np.float32)).all():
                 name = next((row.name for row in self._all if path in row.ours), path).format(l=index)
-                raise UserError(f"{name} has values that are not finite: copy the model again, or take a sound one")
+                raise UserError(f"{name} has values that are not finite: copy the model again, or use another one")
 
     def _layer(
         self, layer: Params, xs: list[np.ndarray], index: int
     ) -> tuple[Params, dict[str, Packed], list[np.ndarray]]:
-        """A layer as it is then, its weights in 4 bits, and what goes into the next one."""
+        """A layer after quantization, its quantized weights, and the inputs of the next layer."""
         place = index % len(self._config.layer_pattern)
         sums: dict[str, _Sums] = {}
         after = []
@@ -279,7 +279,7 @@ class _Layers:
         return layer, {row.name.format(l=index): value for row, value in rounded.items()}, after
 
     def _folded(self, layer: Params, sums: dict[str, _Sums]) -> Params:
-        """The layer with scales folded into it; of scaled inputs the sums are put right."""
+        """The layer with AWQ's scales folded into it; adjusts the sums of scaled inputs."""
         for name, channels in awq.foldable(self._config, layer).items():
             weights = [
                 _outputs_first(path, value) for path, value in _projections(layer) if _READS.get(path, path) == name
@@ -291,7 +291,7 @@ class _Layers:
         return layer
 
     def _rounded(self, row: Tensor, layer: Params, sums: dict[str, _Sums]) -> Packed:
-        """The weight of a row of the table, which may be several of ours."""
+        """Quantizes the weight of a row of the table, which may be several of ours."""
         ours = dict(_projections(layer))
         names = [path.removeprefix("layers/") for path in row.ours]
         stored = row.join({path: ours[name] for path, name in zip(row.ours, names)}, self._shapes)
@@ -300,20 +300,20 @@ class _Layers:
             return grid.rounded(weight, *self._grid.nearest(weight))
         products = sums[_READS.get(names[0], names[0])].products
         if not np.isfinite(products).all():
-            raise UserError(f"{row.name}: its inputs are not finite on the calibration text: take another, or rtn")
+            raise UserError(f"{row.name}: its inputs are not finite on the calibration text: use another one, or rtn")
         if self._how.method is Method.GPTQ:
             return gptq(weight, products, self._grid, act_order=self._how.act_order)
         return grid.rounded(weight, *self._grid.fit(weight, np.diagonal(products)))
 
     def _answers(self, rounded: Mapping[Tensor, Packed]) -> Iterator[tuple[str, np.ndarray]]:
-        """The weights that a layer has once they are rounded, by our names."""
+        """A layer's dequantized weights, by our names."""
         for row, value in rounded.items():
             yield from row.split(_as_stored(row, value.values()), self._shapes).items()
 
 
 @dataclasses.dataclass
 class _Sums:
-    """Over the tokens that were seen: of the products of their inputs, x x^T, and of |x|; and how many they are."""
+    """Sums over tokens: of products of their inputs, x x^T, and of |x|; and the number of tokens."""
 
     products: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((), np.float32))
     sizes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((), np.float32))
@@ -331,7 +331,7 @@ def _seen(
     batch: Mapping[str, jax.Array],
     place: int,
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-    """What a layer answers, and of the inputs of its weights the sums of products and of magnitudes."""
+    """A layer's outputs, and the sums of its weights' inputs."""
     y, inputs = run(layer, x, batch, place)
     flat = {name: inputs[name].reshape(x.shape[0] * x.shape[1], -1) for name in _INPUTS}
     return y, {name: (x_NI.T @ x_NI, jnp.sum(jnp.abs(x_NI), 0)) for name, x_NI in flat.items()}
@@ -352,7 +352,7 @@ def _last(name: str) -> str:
 
 
 def _projections(layer: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights of a layer that are rounded, by their names in it."""
+    """The weights of a layer that are quantized, by their names in it."""
     for name, value in zip(tree.path_names(layer), jax.tree.leaves(layer), strict=True):
         if _last(name) in _LETTERS:
             yield name, value
