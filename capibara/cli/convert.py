@@ -63,7 +63,7 @@ def _model(args: argparse.Namespace) -> int:
     import jax
 
     from capibara.interop import conversion
-    from capibara.training.run_folder import RunFolders
+    from capibara.loading import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
     what = (sum_options.asked(args), args.target, args.format, args.dtype, args.base)

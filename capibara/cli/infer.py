@@ -65,22 +65,22 @@ def run(args) -> None:
         hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    opened = adapters.beside(loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
-    (trainer, model, params), about, names = opened.run, opened.about, [*opened.paths, None]
-    vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
-    of, sampling = (model, params, vocabulary, lengths[0]), config.build(sample.Sampling)
-    batching, talk = config.build(EngineConfig), chat.of_run(trainer.dataset) if args.chat else None
+    loaded = adapters.beside(loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
+    data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
+    vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
+    of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
+    batching, talk = config.build(EngineConfig), chat.of_run(data) if args.chat else None
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
-        Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters).follow(messages)
+        Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters).follow(messages)
         return
     prompts = files.read_prompts(args.prompts, sampling, names[:-1]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
-        engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters)
+        engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters)
         engine.lead(send)
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt

@@ -83,16 +83,17 @@ def _load(args):
     from capibara.monitoring.status import StatusLine
 
     path, gin = args.model_dir or args.model, (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    opened = loading.load(path, *gin, trust=args.trust_config, placed=serving_mesh.placed)
+    loaded = loading.load(path, *gin, trust=args.trust_config, placed=serving_mesh.placed)
     name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
-    trainer, model, params = (opened := adapters.beside(opened, args.adapter, name)).run
+    loaded = adapters.beside(loaded, args.adapter, name)
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data, first = trainer.dataset, jax.process_index() == 0
+    data, first = loaded.dataset, jax.process_index() == 0
     talk = chat.of_served(data) if first else None
     config.check_used()
-    vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
-    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1], donate=True, adapters=opened.adapters)
+    vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
+    of = (loaded.model, loaded.params, vocabulary, lengths[0])
+    engine = Engine(*of, batching, lengths[1], donate=True, adapters=loaded.adapters)
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda done, count: first and line.show("compiling", f"{done} of {count} programs"))

@@ -54,7 +54,7 @@ def train(
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
     from capibara.planner.search import automatic
-    from capibara.training import emulation, loop, own_tokenizer, run_folder
+    from capibara.training import emulation, loop, run_folder
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
@@ -66,13 +66,13 @@ def train(
     if start_over:
         run_folder.start_over(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
-    trainer = own_tokenizer.of_run(trainer)
+    trainer = run_folder.own_tokenizer.of_run(trainer)
     more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
     if more:
         if jax.process_index() == 0:
             print(title, *more, sep="\n  ")
         config.parse(gin_files, [*bindings, *more], search_paths)
-        trainer = own_tokenizer.of_run(config.build(Trainer))
+        trainer = run_folder.own_tokenizer.of_run(config.build(Trainer))
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)

@@ -132,16 +132,17 @@ def open_subject(
     """Reads a model onto all devices; arguments as of `loading.load`."""
     chosen = any(binding.startswith("Plan.") for binding in bindings)
 
-    def placed(trainer: Trainer, model: Model) -> PyTree:
-        plan, mesh = _laid_out(trainer.plan, chosen)
+    def placed(plan: Plan, model: Model) -> PyTree:
+        plan, mesh = _laid_out(plan, chosen)
         return sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
 
     given = (path, gin_files, bindings, search_paths)
-    opened = loading.load(*given, step=step, weights=weights, placed=placed, trust=trust)
-    plan, mesh = _laid_out(opened.run.trainer.plan, chosen)
-    trainer = dataclasses.replace(opened.run.trainer, plan=plan)
-    read = (opened.run.model, opened.run.params, opened.about)
-    return Subject(*read, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh))
+    run, loaded = loading.load_with_run(*given, step=step, weights=weights, placed=placed, trust=trust)
+    plan, mesh = _laid_out(run.plan, chosen)
+    trainer = dataclasses.replace(run, plan=plan)
+    return Subject(
+        loaded.model, loaded.params, loaded.about, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh)
+    )
 
 
 def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:

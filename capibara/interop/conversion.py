@@ -25,7 +25,7 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card, tables
 from capibara.interop.hf.tensors import Shape
-from capibara.interop.open_model import ForeignModel
+from capibara.interop.open_model import ForeignModel, LoadedModel
 from capibara.interop.peft import runs as adapters
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum
@@ -57,23 +57,15 @@ def _silent(topic: str, detail: str) -> None: ...
 
 
 class RunFolders(Protocol):
-    """The functions of training.run_folder, which this room does not import."""
+    """The functions of loading.RunFolders, which this room does not import."""
 
     def is_run(self, folder: str) -> bool: ...
 
     def load(
-        self,
-        folder: str,
-        gin_files: Sequence[str],
-        bindings: Sequence[str],
-        search_paths: Sequence[str],
-        *,
-        merge: bool,
-    ) -> adapters.Run: ...
+        self, folder: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]
+    ) -> LoadedModel: ...
 
-    def origin(self, folder: str) -> dict[str, bytes]: ...
-
-    def optimizer(self, folder: str, run: adapters.Run) -> tuple[int, PyTree] | None: ...
+    def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None: ...
 
     def save(self, folder: str, params: Params, gin: str) -> None: ...
 
@@ -169,7 +161,7 @@ def convert(
       dtype: one of quantize.DTYPES, of the stored tensors; None: unchanged, bf16 for a run.
       base: the base model of an adapter; None: the one that it names.
       gin: Gin files and statements of the command line; they override or complete a model's own configuration.
-      runs: training.run_folder.
+      runs: loading.RunFolders.
       how: how to quantize the layers' weights to 4 bits; None: not at all.
       show: reports the progress of long operations.
       part: the smaller model to extract from a Gemma 3n; None: the whole model.
@@ -194,17 +186,17 @@ def convert(
         if run is None:
             raise UserError(f"--format={form} is for a run with adapters, and --from={path} is no run folder")
         if form == "gguf_lora":
-            return adapters.run_as_gguf(run, target, base, runs.origin(path))
-        return adapters.write_run(run, target, base, runs.origin(path), fused_experts=form == "peft_fused")
+            return adapters.run_as_gguf(run, target, base)
+        return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
     if base is not None:
         raise UserError(f"--base={base} is for adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     if run is None:
         return write(_part(_foreign(path, gin), part), target, form, dtype, runs.save, how, show)
-    source = _part(_merged(run, runs.origin(path)), part)
+    source = _part(_merged(run), part)
     if form == "t5x":
-        source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(path, run)))
+        source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(run)))
     return write(source, target, form, dtype, runs.save, how, show)
 
 
@@ -227,7 +219,7 @@ def _of_sum(
                 run, written = _run(folder, gin, runs), os.path.join(beside, str(number))
                 if run is None:
                     raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: leave it out")
-                adapters.write_run(run, written, base, runs.origin(folder))
+                adapters.write_run(run, written, base)
                 folder = written
             folders.append(folder)
         of = dataclasses.replace(of, folders=tuple(folders))
@@ -289,24 +281,26 @@ def _check_target(target: str, form: str, dtype: str | None) -> None:
 
 def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
     run = _run(path, gin, runs)
-    return _foreign(path, gin) if run is None else _merged(run, runs.origin(path))
+    return _foreign(path, gin) if run is None else _merged(run)
 
 
-def _run(path: str, gin: Gin, runs: RunFolders) -> adapters.Run | None:
+def _run(path: str, gin: Gin, runs: RunFolders) -> LoadedModel | None:
     """A run with its adapters unmerged; None: the model is not a run."""
     # T5X's run folders have a config.gin, too.
-    return runs.load(path, *gin, merge=False) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
+    return runs.load(path, *gin) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
 
 
-def _merged(run: adapters.Run, origin: Mapping[str, bytes]) -> OurModel:
+def _merged(run: LoadedModel) -> OurModel:
     params = run.params if run.model.config.lora is None else jax.jit(run.model.merge)(run.params)
-    trained = run.trainer.init_from is not None
-    return of_run(run.model.plain, params, run.trainer.dataset, origin, trained=trained)
+    trained = run.training is not None and run.training.init_from is not None
+    return of_run(run.model.plain, params, run.dataset, run.origin, trained=trained)
 
 
-def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
+def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
     """The optimizer state for T5X to resume from; None: T5X starts anew, e.g. if the run had another optimizer."""
-    if found is None or not t5x_states.is_adafactor(run.trainer.optimizer) or run.model.config.lora is not None:
+    if found is None or run.training is None or run.model.config.lora is not None:
+        return None
+    if not t5x_states.is_adafactor(run.training.optimizer):
         return None
     abstract = run.model.abstract_params
     shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
@@ -314,13 +308,13 @@ def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | 
     places = list(t5x_states.places(shapes, t5x_names.rows_of(source.config), scanned=scanned))
     step, opt_state = found
     moments = dict(t5x_states.to_t5x(opt_state, shapes, places))
-    return t5x_states.Stored(step, moments, t5x_states.gin_of(run.trainer.optimizer))
+    return t5x_states.Stored(step, moments, t5x_states.gin_of(run.training.optimizer))
 
 
 def _foreign(path: str, gin: Gin) -> ForeignModel:
     foreign = open_model.open_model(path)
     if gin[0] or gin[1]:
-        _rebind(foreign, gin)
+        _rebind(foreign, path, gin)
     elif guessed := getattr(foreign, "guessed", None):
         found = hf_config.from_hf(foreign.config)
         fields = ", ".join(f"{name} = {getattr(found, name)!s}" for name in sorted(guessed))
@@ -334,14 +328,12 @@ def _foreign(path: str, gin: Gin) -> ForeignModel:
     return foreign
 
 
-def _rebind(foreign: ForeignModel, gin: Gin) -> None:
+def _rebind(foreign: ForeignModel, path: str, gin: Gin) -> None:
     """Replaces parts of a foreign model's own configuration by what Gin binds."""
     files, bindings, search_paths = gin
     found = hf_config.from_hf(foreign.config)
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as own:
-        own.write("\n".join(gin_of.bindings(found)) + "\n")
-        own.flush()
-        gin_config.parse([own.name, *files], bindings, search_paths)
+    own = gin_config.Recorded("\n".join(gin_of.bindings(found)) + "\n", path)
+    gin_config.parse(files, bindings, search_paths, own)
     foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)

@@ -1,4 +1,4 @@
-"""Opens foreign models of all formats through one interface, and loads their tensors onto our mesh."""
+"""Opens loaded and foreign models of all formats through one interface, and loads tensors onto our mesh."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from capibara.checkpoints.policy import Checkpointing
 from capibara.core import limits, tree
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
+from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables
 from capibara.interop.hf.tensors import Shape, Tensor
-from capibara.models.api import Model
+from capibara.models.api import Adapter, Model
+from capibara.optim import OptimizerConfig
 from capibara.storage import copies, outputs
 
 # Size of the buffers that are filled at a time. A shard is never split, so a larger one is filled by itself.
@@ -68,6 +72,65 @@ class Described(Protocol):
 
     @property
     def about(self) -> dict[str, bytes]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is known of the run that trained a model.
+
+    Attributes:
+      init_from, init_with: where its initial weights came from, and what was taken from there; as of Trainer.
+      optimizer, steps: of the run.
+      checkpointing: how its checkpoints are read.
+    """
+
+    init_from: str | None
+    init_with: str
+    optimizer: OptimizerConfig
+    steps: int
+    checkpointing: Checkpointing
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be used, whatever it came in.
+
+    Attributes:
+      model: with its configuration (`config`); without adapters, unless it was asked for them.
+      params: its parameters.
+      dataset: how it reads and writes texts: its tokenizer, its chat template, and the lengths of its rows.
+      path: where it was.
+      step: of a run's checkpoint; None: it is foreign.
+      weights: "ema" or "raw" of a run, "stored" of a foreign model.
+      origin: what a run's initial weights came with, by name, config.json among them; empty: they were drawn.
+      like: its config.json, or that of what the run began from; empty: there is none.
+      training: of a run; None: it is foreign.
+      adapters: beside it, unmerged (capibara.loading.adapters).
+      paths: where these were, by their names.
+    """
+
+    model: Model
+    params: Params
+    dataset: Dataset
+    path: str
+    step: int | None
+    weights: str
+    origin: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    like: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    training: Training | None = None
+    adapters: tuple[Adapter, ...] = ()
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Vocabulary:
+        """Text to tokens and back."""
+        return self.dataset.get_vocabulary()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Which model it is, as JSON values."""
+        about = {"model": self.path, "step": self.step, "weights": self.weights}
+        return about | ({"adapters": dict(self.paths)} if self.paths else {})
 
 
 @runtime_checkable

@@ -1,7 +1,4 @@
-"""A model to use, whatever it comes in: a run folder of ours, a Hugging Face folder or a .gguf file.
-
-What it gives has a run in every case, so that all that works on runs works on foreign models.
-"""
+"""A model to use, whatever it comes in: a run folder of ours, a Hugging Face folder or a .gguf file."""
 
 from __future__ import annotations
 
@@ -11,53 +8,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from capibara import config
-from capibara.core.types import UserError
+from capibara.core.types import Params, PyTree, UserError
 from capibara.data.tokenizers.files import MODEL_FILE, TOKENIZER_FILE
 from capibara.interop import gin_of, open_model
 from capibara.interop.hf import config as hf_config
+from capibara.interop.open_model import LoadedModel, Training
 from capibara.models import api
-from capibara.training import origin, run_folder
-from capibara.training.run_folder import Loaded, Placed
+from capibara.training import run_folder
+from capibara.training.run_folder import Placed, TrainedRun, origin
 from capibara.training.trainer import Trainer
 
 # A foreign model may see much more; each row that is answered takes memory for all of it.
 _LENGTHS = {api.EncoderDecoderConfig: 512}
 _LENGTH = 2048
 _LARGEST_OF_BYTES = 512  # vocabulary of a model that may have come without a tokenizer because it reads bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A model that is ready.
-
-    Attributes:
-      run: its run, the model without adapters, and the parameters.
-      path: where it was.
-      step: of a run's checkpoint; None: it is foreign.
-      weights: "ema" or "raw" of a run, "stored" of a foreign model.
-      like: its config.json, or that of what the run began from; empty: there is none.
-      adapters: beside it, unmerged (capibara.loading.adapters).
-      paths: where these were, by their names.
-    """
-
-    run: Loaded
-    path: str
-    step: int | None
-    weights: str
-    like: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    adapters: tuple[api.Adapter, ...] = ()
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Which model it is, as JSON values."""
-        about = {"model": self.path, "step": self.step, "weights": self.weights}
-        return about | ({"adapters": dict(self.paths)} if self.paths else {})
 
 
 def load(
@@ -70,11 +38,11 @@ def load(
     weights: str | None = None,
     placed: Placed = run_folder.on_one_device,
     trust: bool = False,
-) -> Opened:
+) -> LoadedModel:
     """Parses the model's own configuration, then `gin_files` and `bindings`, and reads its parameters.
 
-    A foreign model's run is much what `convert --format=capibara` would write, with the standard library as data; it
-    computes, and its parameters are, in bfloat16, but on CPUs in float32.
+    A foreign model's configuration is much what `convert --format=capibara` would write, with the standard library as
+    data; it computes, and its parameters are, in bfloat16, but on CPUs in float32.
 
     Args:
       path: of the model.
@@ -87,13 +55,27 @@ def load(
     Raises:
       UserError: it is no model, or not whole, has no tokenizer, or no such step or weights.
     """
+    given = (path, gin_files, bindings, search_paths)
+    return load_with_run(*given, step=step, weights=weights, placed=placed, trust=trust)[1]
+
+
+def load_with_run(
+    path: str,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    placed: Placed = run_folder.on_one_device,
+    trust: bool = False,
+) -> tuple[Trainer, LoadedModel]:
+    """As `load`, with the run: of a foreign model one that would train it, so that it can be evaluated like any other."""
     given = (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
-        how = {"step": step, "average": average, "placed": placed, "trust": trust}
-        found, run, averaged = run_folder.load_step(path, *given, **how)
-        like = hf_config.kept_by_run(origin.read(path).get(MODEL_FILE, b"{}"))
-        return Opened(run, path, found, "ema" if averaged else "raw", like)
+        run = run_folder.load(path, *given, step=step, average=average, placed=placed, trust=trust)
+        return run.trainer, _of_run(run, path)
     given_path, path = path, open_model.local_model(path)
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
     if os.path.exists(os.path.join(path, run_folder.CONFIG)) and not os.path.exists(os.path.join(path, "config.json")):
@@ -107,14 +89,68 @@ def load(
         if value is not None:
             raise UserError(f"{flag}={value} is of run folders, and {path} is none: leave it out")
     config.load_modules(gin_files, search_paths)
-    run, like = _foreign(path, *given, placed)
-    return Opened(run, given_path, None, "stored", like)
+    trainer, loaded = _foreign(path, *given, placed)
+    return trainer, dataclasses.replace(loaded, path=given_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolders:
+    """Run folders for a room that does not import training (interop.conversion.RunFolders).
+
+    Attributes:
+      trust: the modules that a run's configuration names are imported.
+    """
+
+    trust: bool = False
+
+    def is_run(self, folder: str) -> bool:
+        """Whether a folder is that of a run."""
+        return run_folder.is_run(folder)
+
+    def load(
+        self,
+        folder: str,
+        gin_files: Sequence[str] = (),
+        bindings: Sequence[str] = (),
+        search_paths: Sequence[str] = (),
+    ) -> LoadedModel:
+        """As `load` of a run folder, on one device, its adapters beside the base."""
+        run = run_folder.load(folder, gin_files, bindings, search_paths, merge=False, trust=self.trust)
+        return _of_run(run, folder)
+
+    def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
+        """As `run_folder.newest_optimizer`; None of a foreign model, too."""
+        if loaded.training is None:
+            return None
+        model, training = loaded.model, loaded.training
+        tx = training.optimizer.build(training.steps, model.trained(model.axes))
+        return run_folder.newest_optimizer(loaded.path, model, tx, training.checkpointing)
+
+    def save(self, folder: str, params: Params, gin: str) -> None:
+        """As `run_folder.save`."""
+        run_folder.save(folder, params, gin)
+
+
+def _of_run(run: TrainedRun, folder: str) -> LoadedModel:
+    trainer, came_with = run.trainer, origin.read(folder)
+    return LoadedModel(
+        model=run.model,
+        params=run.params,
+        dataset=trainer.dataset,
+        path=folder,
+        step=run.step,
+        weights="ema" if run.is_average else "raw",
+        origin=came_with,
+        like=hf_config.kept_by_run(came_with.get(MODEL_FILE, b"{}")),
+        training=Training(
+            trainer.init_from, trainer.init_with, trainer.optimizer, trainer.steps, trainer.checkpointing
+        ),
+    )
 
 
 def _foreign(
     path: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], placed: Placed
-) -> tuple[Loaded, Mapping[str, Any]]:
-    """The run, and the model's config.json."""
+) -> tuple[Trainer, LoadedModel]:
     foreign = open_model.open_model(path)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # which is slow on CPUs
     own = hf_config.from_hf(foreign.config, dtype=dtype)
@@ -125,14 +161,13 @@ def _foreign(
         raise UserError(f"{path} has no tokenizer ({TOKENIZER_FILE}, tokenizer.model): put the model's own beside it")
     folder = path if os.path.isdir(path) else _written(foreign.tokenizer)
     length = min(own.max_length or _LENGTH, _LENGTHS.get(type(own), _LENGTH))
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
-        file.write(gin_of.run(own, folder, foreign.tokenizer, length))
-        file.flush()
-        config.parse([file.name, *gin_files], bindings, search_paths)
+    said = config.Recorded(gin_of.run(own, folder, foreign.tokenizer, length), path)
+    config.parse(gin_files, bindings, search_paths, said)
     trainer = config.build(Trainer)
     model = api.build(dataclasses.replace(trainer.model, lora=None))
-    params = open_model.load_params(foreign, model, placed(trainer, model), dtype=jax.numpy.dtype(model.config.dtype))
-    return Loaded(trainer, model, params), foreign.config
+    shardings = placed(trainer.plan, model)
+    params = open_model.load_params(foreign, model, shardings, dtype=jax.numpy.dtype(model.config.dtype))
+    return trainer, LoadedModel(model, params, trainer.dataset, path, None, "stored", like=foreign.config)
 
 
 def _written(files: Mapping[str, bytes]) -> str:

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from capibara import config
+from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
 from capibara.core.types import Params, UserError
 from capibara.interop.hf import config as hf_config
+from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import runs as adapters
-from capibara.loading import Opened
 from capibara.models.api import Adapter, Lora, unmerged
-from capibara.training import initialization, run_folder
+from capibara.training import run_folder
 
 
 @configurable
@@ -38,11 +39,11 @@ class Adapters:
                 raise UserError(f"Adapters.paths has two adapters {name!r}: give each a name of its own")
 
 
-def beside(opened: Opened, asked: Sequence[str] = (), base: str | None = None) -> Opened:
+def beside(loaded: LoadedModel, asked: Sequence[str] = (), base: str | None = None) -> LoadedModel:
     """The model with the adapters of Adapters.paths and of the command line beside it.
 
     Args:
-      opened: the model that they are of.
+      loaded: the model that they are of.
       asked: each "NAME=PATH".
       base: what requests call the model itself; None: they do not.
 
@@ -55,8 +56,8 @@ def beside(opened: Opened, asked: Sequence[str] = (), base: str | None = None) -
         if name == base or names.count(name) > 1:
             other = "the model" if name == base else "another adapter"
             raise UserError(f"--adapter={name}=... has the name of {other}: give it one of its own")
-    found = tuple(_read(name, path, opened) for name, path in pairs)
-    return dataclasses.replace(opened, adapters=found, paths=dict(pairs))
+    found = tuple(_read(name, path, loaded) for name, path in pairs)
+    return dataclasses.replace(loaded, adapters=found, paths=dict(pairs))
 
 
 def _parsed(one: str) -> tuple[str, str]:
@@ -66,23 +67,24 @@ def _parsed(one: str) -> tuple[str, str]:
     return name, path
 
 
-def _read(name: str, path: str, opened: Opened) -> Adapter:
+def _read(name: str, path: str, loaded: LoadedModel) -> Adapter:
     try:
-        found = Adapter(name, *_values(path, opened))
-        unmerged.check(opened.run.model, found)
+        found = Adapter(name, *_values(path, loaded))
+        unmerged.check(loaded.model, found)
     except UserError as error:
         raise UserError(f"--adapter={name}={path}: {error}") from None
     return found
 
 
-def _values(path: str, opened: Opened) -> tuple[Lora, Params]:
-    model, trainer = opened.run.model, opened.run.trainer
+def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
+    model = loaded.model
     if adapters.is_adapter(path):
-        model_type = hf_config.to_hf(model.config, opened.like)["model_type"]
+        model_type = hf_config.to_hf(model.config, loaded.like)["model_type"]
         return peft.read_peft(path, model, model_type)
     if not run_folder.is_run(path):
         raise UserError(f"there is neither a folder of PEFT ({peft.CONFIG}) nor a run folder: name one of the two")
-    found = initialization.adapters_of(path, trainer.checkpointing)
+    how = Checkpointing() if loaded.training is None else loaded.training.checkpointing
+    found = run_folder.adapters(path, how)
     if found is None:
         raise UserError("it is a run without adapters: serve it as --model_dir")
     return found

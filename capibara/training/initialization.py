@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -12,15 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from capibara import config, sharding
-from capibara.checkpoints import run_manifest, step_folders
-from capibara.checkpoints.manager import CheckpointReader, Restored
-from capibara.checkpoints.policy import Checkpointing
+from capibara import sharding
+from capibara.checkpoints import step_folders
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.models.api import Lora, Model
-from capibara.storage import outputs
+from capibara.training import run_folder
 from capibara.training import state as states
 from capibara.training.state import TrainState
 from capibara.training.trainer import InitWith, Trainer
@@ -120,8 +116,8 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         beside = sharding.shardings(mesh, trainer.plan.rules, own.axes, own.abstract_params)
         values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
         params = tree.joined(values, read(target))
-        return params if read.merged is None else merger(own, target)(params)
-    lora = adapters_at(trainer.init_from) if read is None else None
+        return params if read.merged is None else run_folder.merger(own, target)(params)
+    lora = run_folder.lora(trainer.init_from) if read is None else None
     if goes_on and lora is None:
         raise UserError(
             f"Trainer.init_with is 'adapters', and Trainer.init_from ({trainer.init_from!r}) has none: set 'weights'"
@@ -130,7 +126,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         return read(target)
     if goes_on:
         return _going_on(trainer, model, lora, mesh, target)
-    return _of_run_folder(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
+    return _pretrained(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
 
 
 def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> tuple[int, PyTree] | None:
@@ -147,7 +143,8 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
     if trainer.init_with is not InitWith.STATE:
         return None
     if read is None:
-        restored, state = _restored(trainer, target)
+        own = dataclasses.replace(target, ema=None, losses=None)
+        restored, state = run_folder.newest_state(trainer.init_from, own, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
         raise UserError("Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights'")
@@ -162,64 +159,17 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
     return step, opt_state
 
 
-def _restored(trainer: Trainer, target: TrainState) -> tuple[Restored, TrainState]:
-    own = dataclasses.replace(target, ema=None, losses=None)
-    with CheckpointReader(trainer.init_from, trainer.checkpointing) as checkpoints:
-        found = checkpoints.restore(own)
-    if found is None:
-        raise UserError(
-            f"Trainer.init_from ({trainer.init_from!r}) holds no checkpoint: name a run folder that has one"
-        )
-    return found
-
-
 def _placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     value = np.asarray(value, wanted.dtype)
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: value[index])
-
-
-def adapters_at(folder: str) -> Lora | None:
-    """The adapters of a run, as its config.gin has them; None: it has none."""
-    run_manifest.check(run_manifest.folder_of(folder))
-    bound = config.changes("", outputs.read(os.path.join(folder, run_manifest.CONFIG)) or "")
-    values = {name: value for name, (_, value) in bound.items()}
-    if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
-        return None
-    return Lora(
-        **{
-            name.partition(".")[2]: ast.literal_eval(value)
-            for name, value in values.items()
-            if name.startswith("Lora.")
-        }
-    )
-
-
-def adapters_of(folder: str, how: Checkpointing) -> tuple[Lora, Params] | None:
-    """The adapters of a run and what else it trains, of its newest whole step, on one device; None: it has none.
-
-    Args:
-      folder: of the run.
-      how: checkpoints are read.
-
-    Raises:
-      UserError: the folder is not as its run wrote it, or holds no checkpoint.
-    """
-    lora = adapters_at(folder)
-    if lora is None:
-        return None
-    with CheckpointReader(folder, dataclasses.replace(how, cast=True)) as checkpoints:
-        values = checkpoints.newest_part(lora.trains)
-    if values is None:
-        raise UserError(f"{folder} holds no checkpoint yet: train it first")
-    return lora, values
 
 
 def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
     """The parameters of a run with adapters, which are added to its base."""
     adapted = api.build(dataclasses.replace(plain.config, lora=lora))
     shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
-    params = _of_run_folder(trainer, states.with_shardings(adapted.abstract_params, shardings))
-    return merger(adapted, target)(params)
+    params = _pretrained(trainer, states.with_shardings(adapted.abstract_params, shardings))
+    return run_folder.merger(adapted, target)(params)
 
 
 def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
@@ -235,33 +185,11 @@ def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Pa
         if field.name != "dropout" and ours != theirs:
             raise UserError(f"Lora.{field.name} is {ours!r}, {folder} was trained with {theirs!r}: set it to that")
     shardings = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
-    params = _of_run_folder(trainer, states.with_shardings(model.abstract_params, shardings))
-    return tree.joined(model.trained(params), merger(model, target, base=True)(params))
+    params = _pretrained(trainer, states.with_shardings(model.abstract_params, shardings))
+    return tree.joined(model.trained(params), run_folder.merger(model, target, base=True)(params))
 
 
-def merger(model: Model, target: Params, *, base: bool = False) -> Callable[[Params], Params]:
-    """A model's parameters -> those without adapters that compute the same, jitted.
-
-    Args:
-      model: with adapters.
-      target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
-      base: the adapters are left out instead.
-    """
-    made = model.base if base else model.merge
-
-    def merge(params: Params) -> Params:
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), made(params), target)
-
-    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
-
-
-def _of_run_folder(trainer: Trainer, target: Params) -> Params:
+def _pretrained(trainer: Trainer, target: Params) -> Params:
     # Whatever precision it was trained in.
-    with CheckpointReader(trainer.init_from, dataclasses.replace(trainer.checkpointing, cast=True)) as checkpoints:
-        found = checkpoints.newest_params(target)
-    if found is None:
-        raise UserError(
-            f"Trainer.init_from ({trainer.init_from!r}) holds no checkpoint: name a run folder that has one, or None to "
-            "begin with new parameters"
-        )
-    return found[1]
+    how = dataclasses.replace(trainer.checkpointing, cast=True)
+    return run_folder.newest_params(trainer.init_from, target, how)

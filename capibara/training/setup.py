@@ -27,7 +27,7 @@ from capibara.data.pipeline.loader import Loader, check_task_shards, merge_state
 from capibara.models import api
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
-from capibara.training import evaluation, origin, own_tokenizer
+from capibara.training import evaluation
 from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, make_eval_step
@@ -35,6 +35,7 @@ from capibara.training.feed import open_loader, validation_loader
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader
 from capibara.training.metrics import Meter
 from capibara.training.recovery import Initial, Recovery, Start
+from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.state import TrainState

@@ -119,7 +119,7 @@ from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training import own_tokenizer
+from capibara.training.run_folder import own_tokenizer
 from capibara.training.trainer import Trainer
 from capibara.core.types import UserError
 

@@ -195,7 +195,7 @@ def _main() -> None:
     from capibara.interop import open_model  # noqa: F401
     from capibara.monitoring import defaults  # noqa: F401
     from capibara.planner.search import automatic  # noqa: F401
-    from capibara.training import emulation, loop, own_tokenizer, run_folder  # noqa: F401
+    from capibara.training import emulation, loop, run_folder  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -58,7 +58,7 @@ def run(folder):
     from capibara import config, loading
 
     config.reset()
-    return loading.load(folder, bindings=["DecoderConfig.dtype = 'float32'"]).run
+    return loading.load(folder, bindings=["DecoderConfig.dtype = 'float32'"])
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +69,7 @@ def served(run):
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server.service import Served
 
-    vocabulary, batching = run.trainer.dataset.get_vocabulary(), EngineConfig(slots=2, prefix_cache_mib=1)
+    vocabulary, batching = run.tokenizer, EngineConfig(slots=2, prefix_cache_mib=1)
     engine = Engine(run.model, run.params, vocabulary, LENGTH, batching)
     with engine.start():
-        yield Served(
-            engine, vocabulary, chat.of_run(run.trainer.dataset), LENGTH, None, "tiny", Sampling(max_new_tokens=8)
-        )
+        yield Served(engine, vocabulary, chat.of_run(run.dataset), LENGTH, None, "tiny", Sampling(max_new_tokens=8))

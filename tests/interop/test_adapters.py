@@ -88,7 +88,8 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     # Its base is found, or given; either way the parameters are those of the run, merged.
     assert run(f"--from={tmp_path}/adapter", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    _, model, got = run_folder.load(f"{tmp_path}/ours")
+    ours = run_folder.load(f"{tmp_path}/ours")
+    model, got = ours.model, ours.params
     assert hf_config.resolved(model.config) == hf_config.resolved(plain.config) and model.config.lora is None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
     os.rename(tmp_path / "base", tmp_path / "elsewhere")

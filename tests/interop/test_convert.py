@@ -81,7 +81,8 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     assert foreign.config["max_position_embeddings"] == 1024
     assert run(f"--from={tmp_path}/hf", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    trainer, model, again = run_folder.load(f"{tmp_path}/ours")
+    ours = run_folder.load(f"{tmp_path}/ours")
+    trainer, model, again = ours.trainer, ours.model, ours.params
     assert hf_config.resolved(model.config) == hf_config.resolved(TINY)
     assert_equal(again, params)
     vocabulary = trainer.dataset.get_vocabulary()

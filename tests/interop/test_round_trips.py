@@ -25,7 +25,8 @@ from capibara.interop import conversion, gin_of, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
-from capibara.training import origin, own_tokenizer, run_folder
+from capibara.training import run_folder
+from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.trainer import Trainer
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -20,7 +20,7 @@ from capibara.training import run_folder
 CONFIG = DecoderConfig(
     vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128
 )
-RUNS = run_folder.RunFolders()
+RUNS = loading.RunFolders()
 OURS = ("Dataset.length = 64", "DecoderConfig.dtype = 'float32'")
 
 
@@ -50,10 +50,10 @@ def test_all_forms_are_one_model(forms, form, step, weights):
     folder, params = forms
     opened = loading.load(str(folder / form), bindings=OURS)
     assert (opened.step, opened.weights, opened.path) == (step, weights, str(folder / form))
-    jax.tree.map(np.testing.assert_array_equal, opened.run.params, params)
-    vocabulary = opened.run.trainer.dataset.get_vocabulary()
+    jax.tree.map(np.testing.assert_array_equal, opened.params, params)
+    vocabulary = opened.tokenizer
     assert vocabulary.decode(vocabulary.encode("Grüße, a b")) == "Grüße, a b" and vocabulary.size == 258
-    assert opened.run.trainer.dataset.length == 64 and opened.run.model.config.dtype == "float32"
+    assert opened.dataset.length == 64 and opened.model.config.dtype == "float32"
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"model_type": "none"}', b"\xff"])

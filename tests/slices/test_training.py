@@ -22,7 +22,7 @@ from capibara.planner.hardware import slices, xla_flags
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.strategies import rollouts
 from capibara.training import evaluation as evaluate
-from capibara.training import initialization, preference, setup
+from capibara.training import preference, run_folder, setup
 
 
 def step(case):
@@ -90,7 +90,7 @@ def fingerprint(case):
 
 
 def merge(case):
-    return initialization.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
+    return run_folder.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
 
 
 GENERAL = ("decoder", "windows", "experts", "encoder-decoder", "encoder")
@@ -117,7 +117,7 @@ class Program(NamedTuple):
 STEP, START, MERGE = (
     "training/setup.py lower_step",
     "training/setup.py StateSpec.init",
-    "training/initialization.py merger",
+    "training/run_folder/__init__.py merger",
 )
 OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
 ANSWERS, LOG_P = "training/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"

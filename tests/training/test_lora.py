@@ -19,8 +19,9 @@ from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import initialization as given
-from capibara.training import origin, run_folder
+from capibara.training import run_folder
 from capibara.training import state as states
+from capibara.training.run_folder import origin
 from capibara.training.setup import set_up
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer

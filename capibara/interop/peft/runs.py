@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,22 +16,9 @@ from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card
+from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
 from capibara.models import api
-
-
-class Run(Protocol):
-    """A loaded run, from training.run_folder.load.
-
-    Attributes:
-      trainer: of the run.
-      model: with or without adapters.
-      params: its parameters.
-    """
-
-    trainer: Any
-    model: api.Model
-    params: Params
 
 
 def is_adapter(path: str) -> bool:
@@ -85,9 +72,9 @@ def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any])
     return _write_gguf(target, values, api.build(dataclasses.replace(model.config, lora=lora)), config)
 
 
-def run_as_gguf(run: Run, target: str, base: str | None, origin: Mapping[str, bytes]) -> str:
-    """Like `as_gguf`, for a run with adapters; `base` and `origin` as in `write_run`."""
-    _, values = _base(run, base, origin)
+def run_as_gguf(run: LoadedModel, target: str, base: str | None) -> str:
+    """Like `as_gguf`, for a run with adapters; `base` as in `write_run`."""
+    _, values = _base(run, base)
     return _write_gguf(target, run.model.trained(run.params), run.model, values)
 
 
@@ -191,22 +178,19 @@ def _of(ours: api.Lora, theirs: api.Lora, field: str) -> str:
     return field if getattr(ours, field) != getattr(theirs, field) else f"{field}_pattern"
 
 
-def write_run(
-    run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
-) -> str:
+def write_run(run: LoadedModel, target: str, base: str | None, *, fused_experts: bool = False) -> str:
     """Writes the adapters of a run; returns a line that describes the result.
 
     Args:
       run: with unmerged adapters.
       target: a new folder.
       base: where PEFT finds the base model; None: the run's initial weights, or the name that came with them.
-      origin: files that came with the run's initial weights, by name.
       fused_experts: as in folder.write_peft.
 
     Raises:
       UserError: the run has no adapters, PEFT does not support them, or their base is unknown.
     """
-    base, values = _base(run, base, origin)
+    base, values = _base(run, base)
     if base is None:
         raise UserError(
             "the base of these adapters is unknown, as the run started from random parameters: name the folder of the base "
@@ -217,13 +201,14 @@ def write_run(
     return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {base}"
 
 
-def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str | None, dict[str, Any]]:
+def _base(run: LoadedModel, base: str | None) -> tuple[str | None, dict[str, Any]]:
     """Path or name of a run's base, None if unknown; and its config.json."""
-    began = run.trainer.init_from
+    origin, training = run.origin, run.training
+    began = None if training is None else training.init_from
     if run.model.config.lora is None:
         raise UserError("--format=peft and gguf_lora are for runs with adapters, and this one has none: use hf")
     if base is None and began is not None and is_adapter(began):
-        if run.trainer.init_with == "merged":
+        if training.init_with == "merged":
             raise UserError(
                 f"the run's base has the adapter {began} merged: write that, capibara convert --from={began} --to=NEW, and "
                 "name it with --base=NEW"

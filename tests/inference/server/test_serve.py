@@ -160,7 +160,7 @@ def loaded(monkeypatch):
 
     def noted(*args, **options):
         opened = load(*args, **options)
-        found.extend(jax.tree.leaves(opened.run.params))
+        found.extend(jax.tree.leaves(opened.params))
         return opened
 
     monkeypatch.setattr(loading, "load", noted)

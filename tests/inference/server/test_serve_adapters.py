@@ -66,7 +66,7 @@ def want(run, paths):
         if name is not None:
             model, values = adapted(run, LORAS[name], number)
             params = jax.jit(model.merge)(values)
-        one = Engine(run.model, params, run.trainer.dataset.get_vocabulary(), 256, EngineConfig(slots=4))
+        one = Engine(run.model, params, run.tokenizer, 256, EngineConfig(slots=4))
         found[name] = one.submit("The river", GREEDY).result().text
     assert len({*found.values()}) == 3
     return found

@@ -84,7 +84,7 @@ class ServingMesh:
         return sharding.shardings(mesh, rules, model.axes, model.abstract_params)
 
 
-def placed(_: object, model: Model) -> PyTree:
+def placed(_: Plan, model: Model) -> PyTree:
     """Where the parameters lie, as `loading.load` asks for it, once the configuration is parsed: on all processes."""
     return config.build(ServingMesh).shardings(model, jax.devices())
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from capibara import config
 from capibara.checkpoints import run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
-from capibara.checkpoints.manager import CheckpointReader, Checkpoints
+from capibara.checkpoints.manager import CheckpointReader, Checkpoints, Restored
 from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
 from capibara.core.multihost import peers
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
+from capibara.sharding import Plan
 from capibara.storage import durable, outputs
 from capibara.storage.full_disk import not_writable_explained
-from capibara.training import origin, own_tokenizer
-from capibara.training.initialization import merger
+from capibara.training.run_folder import own_tokenizer
 from capibara.training.state import TrainState, with_shardings
 from capibara.training.trainer import Trainer
 
@@ -34,15 +35,23 @@ _PERMIT = "CAPIBARA_START_OVER"  # a launcher's file, which lets --start_over re
 _OF_OTHERS = "config.json"  # of a Hugging Face folder, which is read by it whatever else lies beside it
 
 
-class Loaded(NamedTuple):
-    """A run, its model, and the parameters of its newest whole checkpoint, the average where one is kept.
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A run, its model, and the parameters of a checkpoint.
 
-    The model has no adapters: they are merged into the parameters, unless it was asked for them.
+    Attributes:
+      trainer: the run.
+      model: without adapters, which are merged into the parameters, unless it was asked for them.
+      params: of the checkpoint.
+      step: of the checkpoint.
+      is_average: the parameters are their moving averages.
     """
 
     trainer: Trainer
     model: api.Model
     params: Params
+    step: int
+    is_average: bool
 
 
 def is_run(folder: str) -> bool:
@@ -70,78 +79,17 @@ def recorded(folder: str, *, trust: bool = False) -> config.Recorded:
     return config.Recorded(text, where, trust)
 
 
-def load(
-    folder: str,
-    gin_files: Sequence[str] = (),
-    bindings: Sequence[str] = (),
-    search_paths: Sequence[str] = (),
-    *,
-    merge: bool = True,
-    trust: bool = False,
-) -> Loaded:
-    """What a run has come to, on a device.
-
-    Args:
-      folder: of the run; its config.gin is parsed as data, then `gin_files` and `bindings`.
-      merge: adapters into the parameters, where there are some.
-      trust: as of `recorded`.
-
-    Raises:
-      UserError: it is no run folder, or holds no checkpoint.
-    """
-    return load_step(folder, gin_files, bindings, search_paths, merge=merge, trust=trust)[1]
+# (the run's plan, its model or that without adapters) -> the sharding of each of the model's parameters.
+Placed = Callable[[Plan, api.Model], PyTree]
 
 
-# (the run, its model or that without adapters) -> the sharding of each of the model's parameters.
-Placed = Callable[[Trainer, api.Model], PyTree]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunFolders:
-    """Run folders for a room that does not import this one.
-
-    Attributes:
-      trust: the modules that a run's configuration names are imported.
-    """
-
-    trust: bool = False
-
-    def is_run(self, folder: str) -> bool:
-        """As `is_run`."""
-        return is_run(folder)
-
-    def load(
-        self,
-        folder: str,
-        gin_files: Sequence[str] = (),
-        bindings: Sequence[str] = (),
-        search_paths: Sequence[str] = (),
-        *,
-        merge: bool = True,
-    ) -> Loaded:
-        """As `load`."""
-        return load(folder, gin_files, bindings, search_paths, merge=merge, trust=self.trust)
-
-    def origin(self, folder: str) -> dict[str, bytes]:
-        """As `origin.read`."""
-        return origin.read(folder)
-
-    def optimizer(self, folder: str, run: Loaded) -> tuple[int, PyTree] | None:
-        """As `optimizer`."""
-        return optimizer(folder, run)
-
-    def save(self, folder: str, params: Params, gin: str) -> None:
-        """As `save`."""
-        save(folder, params, gin)
-
-
-def on_one_device(trainer: Trainer, model: api.Model) -> PyTree:
+def on_one_device(plan: Plan, model: api.Model) -> PyTree:
     """A sharding for each parameter that puts it whole on the first local device."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda _: here, model.abstract_params)
 
 
-def load_step(
+def load(
     folder: str,
     gin_files: Sequence[str] = (),
     bindings: Sequence[str] = (),
@@ -152,27 +100,25 @@ def load_step(
     placed: Placed = on_one_device,
     merge: bool = True,
     trust: bool = False,
-) -> tuple[int, Loaded, bool]:
+) -> TrainedRun:
     """What a run had come to at a step.
 
     Args:
-      folder, gin_files, bindings, search_paths: as of `load`.
+      folder: of the run; its config.gin is parsed as data, then `gin_files` and `bindings`.
+      gin_files, bindings, search_paths: as of config.parse.
       step: of the checkpoint; None: the newest.
       average: True: the moving averages of the parameters; False: they themselves; None: averages where some were kept.
       placed: where the parameters shall lie.
       merge: adapters into the parameters, where there are some.
       trust: as of `recorded`.
 
-    Returns:
-      the step, the run, and whether its parameters are averages.
-
     Raises:
-      UserError: as `load`, or there is no such step, or no average in it.
+      UserError: it is no run folder, or holds no checkpoint, no such step, or no average in it.
     """
     config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
     trainer = own_tokenizer.of_run(config.build(Trainer), folder)
     model = api.build(trainer.model)
-    target = with_shardings(model.abstract_params, placed(trainer, model))
+    target = with_shardings(model.abstract_params, placed(trainer.plan, model))
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         found = _found(checkpoints, folder, target, step, average is not False)
         if found is None:
@@ -187,24 +133,111 @@ def load_step(
     if average and not kept:
         raise UserError(f"{folder} keeps no average of its parameters (Trainer.ema_decay is not set): take them raw")
     if merge and model.config.lora:
-        params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer, model.plain)))(params)
-    found_run = Loaded(trainer, model.plain if merge else model, params)
-    return step, found_run, kept and average is not False
+        params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer.plan, model.plain)))(params)
+    return TrainedRun(trainer, model.plain if merge else model, params, step, kept and average is not False)
 
 
-def optimizer(folder: str, run: Loaded) -> tuple[int, PyTree] | None:
+def newest_optimizer(
+    folder: str, model: api.Model, tx: optax.GradientTransformation, how: Checkpointing
+) -> tuple[int, PyTree] | None:
     """The newest whole step of a run and its optimizer's state, on one device.
 
     None where the step holds parameters alone, or the run's parameters are moving averages: of these it is not the state.
+
+    Args:
+      folder: of the run.
+      model: of the run.
+      tx: its optimizer.
+      how: checkpoints are read.
     """
-    trainer, model = run.trainer, run.model
     trained = model.trained(model.abstract_params)
-    tx = trainer.optimizer.build(trainer.steps, model.trained(model.axes))
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.eval_shape(tx.init, trained)
     target = with_shardings(shapes, jax.tree.map(lambda _: here, shapes))
-    with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
+    with CheckpointReader(folder, how) as checkpoints:
         return checkpoints.newest_optimizer(target)
+
+
+def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
+    """The parameters of a run's newest whole step, the averages where it has some, for another run to begin with.
+
+    Args:
+      folder: of the run.
+      target: shapes and shardings of the parameters.
+      how: checkpoints are read.
+
+    Raises:
+      UserError: it holds no checkpoint, or one of another model.
+    """
+    with CheckpointReader(folder, how) as checkpoints:
+        found = checkpoints.newest_params(target)
+    if found is None:
+        raise UserError(
+            f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one, or None to "
+            "begin with new parameters"
+        )
+    return found[1]
+
+
+def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[Restored, TrainState]:
+    """The whole state of a run's newest whole step, for another run to go on from; arguments as of `newest_params`."""
+    with CheckpointReader(folder, how) as checkpoints:
+        found = checkpoints.restore(target)
+    if found is None:
+        raise UserError(f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one")
+    return found
+
+
+def lora(folder: str) -> api.Lora | None:
+    """The adapters of a run, as its config.gin has them; None: it has none."""
+    run_manifest.check(durable.folder_of(folder))
+    bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
+    values = {name: value for name, (_, value) in bound.items()}
+    if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
+        return None
+    return api.Lora(
+        **{
+            name.partition(".")[2]: ast.literal_eval(value)
+            for name, value in values.items()
+            if name.startswith("Lora.")
+        }
+    )
+
+
+def adapters(folder: str, how: Checkpointing) -> tuple[api.Lora, Params] | None:
+    """The adapters of a run and what else it trains, of its newest whole step, on one device; None: it has none.
+
+    Args:
+      folder: of the run.
+      how: checkpoints are read.
+
+    Raises:
+      UserError: the folder is not as its run wrote it, or holds no checkpoint.
+    """
+    found = lora(folder)
+    if found is None:
+        return None
+    with CheckpointReader(folder, dataclasses.replace(how, cast=True)) as checkpoints:
+        values = checkpoints.newest_part(found.trains)
+    if values is None:
+        raise UserError(f"{folder} holds no checkpoint yet: train it first")
+    return found, values
+
+
+def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[[Params], Params]:
+    """A model's parameters -> those without adapters that compute the same, jitted.
+
+    Args:
+      model: with adapters.
+      target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
+      base: the adapters are left out instead.
+    """
+    made = model.base if base else model.merge
+
+    def merge(params: Params) -> Params:
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), made(params), target)
+
+    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
 def _found(

@@ -18,7 +18,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary, SentencePieceVoc
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training import own_tokenizer
+from capibara.training.run_folder import own_tokenizer
 from capibara.training.trainer import Trainer
 
 TALK = Conversation([{"role": "user", "content": "Hi"}])
