@@ -300,11 +300,8 @@ def training(rounds: int, folder: str) -> dict:
                     run.recovery.save(step, state, feed, metrics)
                 for _ in range(STEPS):
                     step += 1
-                    run.checkpoints.check()
                     batch = feed.next_batch(step, state.params)
-                    with jax.transfer_guard("disallow"):
-                        state, metrics = run.train_step(state, batch)
-                    run.recovery.watch(step, feed.position, metrics)
+                    state, metrics = run.step(step, state, batch, feed.position)
                 jax.block_until_ready(state)
                 run.checkpoints.wait()  # what of a save is not done by then is paid for, too
                 seconds.append(time.perf_counter() - begin_s)

@@ -35,8 +35,9 @@ A pair's answers have two documents' worth of numbers: pair p has 2p + 1 for the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 Params = Any  # nested dicts whose leaves are arrays
 Batch = Mapping[str, Any]
@@ -44,6 +45,12 @@ PyTree = Any
 
 BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")  # of every batch
 ENCODER_KEYS = ("encoder_tokens", "encoder_segment_ids", "encoder_positions")
+
+
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
 class TryAgain(Exception):

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from capibara.core import limits
+from capibara.core.types import Dataclass
 from capibara.data.tokenizers.files import CONFIG_FILE, named
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
 
 
-def bindings(config: Any) -> list[str]:
+def bindings(config: Dataclass) -> list[str]:
     """The lines that bind a config dataclass and those in it, as far as they differ from the defaults."""
     own, lines, inner = type(config).__name__, [], []
     for field in dataclasses.fields(config):
@@ -77,7 +77,7 @@ def _bound(kind: str, values: Mapping[str, str]) -> list[str]:
     return [f"Dataset.vocabulary = @{kind}()", *(f"{kind}.{name} = {value}" for name, value in values.items())]
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
     return json.dumps(str(value)) if isinstance(value, str) else repr(value)

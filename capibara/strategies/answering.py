@@ -7,16 +7,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
-from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import own_chips
-from capibara.inference.engine.placement.own_chips import OwnChips
+from capibara.inference.engine.placement.own_chips import OwnChips, Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
@@ -57,6 +58,21 @@ class Answer:
         return Answer(**{**packed, **ids, **lists})
 
 
+class Answering(Protocol):
+    """How prompts are answered, and what is rewarded: a `grpo.Grpo`."""
+
+    @property
+    def engine(self) -> EngineConfig: ...
+    @property
+    def where(self) -> Where: ...
+    @property
+    def mesh(self) -> ServingMesh: ...
+    @property
+    def rewards(self) -> tuple[Callable[..., float], ...]: ...
+    @property
+    def reward_weights(self) -> tuple[float, ...] | None: ...
+
+
 class Prompt(NamedTuple):
     """Of a batch: its row, its number among the documents of the split, and its tokens."""
 
@@ -82,10 +98,10 @@ class Answerer:
 
     Args:
       run: of prompts.
-      grpo: a `grpo.Grpo`: how they are answered, and what is rewarded.
+      grpo: how they are answered, and what is rewarded.
     """
 
-    def __init__(self, run: RunParts, grpo: Any):
+    def __init__(self, run: RunParts, grpo: Answering):
         dataset = run.dataset
         self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
         splits = ("train", "validation") if run.evaluates else ("train",)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params, UserError
+from capibara.data.dataset import Dataset
 from capibara.inference.engine.core import reads_whole
 from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import log_probabilities
 from capibara.objectives.batches import BatchProvider, RunParts
+from capibara.objectives.preference import weights_fingerprint
 from capibara.sharding import Plan
-from capibara.strategies.answering import Answer, Answerer, name_of, prompts_of
-from capibara.training.preference import weights_fingerprint
+from capibara.strategies.answering import Answer, Answerer, Answering, name_of, prompts_of
+
+
+class RollingOut(Answering, Protocol):
+    """What is done with the answers besides: a `grpo.Grpo`."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def kl(self) -> float: ...
+    @property
+    def entries(self) -> tuple[str, ...]: ...
+
+    def advantages(self, rewards: np.ndarray) -> np.ndarray: ...
+
+    def drawn_from(self, model: Model, dataset: Dataset) -> dict[str, Any]: ...
 
 
 class Rollouts(BatchProvider):
@@ -36,10 +56,10 @@ class Rollouts(BatchProvider):
 
     Args:
       run: of prompts.
-      grpo: a `grpo.Grpo`, what is done with the answers.
+      grpo: what is done with the answers.
     """
 
-    def __init__(self, run: RunParts, grpo: Any):
+    def __init__(self, run: RunParts, grpo: RollingOut):
         check_generates(run.model)
         if reads_whole(run.model):
             raise UserError(

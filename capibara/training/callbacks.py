@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +115,6 @@ class Callbacks(Callback):
     def on_train_end(self, step: int, reason: str) -> None:
         self._each("on_train_end", step, reason)
 
-    def _each(self, event: str, *args: Any) -> None:
+    def _each(self, event: str, *args: object) -> None:
         for callback in self._callbacks:
             getattr(callback, event)(*args)

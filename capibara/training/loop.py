@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -12,9 +11,7 @@ import jax
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params
-from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
-from capibara.sharding.replicas import ReplicaCheck
 from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
 from capibara.training.evaluation import Evaluator, Judge, Sampler, is_due
@@ -143,7 +140,7 @@ class _Loop:
                 continue
 
             step, score = step + 1, None
-            state, metrics = self._step(step, state, batch)
+            state, metrics = self.setup.step(step, state, batch, self.feed.position)
 
             self.meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
@@ -186,25 +183,6 @@ class _Loop:
             batch = self.feed.next_batch(step, params)
             self.callbacks.on_progress("")
             return batch
-
-    def _step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Makes a step; no array crosses to or from the devices unseen.
-
-        Raises:
-          SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
-        """
-        setup = self.setup
-        setup.checkpoints.check()
-        with jax.transfer_guard("disallow"):
-            state, metrics = setup.train_step(state, batch)
-        setup.recovery.watch(step, self.feed.position, metrics)
-        if is_due(step, setup.trainer.replica_check_every) and self._replicas.copies > 1:
-            self._replicas.check(state.params)
-        return state, metrics
-
-    @functools.cached_property
-    def _replicas(self) -> ReplicaCheck:
-        return ReplicaCheck(self.setup.spec.abstract.params, self.setup.mesh)
 
     def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
         """Goes back from a loss spike, and tells the callbacks."""

@@ -23,14 +23,15 @@ from capibara.core import processes
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.pipeline.loader import Loader, check_task_shards, merge_states
+from capibara.data.pipeline.loader import Loader, Position, check_task_shards, merge_states
 from capibara.models import api
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
+from capibara.sharding.replicas import ReplicaCheck
 from capibara.training import evaluation
 from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
-from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, make_eval_step
+from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
 from capibara.training.feed import open_loader, validation_loader
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader
 from capibara.training.metrics import Meter
@@ -93,6 +94,29 @@ class Setup:
     def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
         """What makes the batches, where the loss takes more than the data."""
         return None if self.trainer.loss is None else self.trainer.loss.batch_provider(self._parts(reporter))
+
+    def step(self, step: int, state: TrainState, batch: Batch, position: Position) -> tuple[TrainState, Metrics]:
+        """Makes a step; no array crosses to or from the devices unseen.
+
+        Args:
+          step: its number; that of the first is 1.
+          state, batch: on the devices; the state is donated.
+          position: where the data stood before the batch.
+
+        Raises:
+          SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
+        """
+        self.checkpoints.check()
+        with jax.transfer_guard("disallow"):
+            state, metrics = self.train_step(state, batch)
+        self.recovery.watch(step, position, metrics)
+        if is_due(step, self.trainer.replica_check_every) and self._replicas.copies > 1:
+            self._replicas.check(state.params)
+        return state, metrics
+
+    @functools.cached_property
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(self.spec.abstract.params, self.mesh)
 
     def evaluator(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +82,7 @@ def make_train_step(
     return step
 
 
-def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[Any, Stats]]]:
+def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[PyTree, Stats]]]:
     """(params, batch, step, scale or None) -> the loss to differentiate, times `scale`; the sums and layer stats."""
 
     def loss_sum(params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None):

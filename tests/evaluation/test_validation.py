@@ -8,7 +8,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.evaluation import validation
-from capibara.training.preference import Dpo
+from capibara.objectives.preference import Dpo
 
 
 def test_a_run_on_preferences_has_no_loss_of_texts():

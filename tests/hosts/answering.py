@@ -32,6 +32,7 @@ from capibara.inference.sampling.sample import SampleText, sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.storage import outputs
@@ -40,7 +41,6 @@ from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.callbacks import Callback
 from capibara.training.evaluation import Judge
-from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")

@@ -21,11 +21,11 @@ from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop.hf import tables, tensors
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
 
 HERE = pathlib.Path(__file__).resolve().parent

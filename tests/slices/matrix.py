@@ -23,13 +23,13 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora, Moe
+from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
 from capibara.training import setup
-from capibara.training.preference import Dpo
 from capibara.training.trainer import Trainer
 
 ROWS, LENGTH = 16, 256

@@ -14,6 +14,7 @@ from matrix import LOSSES, SLICES, Case, running, shown
 from capibara.checkpoints import saving
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
+from capibara.objectives import preference
 from capibara.objectives.base import of_cross_entropy
 from capibara.objectives.batches import LoaderBatches
 from capibara.optim import Optimizer
@@ -22,7 +23,7 @@ from capibara.planner.hardware import slices, xla_flags
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.strategies import rollouts
 from capibara.training import evaluation as evaluate
-from capibara.training import preference, run_folder, setup
+from capibara.training import run_folder, setup
 
 
 def step(case):
@@ -120,7 +121,7 @@ STEP, START, MERGE = (
     "training/run_folder/__init__.py merger",
 )
 OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
-ANSWERS, LOG_P = "training/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"
+ANSWERS, LOG_P = "objectives/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
@@ -132,7 +133,7 @@ PROGRAMS = {
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
-    "evaluation, DPO": Program("training/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "evaluation, DPO": Program("objectives/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
@@ -140,7 +141,7 @@ PROGRAMS = {
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
-    "fingerprint of weights": Program("training/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
+    "fingerprint of weights": Program("objectives/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "merge of adapters": Program(MERGE, merge, ADAPTED),
 }
 # What partitions by hand -> a program, and a model of it, that it is part of.

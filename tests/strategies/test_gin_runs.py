@@ -9,8 +9,8 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.objectives.preference import Dpo
 from capibara.training import emulation
-from capibara.training.preference import Dpo
 from capibara.training.trainer import Trainer
 
 FILES = ["models/tiny.gin", "runs/lora.gin"]

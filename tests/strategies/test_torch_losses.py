@@ -11,9 +11,9 @@ import pytest
 
 from capibara.inference.sampling.sampling import Sampling
 from capibara.kernels.cross_entropy import token_log_probabilities
+from capibara.objectives.preference import Dpo
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import matches_pattern
-from capibara.training.preference import Dpo
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 sys.path.insert(0, str(GOLDEN))

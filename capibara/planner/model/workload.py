@@ -7,14 +7,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from capibara import optim
 from capibara.core import tree
-from capibara.core.types import PyTree, UserError
+from capibara.core.types import Dataclass, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.models import api
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
@@ -27,7 +27,7 @@ _OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Run(Protocol):
+class Run(Dataclass, Protocol):
     """A training run as the planner sees it: a training.trainer.Trainer, which this room does not import.
 
     Attributes:
@@ -35,8 +35,6 @@ class Run(Protocol):
       steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as in Trainer.
       batch_spec: shape and dtype of every array that a step reads.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def model(self) -> TransformerConfig: ...

@@ -13,12 +13,12 @@ import json
 import os
 import shutil
 import tempfile
-from typing import Any
+from typing import TypeVar
 
 from etils import epath
 
 from capibara.checkpoints import run_manifest
-from capibara.core.types import UserError
+from capibara.core.types import Dataclass, UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
@@ -26,6 +26,8 @@ from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE
 from capibara.data.tokenizers.vocabulary import OwnFiles
 from capibara.storage import durable, outputs
 from capibara.training.trainer import Trainer
+
+_T = TypeVar("_T", bound=Dataclass)
 
 
 def keep(dataset: Dataset, model_dir: str) -> None:
@@ -66,7 +68,7 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
     known = functools.cache(lambda: _paths(model_dir))
 
-    def moved(value: Any, *names: str) -> Any:
+    def moved(value: _T, *names: str) -> _T:
         """A vocabulary or template with its paths led to the run's own files, where they are gone."""
         paths = {name: path for name in names if _is_path(path := getattr(value, name))}
         gone = {

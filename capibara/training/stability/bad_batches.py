@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from etils import epath
 
 from capibara.core.background import Worker
 from capibara.core.types import UserError
@@ -118,7 +119,7 @@ def explained(numbers: Mapping[str, float], window: int) -> str:
     return f"gradients are not finite (their norm is {numbers['grad_norm']}, the loss {loss:.4g})"
 
 
-def append(path: Any, line: str) -> None:
+def append(path: epath.Path, line: str) -> None:
     """Adds a line to a file, which need not be there; what a run that was killed left of one becomes a line of its own.
 
     Raises:
