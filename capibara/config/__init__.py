@@ -168,7 +168,9 @@ def reset() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """The configuration that a run recorded. It may come from anyone, so it is data: nothing that it names is imported.
+    """The configuration that a run recorded, or that a foreign model's files give it.
+
+    It may come from anyone, so it is data: nothing that it names is imported.
 
     It binds parameters of capibara's own configurables to plain values and to references to such configurables. Beside
     these it may refer to configurables of modules that the user's own Gin files import, or, where it is trusted, of the

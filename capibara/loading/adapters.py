@@ -83,7 +83,7 @@ def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
         return peft.read_peft(path, model, model_type)
     if not run_folder.is_run(path):
         raise UserError(f"there is neither a folder of PEFT ({peft.CONFIG}) nor a run folder: name one of the two")
-    how = Checkpointing() if loaded.training is None else loaded.training.checkpointing
+    how = config.build(Checkpointing) if loaded.training is None else loaded.training.checkpointing
     found = run_folder.adapters(path, how)
     if found is None:
         raise UserError("it is a run without adapters: serve it as --model_dir")

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from capibara.core import devices, extras
-from capibara.core.types import UserError
+from capibara.core.types import Dataclass, UserError
 from capibara.planner.compiler.compile import Compiled
 from capibara.planner.hardware import topology
 
@@ -214,13 +214,14 @@ def _source_digest(package: pathlib.Path, sources: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def users_digest(config: Any) -> dict[str, str]:
+def users_digest(config: Dataclass) -> dict[str, str]:
     """Module -> SHA-256 of its code, for all modules outside the package that define classes of a configuration.
 
     Args:
       config: a dataclass of dataclasses.
     """
-    found, waiting = {}, [config]
+    found: dict[str, str] = {}
+    waiting: list[object] = [config]
     while waiting:
         one = waiting.pop()
         if isinstance(one, (tuple, list)):
