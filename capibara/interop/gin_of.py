@@ -21,7 +21,7 @@ def bindings(config: Dataclass) -> list[str]:
         value = getattr(config, field.name)
         if value == field.default:
             continue
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             lines.append(f"{own}.{field.name} = @{type(value).__name__}()")
             inner += ["", *bindings(value)]
         else:

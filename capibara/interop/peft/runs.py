@@ -208,7 +208,7 @@ def _base(run: LoadedModel, base: str | None) -> tuple[str | None, dict[str, Any
     if run.model.config.lora is None:
         raise UserError("--format=peft and gguf_lora are for runs with adapters, and this one has none: use hf")
     if base is None and began is not None and is_adapter(began):
-        if training.init_with == "merged":
+        if training is not None and training.init_with == "merged":
             raise UserError(
                 f"the run's base has the adapter {began} merged: write that, capibara convert --from={began} --to=NEW, and "
                 "name it with --base=NEW"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -118,7 +118,7 @@ def places(shapes: Mapping[str, Shape], rows: Mapping[str, t5x_names.Row], *, sc
                 yield Place(name, path, layer, groups, tensor.layout)
 
 
-def is_adafactor(optimizer: OptimizerConfig) -> bool:
+def is_adafactor(optimizer: OptimizerConfig) -> TypeGuard[Optimizer]:
     """Whether it is the Adafactor that T5X has too."""
     return isinstance(optimizer, Optimizer) and optimizer.name is OptimizerName.ADAFACTOR
 
