@@ -22,7 +22,7 @@ from capibara.optim.adafactor import Adafactor, FactoredState, Factoring, Parts
 from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, decay_mask
 from capibara.optim.matrices import Axes
 from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleConfig, ScheduleKind, StepFunction
-from capibara.optim.state_dtypes import StateDtype
+from capibara.optim.state_dtypes import Path, StateDtype
 
 __all__ = [
     "Adafactor",
@@ -95,7 +95,7 @@ class Optimizer(StandardOptimizer):
     parameter_scale: bool = True
     adafactor: Adafactor = dataclasses.field(default_factory=Adafactor)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("b1", "b2", "momentum"):
             value = getattr(self, name)
@@ -199,7 +199,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
     if missing := sorted(map(jax.tree_util.keystr, shapes.keys() ^ named.keys())):
         raise ValueError(f"parameters and axes differ in {', '.join(missing)}")
 
-    def leaf_axes(path, leaf):
+    def leaf_axes(path: Path, leaf: jax.ShapeDtypeStruct) -> Axes:
         owner = optim_state.parameter_path(path, shapes)
         if owner is None:
             return (None,) * leaf.ndim
@@ -208,7 +208,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
             return names
         return (None,) * leaf.ndim
 
-    def node_axes(path, node):
+    def node_axes(path: Path, node: jax.ShapeDtypeStruct | HasAxes) -> PyTree:
         if isinstance(node, HasAxes):
             return node.axes_of(axes)
         return leaf_axes(path, node)
@@ -221,10 +221,10 @@ def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float)
     """Momentum, orthogonalised matrix by matrix, then scaled to root mean square `rms`."""
     numbers = jax.tree.map(lambda a: hidden_matrix(a) or optax.MaskedNode(), axes, is_leaf=is_axes)
 
-    def scale(updates, params):
+    def scale(updates: optax.Updates, params: Params | None) -> optax.Updates:
         del params
 
-        def one(update, matrix):
+        def one(update: jax.Array, matrix: optax.contrib.MuonDimensionNumbers) -> jax.Array:
             sizes = [math.prod(update.shape[i] for i in dims) for dims in matrix]
             return rms * math.sqrt(max(sizes)) * update
 

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,15 @@ import optax
 
 from capibara.config import configurable
 from capibara.core import tree
-from capibara.core.types import PyTree, UserError
+from capibara.core.types import Params, PyTree, UserError
 from capibara.optim import matrices
 from capibara.optim.matrices import Axes, Dims
 
 _ROLES = ("row", "column", "batch", "none")
+_T = TypeVar("_T")
+_D = TypeVar("_D")
+
+Moments = tuple[jax.Array, jax.Array, jax.Array]  # v_row, v_col and v of a parameter
 
 
 class Factoring(enum.StrEnum):
@@ -83,7 +88,7 @@ class Adafactor:
     weight_decay_rate: float | None = None
     weight_decay_rate_lr_exponent: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("decay_rate", "clipping_threshold", "epsilon1", "epsilon2", "max_parameter_scale"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -160,10 +165,12 @@ class FactoredState:
 
         def without(dropped: Callable[[Parts], Dims]) -> PyTree:
             each = (_left(own, dropped(p)) if p.rows else (None,) for own, p in zip(names, self.parts, strict=True))
-            return structure.unflatten(list(each))
+            return jax.tree.unflatten(structure, list(each))
 
-        whole = structure.unflatten([(None,) if p.rows else own for own, p in zip(names, self.parts, strict=True)])
-        return FactoredState((), without(lambda p: p.columns), without(lambda p: p.rows), whole, self.parts)
+        whole = [(None,) if p.rows else own for own, p in zip(names, self.parts, strict=True)]
+        scalar: PyTree = ()
+        v = jax.tree.unflatten(structure, whole)
+        return FactoredState(scalar, without(lambda p: p.columns), without(lambda p: p.rows), v, self.parts)
 
 
 class Rule:
@@ -189,13 +196,16 @@ class Rule:
         """Gradients over the root of their second moments."""
         config = self.config
 
-        def init(params):
+        def init(params: Params) -> FactoredState:
             leaves, structure = jax.tree.flatten(params)
             parts = self.parts(params)
             empty = [_empty(leaf, p) for leaf, p in zip(leaves, parts, strict=True)]
-            return FactoredState(jnp.zeros((), jnp.int32), *_transposed(structure, empty), parts)
+            v_row, v_col, v = _transposed(structure, empty)
+            return FactoredState(jnp.zeros((), jnp.int32), v_row, v_col, v, parts)
 
-        def update(grads, state, params):
+        def update(
+            grads: optax.Updates, state: FactoredState, params: Params | None = None
+        ) -> tuple[optax.Updates, FactoredState]:
             del params
             t = jnp.asarray(state.count - config.step_offset + 1, jnp.float32)
             if config.step_offset:  # before it, as at the first update, moments are those of the gradient at hand
@@ -207,9 +217,9 @@ class Rule:
                 _scaled(grad, kept, p, decay, config.epsilon1)
                 for grad, *kept, p in zip(leaves, *moments, state.parts, strict=True)
             ]
-            count = optax.safe_increment(state.count)
-            new = FactoredState(count, *_transposed(structure, [kept for _, kept in each]), state.parts)
-            return structure.unflatten([update for update, _ in each]), new
+            v_row, v_col, v = _transposed(structure, [kept for _, kept in each])
+            new = FactoredState(optax.safe_increment(state.count), v_row, v_col, v, state.parts)
+            return jax.tree.unflatten(structure, [update for update, _ in each]), new
 
         return optax.GradientTransformation(init, update)
 
@@ -237,12 +247,12 @@ class Rule:
         return self.parameter_scale or any(whether for _, whether in self.config.parameter_scale_map)
 
     def _stateless(self, fn: Callable[[jax.Array, jax.Array, Dims, str], jax.Array]) -> optax.GradientTransformation:
-        def update(updates, params):
+        def update(updates: optax.Updates, params: Params | None) -> optax.Updates:
             leaves, structure = jax.tree.flatten(updates)
             values = leaves if params is None else jax.tree.leaves(params)
             owns = (parts.own for parts in self.parts(updates))
             named = zip(leaves, values, owns, tree.path_names(updates), strict=True)
-            return structure.unflatten([fn(*each) for each in named])
+            return jax.tree.unflatten(structure, [fn(*each) for each in named])
 
         return optax.stateless(update)
 
@@ -259,7 +269,7 @@ class Rule:
         if self.config.factoring is Factoring.DIMENSIONS:
             largest = [int(i) for i in np.argsort(shape)]
             factored = len(shape) >= 2 and shape[largest[-2]] >= self.min_size
-            return Parts(*((largest[-2],), (largest[-1],)) if factored else ((), ()), own)
+            return Parts((largest[-2],), (largest[-1],), own) if factored else Parts((), (), own)
         if (sides := matrices.sides(axes)) is None:
             return Parts((), (), own)
         stacked = len(own) < len(shape) and self.config.factoring is Factoring.STACKED
@@ -278,11 +288,13 @@ def decay(rate: Callable[[jax.Array], jax.Array | float], mask: PyTree | None) -
       mask: tree like the parameters, of bools: which of them decay; None: all.
     """
 
-    def init(params):
+    def init(params: Params) -> optax.ScaleByScheduleState:
         del params
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params):
+    def update(
+        updates: optax.Updates, state: optax.ScaleByScheduleState, params: Params | None = None
+    ) -> tuple[optax.Updates, optax.ScaleByScheduleState]:
         share = rate(state.count)
         of = jax.tree.map(lambda _: True, params) if mask is None else mask
         updates = jax.tree.map(lambda u, p, decays: u - share * p if decays else u, updates, params, of)
@@ -291,17 +303,18 @@ def decay(rate: Callable[[jax.Array], jax.Array | float], mask: PyTree | None) -
     return optax.GradientTransformation(init, update)
 
 
-def _empty(param: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _empty(param: jax.Array, parts: Parts) -> Moments:
     """v_row, v_col and v of a parameter before its first update."""
     nothing = jnp.zeros((1,), param.dtype)
     if not parts.rows:
         return nothing, nothing, jnp.zeros_like(param)
-    return *(jnp.zeros(_left(param.shape, dims), param.dtype) for dims in (parts.columns, parts.rows)), nothing
+    v_row, v_col = (jnp.zeros(_left(param.shape, dims), param.dtype) for dims in (parts.columns, parts.rows))
+    return v_row, v_col, nothing
 
 
 def _scaled(
     grad: jax.Array, kept: list[jax.Array], parts: Parts, decay: jax.Array, epsilon: float
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[jax.Array, Moments]:
     """A gradient over the root of its second moment, and the new v_row, v_col and v."""
     (v_row, v_col, v), square = kept, jnp.square(grad) + epsilon
     mix = lambda old, new: (decay * old + (1.0 - decay) * new).astype(grad.dtype)  # noqa: E731
@@ -323,16 +336,17 @@ def _rms(x: jax.Array, own: Dims) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
 
 
-def _left(values: tuple, dropped: Dims) -> tuple:
+def _left(values: tuple[_T, ...], dropped: Dims) -> tuple[_T, ...]:
     return tuple(value for i, value in enumerate(values) if i not in dropped)
 
 
-def _transposed(structure: jax.tree_util.PyTreeDef, each: list[tuple]) -> Iterator[PyTree]:
+def _transposed(structure: jax.tree_util.PyTreeDef, each: Sequence[Moments]) -> tuple[PyTree, PyTree, PyTree]:
     """From a triple of each leaf three trees."""
-    return (structure.unflatten([of[i] for of in each]) for i in range(3))
+    v_row, v_col, v = (jax.tree.unflatten(structure, [of[i] for of in each]) for i in range(3))
+    return v_row, v_col, v
 
 
-def _first_match(rules: tuple[tuple[str, object], ...], name: str, default):
+def _first_match(rules: tuple[tuple[str, _T], ...], name: str, default: _D) -> _T | _D:
     return next((value for pattern, value in rules if re.search(pattern, name)), default)
 
 

@@ -87,7 +87,7 @@ class StandardOptimizer(OptimizerConfig):
     clip_norm: float | None = 1.0
     state_dtype: StateDtype = StateDtype.FLOAT32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         own = type(self).__name__
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise UserError(f"{own}.clip_norm is {self.clip_norm}, must be finite and above 0: None is no limit")

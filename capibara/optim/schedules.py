@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from capibara.config import configurable
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
-StepFunction = Callable[[Any], jax.Array]
+StepFunction = Callable[[jax.typing.ArrayLike], jax.Array]  # updates done before -> a float32 scalar
 
 MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: what is above is a slip of the pen
 
@@ -78,7 +77,7 @@ class Schedule(ScheduleConfig):
     decay_fraction: float = 0.2
     final_fraction: float = 0.1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.learning_rate <= MAX_LEARNING_RATE:
             limits = f"above 0 and at most {MAX_LEARNING_RATE:g}"
             raise UserError(f"Schedule.learning_rate is {self.learning_rate}, must be {limits}: try 3e-4")
@@ -112,7 +111,7 @@ class Schedule(ScheduleConfig):
         warmup, decay = self._lengths(total_steps)
         final = self.final_fraction
 
-        def learning_rate(step):
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             step = jnp.asarray(step, jnp.float32)
             after = step - warmup
             match self.kind:
@@ -202,7 +201,7 @@ class FactorSchedule(ScheduleConfig):
     step_offset: int = 0
     min_learning_rate: float = 1e-8
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in self._names():
             if name not in list(Factor):
                 raise UserError(
@@ -233,7 +232,7 @@ class FactorSchedule(ScheduleConfig):
         if total_steps < 1:
             raise UserError(f"total_steps is {total_steps}, must be at least 1")
 
-        def learning_rate(step):
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             step = jnp.maximum(jnp.asarray(step) - self.step_offset, 0)
             product = jnp.ones((), jnp.float32)
             for name in self._names():

@@ -7,6 +7,7 @@ thousandth of the whole, stay float32.
 from __future__ import annotations
 
 import enum
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from capibara.core.tree import is_axes
-from capibara.core.types import PyTree
+from capibara.core.types import Params, PyTree
+from capibara.optim.matrices import Axes
 
 Path = tuple[Any, ...]
 
@@ -60,7 +62,7 @@ class Blocks(NamedTuple):
 class StoredState(NamedTuple):
     """State of `stored`: updates done, int32, and the inner state with its moments as they are stored."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # checkpoints have it by this name; no state is asked for tuple.count
     inner: optax.OptState
 
 
@@ -77,11 +79,13 @@ def stored(inner: optax.GradientTransformation, dtype: StateDtype, axes: PyTree)
         return inner
     weights = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 
-    def init(params):
+    def init(params: Params) -> StoredState:
         state = inner.init(params)
         return StoredState(jnp.zeros((), jnp.int32), _encode(state, weights, _shapes(params), dtype, 0))
 
-    def update(updates, state, params=None):
+    def update(
+        updates: optax.Updates, state: StoredState, params: Params | None = None
+    ) -> tuple[optax.Updates, StoredState]:
         shapes = _shapes(updates)
         updates, new = inner.update(updates, _decode(state.inner), params)
         return updates, StoredState(state.count + 1, _encode(new, weights, shapes, dtype, state.count + 1))
@@ -89,7 +93,7 @@ def stored(inner: optax.GradientTransformation, dtype: StateDtype, axes: PyTree)
     return optax.GradientTransformation(init, update)
 
 
-def parameter_path(path: Path, parameters: Any) -> Path | None:
+def parameter_path(path: Path, parameters: Container[Path]) -> Path | None:
     """The path, among `parameters`, of the parameter that a leaf of an optimizer's state belongs to, else None.
 
     Optimizers keep trees like the parameters inside their states, so a leaf's path ends with its parameter's.
@@ -146,14 +150,20 @@ def round_to_bfloat16(x: jax.Array, seed: jax.typing.ArrayLike) -> jax.Array:
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def _encode(state, weights, shapes, dtype: StateDtype, count) -> PyTree:
+def _encode(
+    state: optax.OptState,
+    weights: Mapping[Path, Axes],
+    shapes: Mapping[Path, tuple[int, ...]],
+    dtype: StateDtype,
+    count: jax.typing.ArrayLike,
+) -> PyTree:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
 
     def one(index: int, path: Path, leaf: jax.Array) -> jax.Array | Blocks:
         owner = parameter_path(path, weights)
         if owner is None or leaf.shape != shapes[owner]:
             return leaf
-        seed = count * len(leaves) + index
+        seed = jnp.asarray(count) * len(leaves) + index
         if dtype is StateDtype.BFLOAT16:
             return round_to_bfloat16(leaf, seed)
         dim = block_dimension(weights[owner])
@@ -162,11 +172,11 @@ def _encode(state, weights, shapes, dtype: StateDtype, count) -> PyTree:
         second_moment = any(getattr(key, "name", None) == "nu" for key in path)
         return quantize(leaf, dim, seed, signed=not second_moment)
 
-    return structure.unflatten([one(index, *item) for index, item in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [one(index, *item) for index, item in enumerate(leaves)])
 
 
 def _decode(state: PyTree) -> PyTree:
-    def one(leaf):
+    def one(leaf: jax.Array | Blocks) -> jax.Array:
         if isinstance(leaf, Blocks):
             return dequantize(leaf)
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
@@ -182,12 +192,12 @@ def _share(codes: jax.Array, largest: int) -> jax.Array:
     return jnp.square(jnp.square(codes / largest))
 
 
-def _uniform(shape: tuple[int, ...], seed) -> jax.Array:
+def _uniform(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> jax.Array:
     """float32 in [0, 1)."""
     return (_bits(shape, seed) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _bits(shape: tuple[int, ...], seed) -> jax.Array:
+def _bits(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> jax.Array:
     """uint32, evenly distributed: a hash of the place and the seed.
 
     Fused into the rounding it costs a few operations a value, where jax.random's threefry costs a hundred; and like it,
