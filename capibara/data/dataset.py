@@ -14,7 +14,7 @@ from capibara.core.types import UserError
 from capibara.data.packing import packing as packed
 from capibara.data.packing.masking import Masking, SpanCorruption
 from capibara.data.packing.packing import Packing
-from capibara.data.sources.sources import DataFormat, Source
+from capibara.data.sources.sources import Blocks, DataFormat, Documents, Source
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
@@ -177,6 +177,11 @@ class Dataset:
     def data_format(self) -> DataFormat:
         """What the documents are for."""
         return DataFormat.TEXTS if self.source is None else self.source.data_format
+
+    def documents(self, split: str) -> Documents | Blocks:
+        """Of `source`, of "train" or "validation"; raises as Source.open."""
+        assert self.source is not None, "a SeqIO task has no documents to open"
+        return self.source.open(split)
 
     @property
     def most_pairs(self) -> int:

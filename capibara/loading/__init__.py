@@ -23,7 +23,7 @@ from capibara.training.run_folder import Placed, TrainedRun, origin
 from capibara.training.trainer import Trainer
 
 # A foreign model may see much more; each row that is answered takes memory for all of it.
-_LENGTHS = {api.EncoderDecoderConfig: 512}
+_LENGTHS: Mapping[type[api.TransformerConfig], int] = {api.EncoderDecoderConfig: 512}
 _LENGTH = 2048
 _LARGEST_OF_BYTES = 512  # vocabulary of a model that may have come without a tokenizer because it reads bytes
 

@@ -28,7 +28,7 @@ class Adapters:
 
     paths: tuple[tuple[str, str], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = [name for name, _ in self.paths]
         for name, path in self.paths:
             if not name or not path:

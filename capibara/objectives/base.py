@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def of_cross_entropy(
     """
     by_documents = normalization is Normalization.DOCUMENTS
 
-    def sums(params: Params, batch: Batch, remat: RematPolicy, step: jax.Array):
+    def sums(params: Params, batch: Batch, remat: RematPolicy, step: jax.Array) -> tuple[jax.Array, LossSums, Stats]:
         tokens = jnp.sum(batch["weights"]) if by_documents else None
         if by_documents:
             batch = dict(batch) | {"weights": of_documents(batch["weights"], batch["segment_ids"])}
@@ -133,6 +133,18 @@ def of_documents(weights_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     total = lambda weights, segments: jax.ops.segment_sum(weights, segments, num_segments=T + 1)[segments]  # noqa: E731
     total_BT = jax.vmap(total)(weights_BT, segment_ids_BT)
     return jnp.where(weights_BT > 0, weights_BT / jnp.maximum(total_BT, 1e-30), 0.0)
+
+
+class DrawnFrom(TypedDict):
+    """The distribution that tokens are drawn from.
+
+    Attributes:
+      temperature: that divides the logits.
+      usable: ids that can be drawn; None: all.
+    """
+
+    temperature: float
+    usable: int | None
 
 
 def log_probabilities(

@@ -70,9 +70,18 @@ class Loss(abc.ABC):
         """Shape and dtype of every array of the step's batch."""
         return dataset.batch_spec(rows)
 
-    def open(self, dataset: Dataset, **options: Any) -> Loader:
-        """A loader of the data; `options` are those of `make_loader`."""
-        return make_loader(dataset, **options)
+    def open(
+        self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
+    ) -> Loader:
+        """A loader of the data; arguments as of `make_loader`."""
+        return make_loader(
+            dataset,
+            split=split,
+            batch_size=batch_size,
+            shard_index=shard_index,
+            shard_count=shard_count,
+            epochs=epochs,
+        )
 
     @abc.abstractmethod
     def objective(self, model: Model, dataset: Dataset) -> Objective:

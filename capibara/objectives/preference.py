@@ -32,7 +32,7 @@ from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import DataFormat
-from capibara.models.api import Model
+from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.loss import Loss
@@ -89,7 +89,7 @@ class Dpo(Loss):
         *("log_prob_chosen", "log_prob_rejected", "log_ratio", "nll_chosen"),
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.beta < float("inf"):
             raise UserError(f"Dpo.beta is {self.beta}, must be above 0: try 0.1")
         if not 0 <= self.label_smoothing < 0.5:
@@ -112,7 +112,9 @@ class Dpo(Loss):
         }
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
-        def sums(params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None):
+        def sums(
+            params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None
+        ) -> tuple[jax.Array, Totals, Stats]:
             batch = sharding.balanced(batch)
             log_p_BT, stats = log_probabilities(model, params, batch, remat, step)
             loss, totals = self.totals(log_p_BT, batch, dataset.most_pairs)
@@ -192,7 +194,8 @@ class ReferenceTables(BatchProvider):
     """
 
     def __init__(self, run: RunParts, objective: Objective):
-        self._run, self._tables = run, {}
+        self._run = run
+        self._tables: dict[str, np.ndarray] = {}
         self._weights: str | None = None
         self._totals = make_totals(objective, run.plan, run.mesh)
 
@@ -207,7 +210,8 @@ class ReferenceTables(BatchProvider):
                 key = {"weights": self._weights, "data": _data_fingerprint(run.dataset, split)}
                 path = durable.folder_of(run.model_dir) / f"reference.{split}.npz"
                 table = _read(path, key)
-                if not all(hosts.gathered(table is not None)):
+                known = hosts.gathered(table is not None)  # all processes ask, also one that has it
+                if table is None or not all(known):
                     table = self._computed(split, first())
                     if jax.process_index() == 0:
                         _write(path, key, table)
@@ -256,7 +260,7 @@ class ReferenceTables(BatchProvider):
         """Log-probabilities [pairs, 2] by the number of the pair; not a number for pairs that are in no row."""
         run = self._run
         dataset = dataclasses.replace(run.dataset, shuffle=False, workers=0)
-        table = np.full((len(dataset.source.open(split)), 2), np.nan, np.float32)
+        table = np.full((len(dataset.documents(split)), 2), np.nan, np.float32)
         known, told_s, done = table.reshape(-1), 0.0, 0
         step = functools.partial(make_answers(run.model, run.plan, run.mesh, dataset.most_pairs), params)
         rows = run.plan.batch_size // run.plan.accumulation
@@ -354,7 +358,7 @@ def _each(step: Callable[[Batch], _T], batches: Iterable[Batch], batch_sharding:
 def _data_fingerprint(dataset: Dataset, split: str) -> dict[str, Any]:
     """Of the pairs and of what decides their tokens, and which are in a row."""
     return {
-        "documents": dataset.source.open(split).fingerprint(),
+        "documents": dataset.documents(split).fingerprint(),
         "vocabulary": dataset.get_vocabulary().fingerprint(),
         "length": dataset.length,
     }

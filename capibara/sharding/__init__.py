@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from capibara.config import configurable
 from capibara.core import projections, tree
@@ -195,7 +195,7 @@ class Plan:
     def remat_policy(self) -> RematPolicy:
         return RematPolicy(self.remat, self.remat_names)
 
-    def pipeline(self, mesh: Mesh) -> Pipeline | None:
+    def pipeline(self, mesh: Mesh | AbstractMesh) -> Pipeline | None:
         """The pipeline over the mesh's stage axis; None where that has one device.
 
         Raises:

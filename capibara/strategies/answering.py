@@ -6,14 +6,15 @@ import base64
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
+from capibara.data.dataset import Dataset
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
@@ -73,6 +74,20 @@ class Answering(Protocol):
     def reward_weights(self) -> tuple[float, ...] | None: ...
 
 
+@runtime_checkable
+class PromptDocuments(Protocol):
+    """Documents of which rewards can read more than the prompt."""
+
+    def __getitem__(self, i: int) -> str:
+        """The prompt."""
+
+    def record(self, i: int) -> Mapping[str, Any]:
+        """All that is known of it."""
+
+    def where(self, i: int) -> str:
+        """The file and the line, for errors."""
+
+
 class Prompt(NamedTuple):
     """Of a batch: its row, its number among the documents of the split, and its tokens."""
 
@@ -105,7 +120,7 @@ class Answerer:
         dataset = run.dataset
         self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
         splits = ("train", "validation") if run.evaluates else ("train",)
-        self._documents = {split: dataset.source.open(split) for split in splits}
+        self._documents = {split: _prompts(dataset, split) for split in splits}
         self._engine: Engine | None = None
         self._own: OwnChips | None = None
 
@@ -124,6 +139,11 @@ class Answerer:
         else:
             self._own = OwnChips(run.model, layout, rules)
             self._engine = Engine(run.model.plain, self._own(params), *given)
+
+    @property
+    def _loaded(self) -> Engine:
+        assert self._engine is not None, "parameters are loaded before prompts are answered"
+        return self._engine
 
     def _free_bytes(self) -> int | None:
         """Of a device, on every process, beside the train step."""
@@ -147,7 +167,7 @@ class Answerer:
         mine = hosts.share(prompts)
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else mine:
-            streams[row] = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+            streams[row] = [self._loaded.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
         self._write(what, count)
         return self._judged_by_turns(split, prompts, mine, streams, f"{what}: {{}} of {count} rewards")
@@ -165,8 +185,8 @@ class Answerer:
     def _worked(self) -> tuple[bool, int]:
         """Whether this process's engine went on, and the answers that it still has to begin or to end."""
         steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
-        busy = all(self._engine.step() for _ in range(steps))
-        return busy, sum(self._engine.load)
+        busy = all(self._loaded.step() for _ in range(steps))
+        return busy, sum(self._loaded.load)
 
     def _judged_by_turns(
         self, split: str, prompts: Sequence[Prompt], mine: Sequence[Prompt], streams: dict[int, list[Stream]], told: str
@@ -176,7 +196,7 @@ class Answerer:
             self._run.reporter.check(turn)
             self._run.reporter.progress(told.format(sum(map(len, judged))))
             part = mine[turn : turn + 1]
-            found = hosts.each(lambda: [[p.row, self._judged(split, p, streams[p.row])] for p in part])
+            found = hosts.each(lambda: [(p.row, self._judged(split, p, streams[p.row])) for p in part])
             for row, answers in itertools.chain.from_iterable(found):
                 assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
                 judged.append([Answer.of(one) for one in answers])
@@ -198,10 +218,21 @@ class Answerer:
                 )
             parts.append(float(value))
         weights = grpo.reward_weights or (1.0,) * len(parts)
-        ended = said.end is not None
-        tokens, drawn = [*said.tokens, *[said.end] * ended], [*said.drawn, *[said.end_drawn] * ended]
+        tokens, drawn = [*said.tokens], [*said.drawn]
+        if said.end is not None:
+            tokens, drawn = [*tokens, said.end], [*drawn, said.end_drawn]
         total = sum(weight * part for weight, part in zip(weights, parts))
         return Answer(prompt.ids, tokens, drawn, total, tuple(parts), said.finish is Finish.LENGTH)
+
+
+def _prompts(dataset: Dataset, split: str) -> PromptDocuments:
+    found = dataset.documents(split)
+    if not isinstance(found, PromptDocuments):
+        raise UserError(
+            f"Dataset.source ({type(dataset.source).__name__}) has prompts without records, which rewards read: set "
+            "Dataset.source = @PromptJsonlSource()"
+        )
+    return found
 
 
 def name_of(reward: Any) -> str:

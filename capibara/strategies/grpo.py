@@ -27,8 +27,8 @@ from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
-from capibara.models.api import Model
-from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
+from capibara.models.api import Model, Stats
+from capibara.objectives.base import DrawnFrom, Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.sharding import RematPolicy
@@ -87,7 +87,7 @@ class Grpo(Loss):
     data_format = DataFormat.PROMPTS
     means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.rewards:
             raise UserError("Grpo.rewards is empty: name functions, e.g. Grpo.rewards = (@exact_answer,)")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
@@ -185,10 +185,12 @@ class Grpo(Loss):
         spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
         return spec | {key: ((rows, dataset.length), np.dtype(np.float32)) for key in self.entries}
 
-    def open(self, dataset: Dataset, *, batch_size: int, **options: Any) -> Loader:
-        # Every process reads all prompts.
-        options |= {"shard_index": 0, "shard_count": 1, "batch_size": max(1, batch_size // self.group)}
-        return make_loader(dataclasses.replace(dataset, length=self.prompt_length(dataset)), **options)
+    def open(
+        self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
+    ) -> Loader:
+        del shard_index, shard_count  # every process reads all prompts
+        prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
+        return make_loader(prompts, split=split, batch_size=max(1, batch_size // self.group), epochs=epochs)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -196,7 +198,7 @@ class Grpo(Loss):
         left_out = {*(() if self.updates > 1 else ("old",)), *(() if self.kl else ("reference",))}
         return tuple(name for name in ENTRIES if name not in left_out)
 
-    def drawn_from(self, model: Model, dataset: Dataset) -> dict[str, Any]:
+    def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom:
         """What answers are drawn from, as arguments of `log_probabilities`: no id that the vocabulary has no token for."""
         usable = model.config.vocab_size
         with contextlib.suppress(UserError):  # a plan is made where the tokenizer need not be; a run has read it
@@ -206,7 +208,9 @@ class Grpo(Loss):
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         drawn_from = self.drawn_from(model, dataset)
 
-        def sums(params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None):
+        def sums(
+            params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None
+        ) -> tuple[jax.Array, Totals, Stats]:
             batch = sharding.balanced(batch)
             log_p_BT, stats = log_probabilities(model, params, batch, remat, step, **drawn_from)
             loss, totals = self.totals(log_p_BT, batch)

@@ -22,7 +22,7 @@ from capibara.inference.engine.core import reads_whole
 from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import log_probabilities
+from capibara.objectives.base import DrawnFrom, log_probabilities
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.preference import weights_fingerprint
 from capibara.sharding import Plan
@@ -45,7 +45,7 @@ class RollingOut(Answering, Protocol):
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray: ...
 
-    def drawn_from(self, model: Model, dataset: Dataset) -> dict[str, Any]: ...
+    def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom: ...
 
 
 class Rollouts(BatchProvider):
@@ -67,7 +67,8 @@ class Rollouts(BatchProvider):
                 "it to 'causal'"
             )
         self._run, self._grpo, self._answerer = run, grpo, Answerer(run, grpo)
-        self._step, self._rows = 0, None  # the step at hand, and what its batch is made of
+        self._step = 0  # at hand
+        self._rows: dict[str, np.ndarray] = {}  # what its batch is made of; empty: nothing yet
         self._reference: Params | None = None  # the trained part of it
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
@@ -75,10 +76,10 @@ class Rollouts(BatchProvider):
         self._log_p = make_log_probabilities(run.model, run.plan, run.mesh, **drawn_from)
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
-        rows = (saved or {}).get("rows")
+        rows = (saved or {}).get("rows") or {}
         self._step = step
-        self._rows = rows and {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
-        if step % self._grpo.updates and not {*self._grpo.entries} <= (self._rows or {}).keys():
+        self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
+        if step % self._grpo.updates and not {*self._grpo.entries} <= self._rows.keys():
             raise UserError(
                 f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) is not what it was when the answers of "
                 f"step {step} were given, which are not used up: set both back until a step that Grpo.updates divides"

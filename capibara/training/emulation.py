@@ -35,7 +35,7 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     length = min(dataset.length, _LENGTH) if dataset.data_format is DataFormat.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
     rows *= pipeline.microbatches if pipeline else 1
-    values = {
+    values: dict[str, tuple[object, object]] = {
         **_shrunk_model(model, parts, length / dataset.length),
         f"{type(model).__name__}.vocab_size": (model.vocab_size, _vocabulary(trainer)),
         "Dataset.length": (dataset.length, length),

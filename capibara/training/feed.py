@@ -100,12 +100,12 @@ def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
 
 def each_task(trainer: Trainer) -> dict[str, Trainer]:
     """The run as one of each task of its SeqIO mixture that has a validation split, by the task's name; else of its own data."""
-    dataset = trainer.dataset
-    if not dataset.is_seqio or trainer.loss is not None:
+    dataset, name = trainer.dataset, trainer.dataset.mixture_or_task_name
+    if name is None or trainer.loss is not None:
         return {"": trainer}
     from capibara.data.tasks import tasks  # TensorFlow
 
-    names = tasks.parts(tasks.get(dataset.mixture_or_task_name, dataset.task_module), "validation")
+    names = tasks.parts(tasks.get(name, dataset.task_module), "validation")
     if len(names) < 2:
         return {"": trainer}
     apart = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)

@@ -117,16 +117,18 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
         params = tree.joined(values, read(target))
         return params if read.merged is None else run_folder.merger(own, target)(params)
-    lora = run_folder.lora(trainer.init_from) if read is None else None
+    lora = run_folder.lora(_folder(trainer)) if read is None else None
     if goes_on and lora is None:
         raise UserError(
             f"Trainer.init_with is 'adapters', and Trainer.init_from ({trainer.init_from!r}) has none: set 'weights'"
         )
     if read is not None:
         return read(target)
+    if lora is None:
+        return _pretrained(trainer, target)
     if goes_on:
         return _going_on(trainer, model, lora, mesh, target)
-    return _pretrained(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
+    return _merged(trainer, plain, lora, mesh, target)
 
 
 def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> tuple[int, PyTree] | None:
@@ -144,7 +146,7 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
         return None
     if read is None:
         own = dataclasses.replace(target, ema=None, losses=None)
-        restored, state = run_folder.newest_state(trainer.init_from, own, trainer.checkpointing)
+        restored, state = run_folder.newest_state(_folder(trainer), own, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
         raise UserError("Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights'")
@@ -192,4 +194,9 @@ def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Pa
 def _pretrained(trainer: Trainer, target: Params) -> Params:
     # Whatever precision it was trained in.
     how = dataclasses.replace(trainer.checkpointing, cast=True)
-    return run_folder.newest_params(trainer.init_from, target, how)
+    return run_folder.newest_params(_folder(trainer), target, how)
+
+
+def _folder(trainer: Trainer) -> str:
+    assert trainer.init_from is not None, "a run that reads parameters says where they are"
+    return trainer.init_from

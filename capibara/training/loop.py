@@ -11,6 +11,7 @@ import jax
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params
+from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
@@ -116,7 +117,8 @@ class _Loop:
     def run(self, start: Start) -> Outcome:
         """From a start to the end of the run."""
         trainer, recovery = self.setup.trainer, self.setup.recovery
-        state, step, score, metrics = start.state, start.step, None, {}
+        state, step, score = start.state, start.step, None
+        metrics: Metrics = {}
         first_step = saved = step
         while True:
             signal_number = self.stop.agreed(step)
@@ -183,6 +185,7 @@ class _Loop:
             batch = self.feed.next_batch(step, params)
             self.callbacks.on_progress("")
             return batch
+        return None
 
     def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
         """Goes back from a loss spike, and tells the callbacks."""

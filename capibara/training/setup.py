@@ -80,12 +80,12 @@ class Setup:
     def __enter__(self) -> Setup:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.recovery.close()
             self.batches.close()
         finally:
-            self.checkpoints.__exit__(*error)
+            self.checkpoints.__exit__(kind, error, trace)
 
     def begin(self, initial: Initial) -> Start:
         """The state that the run begins with, on the mesh."""

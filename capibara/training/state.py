@@ -43,7 +43,7 @@ class TrainState:
     @property
     def eval_params(self) -> Params:
         """What evaluation, sampling and export use: the average where one is kept."""
-        if self.ema is None or jax.tree.structure(self.ema) == jax.tree.structure(self.params):
+        if self.ema is None or tree.path_names(self.ema) == tree.path_names(self.params):
             return self.params if self.ema is None else self.ema
         return tree.joined(self.ema, self.params)
 
@@ -107,7 +107,7 @@ def state_shardings(
     trained = model.trained(model.abstract_params)
     opt_axes = optim.state_axes(tx, trained, model.trained(model.axes))
     opt_shapes = jax.eval_shape(tx.init, trained)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere: PyTree = NamedSharding(mesh, PartitionSpec())
     return TrainState(
         step=everywhere,
         params=params,
@@ -128,9 +128,11 @@ def abstract_state(
     anomalies: Anomalies | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
-    parts = {"ema": ema, "loss_scaling": loss_scaling, "anomalies": anomalies}
-    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), **parts))
-    return with_shardings(shapes, shardings)
+
+    def new() -> TrainState:
+        return init_state(model, tx, jax.random.key(0), ema=ema, loss_scaling=loss_scaling, anomalies=anomalies)
+
+    return with_shardings(jax.eval_shape(new), shardings)
 
 
 def with_new_window(state: TrainState, target: TrainState, anomalies: Anomalies) -> TrainState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState
+
+_T = TypeVar("_T")
 
 
 def make_train_step(
@@ -53,7 +56,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = model.trained(state.params), model.frozen(state.params)
-        scale = None if loss_scaling is None else state.loss_scale.scale / batch["targets"].size
+        scale = None if loss_scaling is None else _kept(state.loss_scale).scale / batch["targets"].size
         with sharding.activate(mesh, plan.rules, pipeline):
             grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, state.step, scale), has_aux=True)
             grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
@@ -85,7 +88,9 @@ def make_train_step(
 def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[PyTree, Stats]]]:
     """(params, batch, step, scale or None) -> the loss to differentiate, times `scale`; the sums and layer stats."""
 
-    def loss_sum(params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None):
+    def loss_sum(
+        params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None
+    ) -> tuple[jax.Array, tuple[PyTree, Stats]]:
         loss, sums, stats = objective.sums(params, batch, plan.remat_policy, step)
         return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))
 
@@ -100,23 +105,33 @@ def _settled(
     What every device decides is decided from scalars that all of them hold alike.
     """
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    guards, parts = [], {}
+    guards: list[jax.Array] = []
+    loss_scale, losses = None, None
     if anomalies.skip_nonfinite or scaling is not None:
         guards.append(finite)
     if scaling is not None:
-        parts["loss_scale"] = scaling.after(old.loss_scale, finite)
-        metrics |= {"loss_scale": old.loss_scale.scale}
+        loss_scale = scaling.after(_kept(old.loss_scale), finite)
+        metrics |= {"loss_scale": _kept(old.loss_scale).scale}
     if anomalies.keep_losses:
-        spike, told = anomalies.spike(old.losses, metrics["loss"])
+        window = _kept(old.losses)
+        spike, told = anomalies.spike(window, metrics["loss"])
         guards.append(~spike)
         good = finite & ~spike & (metrics["tokens"] > 0)
-        parts["losses"] = anomalies.after(old.losses, metrics["loss"], good)
+        losses = anomalies.after(window, metrics["loss"], good)
         metrics |= told
     if not guards:
         return new, metrics
     made = functools.reduce(jnp.logical_and, guards)
-    parts |= {name: select(made, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")}
-    return TrainState(step=new.step, **parts), metrics | {"skipped": 1.0 - made.astype(jnp.float32)}
+    params, opt_state, ema = (
+        select(made, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")
+    )
+    settled = TrainState(new.step, params, opt_state, ema, loss_scale, losses)
+    return settled, metrics | {"skipped": 1.0 - made.astype(jnp.float32)}
+
+
+def _kept(part: _T | None) -> _T:
+    assert part is not None, "a state has what its run's step needs"
+    return part
 
 
 def accumulate(

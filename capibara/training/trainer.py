@@ -50,7 +50,7 @@ class Evaluation:
     unigram_batches: int = 0
     task_metrics: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("every", "unigram_batches"):
             if getattr(self, name) < 0:
                 raise UserError(f"Evaluation.{name} is {getattr(self, name)}, must be at least 0 (0: none)")
@@ -125,7 +125,7 @@ class Trainer:
     replica_check_every: int = 1000
     heartbeat_s: int = 100
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.model_dir.strip():
             raise UserError("Trainer.model_dir is empty: name a folder, e.g. --gin.MODEL_DIR=runs/mine")
         if self.init_from is not None and not self.init_from.strip():
@@ -240,8 +240,8 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     Raises:
       UserError: they configure neither a run nor a model, or two models.
     """
-    lengths = {"length": length, "encoder_length": encoder_length}
-    lengths = {name: places for name, places in lengths.items() if places is not None}
+    given_lengths = {"length": length, "encoder_length": encoder_length}
+    lengths: dict[str, Any] = {name: places for name, places in given_lengths.items() if places is not None}
     fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
     if not fed:
         config.bind("", "Dataset", "mixture_or_task_name", "unused", "of_gin")

@@ -106,8 +106,7 @@ class SourceFeed(Feed):
 
     def __init__(self, dataset: Dataset, share: Share):
         super().__init__(dataset, share)
-        assert dataset.source is not None
-        self.documents = dataset.source.open(share.split)
+        self.documents = dataset.documents(share.split)
         self._fingerprint = self.documents.fingerprint()
         self.tally = Tally(_NOUNS[dataset.data_format])
         self._endless = share.epochs is None

@@ -192,7 +192,7 @@ def lora(folder: str) -> api.Lora | None:
     """The adapters of a run, as its config.gin has them; None: it has none."""
     run_manifest.check(durable.folder_of(folder))
     bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
-    values = {name: value for name, (_, value) in bound.items()}
+    values = {name: value for name, (_, value) in bound.items() if value is not None}
     if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
         return None
     return api.Lora(

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from etils import epath
 
@@ -80,7 +80,11 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
     if vocabulary is not None:
         vocabulary = moved(vocabulary, *vocabulary.path_fields)
     source = dataset.source
-    if isinstance(template, ChatTemplate) and (own := moved(template, "tokenizer", "template")) is not template:
+    if (
+        dataclasses.is_dataclass(source)
+        and isinstance(template, ChatTemplate)
+        and (own := moved(template, "tokenizer", "template")) is not template
+    ):
         source = dataclasses.replace(source, template=own)
     if vocabulary is dataset.vocabulary and source is dataset.source:
         return trainer
@@ -103,7 +107,7 @@ def _taken(dataset: Dataset) -> OwnFiles:
     return OwnFiles(files, places, own.deciding)
 
 
-def _is_path(value: str | None) -> bool:
+def _is_path(value: str | None) -> TypeGuard[str]:
     return value is not None and "{" not in value  # ChatTemplate.template may be the template itself
 
 

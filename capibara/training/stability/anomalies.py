@@ -40,7 +40,7 @@ class LossWindow(NamedTuple):
     """
 
     losses: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # checkpoints have it by this name; no window is asked for tuple.count
 
 
 @configurable
@@ -74,7 +74,7 @@ class Anomalies:
     skip_batches: int = 200
     most_roll_backs: int = 3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         least_values = {"most_in_a_row": 1, "window": 2, "roll_back_steps": 1, "skip_batches": 1, "most_roll_backs": 1}
         for name, least in least_values.items():
             if getattr(self, name) < least:

@@ -48,7 +48,7 @@ class LossScaling:
     growth_steps: int = 2000
     minimum: float = 2.0**-10
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not _SMALLEST <= self.minimum <= self.initial <= _LARGEST:
             raise UserError(
                 f"LossScaling.minimum ({self.minimum}) must be at least 2**-126 and at most initial ({self.initial}), and "

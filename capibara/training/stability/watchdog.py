@@ -50,7 +50,7 @@ class Watch:
     evaluation_s: float | None = 1800.0
     save_s: float | None = 3600.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.factor is not None and self.factor <= 1:
             raise UserError(f"Watch.factor is {self.factor}, must be above 1, or None for no watchdog")
         for name in ("at_least_s", "start_s", "evaluation_s", "save_s"):
@@ -89,7 +89,8 @@ class Watchdog:
         self._phase: _Phase | None = _START  # None: steps
         self._since_s = self._now_s()  # when the steps, or the part of the phase, at hand began
         self._timed = False  # whether the steps at hand began with the one before
-        self._steps, self._last_step = 0, None
+        self._steps = 0
+        self._last_step: int | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="capibara-watchdog", daemon=True)
 
