@@ -305,9 +305,9 @@ def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | N
     abstract = run.model.abstract_params
     shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
     scanned = source.config["model_type"] == "umt5"
-    places = list(t5x_states.places(shapes, t5x_names.rows_of(source.config), scanned=scanned))
+    locations = list(t5x_states.locations(shapes, t5x_names.rows_of(source.config), scanned=scanned))
     step, opt_state = found
-    moments = dict(t5x_states.to_t5x(opt_state, shapes, places))
+    moments = dict(t5x_states.to_t5x(opt_state, shapes, locations))
     return t5x_states.Stored(step, moments, t5x_states.gin_of(run.training.optimizer))
 
 

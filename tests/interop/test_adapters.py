@@ -158,7 +158,7 @@ def hf(params):
         (["--from=adapter", "--base=other"], r"has the shape \[2, 32\], must be \[2, 64\]"),
         (["--from=cut"], "adapter_model.safetensors cannot be read"),
         (["--from=nameless"], "is an adapter of None, which is not here: name its folder with --base=PATH"),
-        (["--from=run", "--format=t5x"], "T5X's form is that of its T5 and its decoders .*, and this model is a llama"),
+        (["--from=run", "--format=t5x"], "T5X has only its T5 and its decoders .*, and this model is a llama"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, folders, monkeypatch, tmp_path, capsys):

@@ -487,7 +487,7 @@ def test_what_is_corrupted_is_told_in_a_line(damage, told, params, tmp_path):
 def test_models_that_are_no_t5_are_refused(params, tmp_path):
     arrays = arrays_of(params["t5_1_1"])
     decoder = {name: value for name, value in arrays.items() if name.startswith("decoder")}
-    with pytest.raises(UserError, match="has no encoder and no decoder/token_embedder: of T5X's networks t5"):
+    with pytest.raises(UserError, match="has no encoder and no decoder/token_embedder: T5X's networks t5"):
         loaded(write_legacy(tmp_path / "checkpoint_1", decoder))
     own = scanned(arrays)
     name = "encoder/encoder/relpos_bias/rel_embedding"

@@ -154,7 +154,7 @@ def shapes_of(model):
 def places_of(model):
     values = hf_config.to_hf(model.config)
     scanned = values["model_type"] == "umt5"
-    return list(t5x_states.places(shapes_of(model), t5x_names.rows_of(values), scanned=scanned))
+    return list(t5x_states.locations(shapes_of(model), t5x_names.rows_of(values), scanned=scanned))
 
 
 def states_by_their_names(model, opt_state):
@@ -261,7 +261,7 @@ def test_states_of_another_factoring_are_told(tmp_path):
         with pytest.raises(UserError, match="this run's Adafactor factors otherwise"):
             resumed(model, other, tmp_path / "run")
     written_alone = dataclasses.replace(OPTIMIZERS["t5_1_1"], name="adamw").build(t5x_peer.STEPS, model.axes)
-    with pytest.raises(UserError, match="T5X has the state of Adafactor alone"):
+    with pytest.raises(UserError, match="T5X supports only Adafactor's state"):
         resumed(model, written_alone, tmp_path / "run")
 
 
@@ -405,7 +405,7 @@ def test_every_form_in_which_t5x_stores_a_run_is_read(packed, tmp_path):
     assert int(resumed(model, tx, tmp_path / "alone").step) == t5x_peer.STORED_AT
     content = serialization.msgpack_restore((tmp_path / "alone").read_bytes())
     for other, told in (
-        ({"target": content["target"]}, "has no optimizer's state: set Trainer.init_with = 'weights'"),
+        ({"target": content["target"]}, "has no optimizer state: set Trainer.init_with = 'weights'"),
         ({"params": content["target"]}, "is a file, and neither a .gguf nor a state of T5X in msgpack"),
         (content | {"state": content["state"] | {"step": "three"}}, "is no T5X checkpoint"),
         (content | {"state": content["state"] | {"step": -1}}, "has the step -1"),

@@ -70,7 +70,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
             )
     missing = [key for key in family.keys.values() if values.get(key) is None and key not in families.OPTIONAL]
     if missing:
-        raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is truncated, or another file")
+        raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
     if (bias := families.bias(values, family)) is not None:
@@ -282,7 +282,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     if family.experts:
         count = values.get(family.experts) or values.get("num_local_experts")  # the name depends on the version
         if not count:
-            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is truncated")
+            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is cut short")
         normalized = values.get("norm_topk_prob", family.model_type in ("mixtral", "gpt_oss"))
         balance_loss = values.get("router_aux_loss_coef", 0.001)
         if not values.get("output_router_logits", True):  # then router_aux_loss_coef is unused, as in published gpt-oss

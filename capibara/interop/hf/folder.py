@@ -127,7 +127,7 @@ class HfFolder:
         except FileNotFoundError:
             raise UserError(f"{path} is missing, the index names it: copy the folder again") from None
         except (self._safetensors.SafetensorError, torch_file.Refused, limits.Refused, OSError, MemoryError) as error:
-            raise UserError(f"{path} is truncated or corrupted ({limits.cause(error)}): copy it again") from error
+            raise UserError(f"{path} is cut short or corrupted ({limits.cause(error)}): copy it again") from error
 
     def _slice(self, name: str) -> Any:
         return self._open(self._files[name]).get_slice(name)

@@ -1,4 +1,4 @@
-"""The arrays of a T5X checkpoint: zarr folders, or one OCDBT store, read by a process whose memory is bounded."""
+"""Reads the arrays of a T5X checkpoint: zarr folders or an OCDBT store, in a process with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from capibara.core import limits
 from capibara.core.types import UserError
 
 _READER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reader.py")
-_WAIT_S, _BYTES_S = 60.0, 20e6  # for an answer, and longer for a large one
+_WAIT_S, _BYTES_S = 60.0, 20e6  # to wait for an answer, and additional time by its size
 _ARRAYS, _CHUNKS, _DIMENSIONS, _SIZE, _ANSWER_BYTES = 200_000, 100_000, 8, 2**40, 64 << 20
-_RATIO, _FREE_BYTES = 64, 64 << 20  # an array may have so many times what is stored, or so many bytes
+_RATIO, _FREE_BYTES = 64, 64 << 20  # largest array: this multiple of its stored bytes, or this size
 _COMPRESSORS = (None, "gzip", "zlib", "zstd", "blosc", "bz2")
 
 
 class Broken(Exception):
-    """An array that cannot be read; says why."""
+    """An array that cannot be read; the message says why."""
 
 
 class About(NamedTuple):
-    """What a store says of an array."""
+    """A store's description of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -45,7 +45,7 @@ class About(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
-    """The arrays in Orbax's OCDBT store whose names begin so, by default the model's; none: there is no such store.
+    """The arrays in Orbax's OCDBT store whose names begin with `begin`, by default the model's; empty without a store.
 
     Raises:
       UserError: it cannot be read.
@@ -66,7 +66,7 @@ def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
 class Arrays:
     """The arrays of a checkpoint's folder.
 
-    Each method raises Broken where an array is missing, corrupted, or more than what is stored can hold.
+    Methods raise Broken if an array is missing, corrupted, or larger than its stored bytes can hold.
     """
 
     def __init__(self, root: str):
@@ -75,7 +75,7 @@ class Arrays:
         self._known: dict[str, About] = {}
 
     def about(self, spec: dict[str, Any]) -> About:
-        """Shape and dtype of an array; `spec`: TensorStore's, with a path of ours."""
+        """Shape and dtype of an array; `spec` is TensorStore's, with a path relative to the folder."""
         key = json.dumps(spec)
         if key not in self._known:
             stored = self._stored(spec)
@@ -93,7 +93,7 @@ class Arrays:
         return self._known[key]
 
     def read(self, spec: dict[str, Any], axis: int = 0, layer: int | None = None) -> np.ndarray:
-        """An array, or what it has at a place of an axis."""
+        """An array, or its slice at index `layer` of an axis."""
         about = self.about(spec)
         own = about.nbytes if layer is None else about.nbytes // max(1, about.shape[axis])
         need = 3 * own + 4 * about.chunk_bytes + min(about.nbytes, 256 << 20)
@@ -108,7 +108,7 @@ class Arrays:
         return spec | {"kvstore": {"driver": "file", "path": path}}
 
     def _stored(self, spec: dict[str, Any]) -> int:
-        """The bytes that a folder has, each of whose chunks is there: zarr reads zeros for one that is not."""
+        """The stored bytes of an array; raises if a chunk is missing, for which zarr would return zeros."""
         if spec["kvstore"]["driver"] != "file":
             return _check_folder(self._root)
         return _check_chunks(os.path.join(self._root, spec["kvstore"]["path"]))
@@ -141,14 +141,14 @@ class Arrays:
         return said, data
 
     def _ended(self, process: subprocess.Popen[bytes], error: BaseException) -> str:
-        """Why the reader is no more, which is ended here."""
+        """Ends the reader; returns why it failed."""
         self._process = None
         if isinstance(error, TimeoutError):
             process.kill()
         code = process.wait()
         _end(process)
         if isinstance(error, TimeoutError):
-            return f"its reader gives {error}"
+            return f"its reader reports {error}"
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"its reader ends with {name}: it unpacks to more memory than its shape needs, or is corrupted"
 
@@ -179,14 +179,14 @@ def _received(pipe: IO[bytes], size: int, wait: float) -> bytes:
 
 
 def _check_folder(root: str) -> int:
-    """The bytes of a store's files, which are all its own."""
+    """Total bytes of a store's files; links are rejected."""
     total = 0
     for folder, _, files in itertools.islice(os.walk(root), _CHUNKS):
         for file in files:
             path = os.path.join(folder, file)
             total += limits.check_file(path)
             if os.path.islink(path):
-                raise UserError(f"{path} is a link, must be a file of the checkpoint: put a copy in its place")
+                raise UserError(f"{path} is a link, must be a file of the checkpoint: replace it by a copy")
     return total
 
 
@@ -199,7 +199,7 @@ def _sizes(about: dict[str, Any], name: str, least: int) -> list[int]:
 
 
 def _check_chunks(folder: str) -> int:
-    """The bytes of an array's chunks; raises where one is missing, or the array's sizes are no usual numbers."""
+    """Total bytes of an array's chunks; raises if one is missing, or the array's sizes are invalid."""
     path = os.path.join(folder, ".zarray")
     about = limits.parse_json(_read(path))
     if not isinstance(about, dict):
@@ -221,7 +221,7 @@ def _check_chunks(folder: str) -> int:
         try:
             total += limits.check_file(os.path.join(folder, chunk))
         except FileNotFoundError:
-            raise Broken(f"its chunk {chunk} is not there") from None
+            raise Broken(f"its chunk {chunk} is missing") from None
     return total
 
 

@@ -1,4 +1,4 @@
-"""What the shapes of a T5X checkpoint's arrays say of its model, as Hugging Face's config.json would."""
+"""Derives the model of a T5X checkpoint from the shapes of its arrays, in the form of Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SELF = "encoder.block.0.layer.0.SelfAttention."
 
 
 def of_encoder_decoder(shapes: Mapping[str, Shape], gated: bool, each_positions: bool, path: str) -> dict[str, Any]:
-    """That of a T5, or of a UMT5, whose layers have positions of their own.
+    """The config.json of a T5, or of a UMT5, whose layers have their own relative positions.
 
     Args:
       shapes: of the tensors, by Hugging Face's names.
-      gated: whether the MLPs have gates.
-      each_positions: whether layers have relative positions of their own.
+      gated: whether the MLPs are gated.
+      each_positions: whether each layer has its own relative positions.
       path: of the checkpoint, for errors.
 
     Raises:
@@ -33,7 +33,7 @@ def of_encoder_decoder(shapes: Mapping[str, Shape], gated: bool, each_positions:
         (up, "mlp/wi of the first layer"),
     ):
         if name not in shapes:
-            raise UserError(f"{path} has no {what}: it is not whole, or no T5")
+            raise UserError(f"{path} has no {what}: it is incomplete, or no T5")
     _check_matrices(shapes, path, table, "shared.weight", query, up)
     buckets, heads = shapes[table]
     count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
@@ -60,13 +60,13 @@ def of_encoder_decoder(shapes: Mapping[str, Shape], gated: bool, each_positions:
 
 
 def of_decoder(shapes: Mapping[str, Shape], gated: bool, path: str) -> dict[str, Any]:
-    """That of a decoder of T5X; arguments and errors as of `of_encoder_decoder`."""
+    """The config.json of a T5X decoder; arguments and errors as in `of_encoder_decoder`."""
     embedding, table = tables.T5X_DECODER[0].name, "decoder/relpos_bias/rel_embedding"
     query = "decoder/layers_0/self_attention/query/kernel"
     up = f"decoder/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"
     for name in (table, query, up):
         if name not in shapes:
-            raise UserError(f"{path} has no {name}: it is not whole, or no decoder_only of T5X")
+            raise UserError(f"{path} has no {name}: it is incomplete, or no decoder_only of T5X")
     _check_matrices(shapes, path, embedding, table, query, up)
     heads, buckets = shapes[table]
     tied = "decoder/logits_dense/kernel" not in shapes

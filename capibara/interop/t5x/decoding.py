@@ -1,4 +1,4 @@
-"""What T5X's Gin files say of generation, as ours: `decode_fn`, the options of its two functions, and of predict_batch."""
+"""Translates the generation options of T5X's Gin files: `decode_fn`, its two functions' options, and predict_batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 OWNERS = ("beam_search", "temperature_sample", "predict_batch", "predict_batch_with_aux", "DecoderParams")
 OF_MODELS = ("decode_fn", "default_decoder_params")
 _PREDICTING = OWNERS[2:]
-# What says nothing of the texts here: how a cache lies, and what T5X itself puts in.
+# Options that do not affect texts here: the cache's layout, and values that T5X sets itself.
 _NOTHING: dict[str, Any] = {
     "cache_offset": 0,
     "decode_rng": None,
@@ -27,7 +27,7 @@ _BEAMS = {"alpha": "BeamSearch.alpha", "min_log_prob": "BeamSearch.min_log_prob"
 
 
 class Decoding(NamedTuple):
-    """`lines`: (our name, value, what it was); `left`: bindings that have no place here; `unused`: of what does not run."""
+    """`lines`: (our name, value, origin); `left`: bindings without a counterpart; `unused`: of the other function."""
 
     lines: list[tuple[str, Any, str]]
     left: list[str]
@@ -35,12 +35,12 @@ class Decoding(NamedTuple):
 
 
 def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> Decoding:
-    """How texts are made.
+    """The generation options of a run.
 
     Args:
-      decoder: whether the model is one; its texts are drawn by default, others searched for.
-      given: "owner.parameter" -> value, of OWNERS, and of `decode_fn` alone.
-      targets: tokens of a text, where they are known.
+      decoder: whether the model is a decoder, which samples by default; others use beam search.
+      given: "owner.parameter" -> value, for OWNERS, and for `decode_fn` alone.
+      targets: tokens of a text, if known.
     """
     asked = str(given.get("decode_fn", "temperature_sample" if decoder else "beam_search"))
     function = asked.lstrip("@").removesuffix("()").rpartition(".")[2]
@@ -54,14 +54,14 @@ def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> 
             options |= {key: (one, name) for key, one in inner.items()}
     left = [name for parameter, (value, name) in options.items() if _is_unknown(function, parameter, value)]
     make = _of_beams if function == "beam_search" else _of_draws
-    lines = [("SampleText.sampling", "@Sampling()", "for samples, capibara infer, and evaluate that is told so")]
+    lines = [("SampleText.sampling", "@Sampling()", "for samples, capibara infer, and evaluate if it is set there")]
     lines += make({key: value for key, (value, _) in options.items()}, targets)
     other = [name for name in given if name.startswith(tuple(f"{one}." for one in _DEFAULTS if one != function))]
     return Decoding(lines, list(dict.fromkeys(left)), [f"{name} is not written: {function} decodes" for name in other])
 
 
 def _is_unknown(function: str, parameter: str, value: Any) -> bool:
-    """Whether we have nothing that does what this option says."""
+    """Whether an option has no counterpart here."""
     if parameter in _NOTHING:
         return value != _NOTHING[parameter] and value is not None
     if parameter in _DEFAULTS[function]:

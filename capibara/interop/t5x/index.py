@@ -1,6 +1,6 @@
-"""The msgpack file of a T5X checkpoint: the state as a tree, arrays inside it or told where they are.
+"""Reads the msgpack file of a T5X checkpoint: the state as a tree, with arrays inside it or references to them.
 
-Its structure is walked before the library unpacks it: the library makes room for as many elements as a header says.
+Its structure is checked before the library unpacks it: the library allocates as many elements as a header says.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _CHUNKED = "__msgpack_chunked_array__"
 _PLACEHOLDER = "PLACEHOLDER://"
 _SPEC = {"driver", "kvstore"}
 _ITEMS, _DEPTH, _NAME = 1_000_000, 64, 1024
-_INDEX_BYTES = 2**36  # of a file with all arrays in it
-_SHAPE_ITEMS = 64  # of an array inside the file: its shape, dtype and bytes
+_INDEX_BYTES = 2**36  # limit of a file that contains all arrays
+_SHAPE_ITEMS = 64  # limit for an array inside the file: its shape, dtype and bytes
 
 Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification of one
 
-# First byte of an item -> the struct format of its size, and what follows: "b" bytes, "e" bytes after a type, "a" items,
-# "m" pairs.
+# First byte of an item -> the struct format of its size, and its contents: "b" bytes, "e" bytes after a type, "a"
+# items, "m" pairs.
 _SIZED = {
     0xC4: (">B", "b"), 0xC5: (">H", "b"), 0xC6: (">I", "b"), 0xC7: (">B", "e"), 0xC8: (">H", "e"), 0xC9: (">I", "e"),
     0xD9: (">B", "b"), 0xDA: (">H", "b"), 0xDB: (">I", "b"),
     0xDC: (">H", "a"), 0xDD: (">I", "a"), 0xDE: (">H", "m"), 0xDF: (">I", "m"),
 }  # fmt: skip
-# First byte -> bytes that follow it.
+# First byte -> number of bytes that follow it.
 _FIXED = {
     0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
     0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
@@ -41,12 +41,12 @@ _FIXED = {
 
 
 def check_structure(content: bytes | memoryview, items: int = _ITEMS) -> None:
-    """Walks over a msgpack item.
+    """Checks the structure of a msgpack item.
 
     Raises:
-      ValueError: it has more items or is deeper than a checkpoint's, or ends too soon.
+      ValueError: it is deeper or has more items than any checkpoint, or is truncated.
     """
-    at, count, open_ = 0, 0, [1]  # open_: items that are left of each container around
+    at, count, open_ = 0, 0, [1]  # open_: remaining items of each enclosing container
     while open_:
         if not open_[-1]:
             open_.pop()
@@ -66,7 +66,7 @@ def check_structure(content: bytes | memoryview, items: int = _ITEMS) -> None:
 
 
 def _item(content: bytes | memoryview, at: int) -> tuple[int, int, int]:
-    """Of the item that begins at a place: its bytes, the items in it, and where both begin."""
+    """For the item at an offset: its bytes, the number of items in it, and the offset of both."""
     first = content[at]
     if first < 0x80 or first >= 0xE0:
         return 0, 0, at + 1
@@ -89,10 +89,10 @@ def _item(content: bytes | memoryview, at: int) -> tuple[int, int, int]:
 
 
 def leaves_of(index: str, part: str = "target") -> dict[str, Leaf]:
-    """The leaves under `target`, which is the model, or under `state`, which is the optimizer's.
+    """The leaves under `target`, the model, or under `state`, the optimizer's state.
 
     Raises:
-      UserError: it is no T5X checkpoint, or names files that are not its own.
+      UserError: it is no T5X checkpoint, or refers to files outside it.
     """
     content = limits.read(index, _INDEX_BYTES)
     try:
@@ -103,7 +103,7 @@ def leaves_of(index: str, part: str = "target") -> dict[str, Leaf]:
         _collect(tree["target"] if part == "target" else tree.get(part, {}), "", leaves.__setitem__, index)
     except UserError:
         raise
-    # MemoryError: what an array says of itself; RecursionError: none of ours, its depth is bounded.
+    # MemoryError: from an array's declared size; RecursionError cannot occur, the depth is bounded.
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, msgpack.exceptions.UnpackException) as error:
         cause = limits.cause(error, 120)
         raise UserError(f"{index} is no T5X checkpoint, cut short or corrupted ({cause}): copy it again") from error
@@ -123,7 +123,7 @@ def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None], index: st
         shape = [node["shape"][str(i)] for i in range(len(node["shape"]))]
         put(prefix, np.concatenate(parts).reshape(shape))
     elif isinstance(node, Mapping) and node.keys() >= _SPEC:
-        path = node["kvstore"].get("path", node.get("path"))  # until TensorStore 0.1.14 it was outside
+        path = node["kvstore"].get("path", node.get("path"))  # outside of kvstore until TensorStore 0.1.14
         if not isinstance(path, str):
             raise ValueError(f"{prefix} has the path {limits.shortened(path)}")
         put(prefix, _own(path, index))
@@ -135,17 +135,17 @@ def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None], index: st
     elif isinstance(node, (np.ndarray, int)) and not isinstance(node, bool):
         put(prefix, np.asarray(node))
     elif node is not None:
-        raise ValueError(f"{prefix} is {type(node).__name__}, no array")
+        raise ValueError(f"{prefix} is {type(node).__name__}, not an array")
 
 
 def _own(path: str, index: str) -> dict[str, Any]:
-    """An array beside the index; it may not be anywhere else."""
+    """The specification of an array beside the index, the only location allowed."""
     limits.inside(os.path.dirname(index), path.removesuffix("/"), index, links=False)
     return zarr(path)
 
 
 def _extension(code: int, data: bytes) -> Any:
-    """What Flax writes with msgpack's extension types: 1 an array, 2 a complex number, 3 a scalar."""
+    """Decodes Flax's msgpack extension types: 1 an array, 2 a complex number, 3 a scalar."""
     if code not in (1, 2, 3):
         return msgpack.ExtType(code, data)
     check_structure(data, _SHAPE_ITEMS)

@@ -1,7 +1,7 @@
 """T5X's names of a network's parameters, and its Gin file of the network.
 
-Facts: github.com/google-research/t5x, t5x/checkpoints.py, t5x/examples/{t5,scalable_t5,decoder_only}/network.py.
-Where layers are scanned their parameters are in "encoder/encoder" and "decoder/decoder" ("layers" in the first versions),
+Source: github.com/google-research/t5x, t5x/checkpoints.py, t5x/examples/{t5,scalable_t5,decoder_only}/network.py.
+Scanned layers have their parameters in "encoder/encoder" and "decoder/decoder" ("layers" in the first versions),
 stacked along the second dimension. Kernels have heads and their features in one dimension, or in two.
 """
 
@@ -25,7 +25,7 @@ _ATTENTION = {one.name: f"{letters(one.in_axes)} {letters(one.out_axes)}" for on
 
 
 def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tuple[str, str]]:
-    """Our parameter -> (its name, its dimensions), of the encoder or of the decoder."""
+    """Our parameter -> (T5X's name, its dimensions), for the encoder or the decoder."""
     theirs, ours = f"{side}/layers_{{l}}/", f"{side}/layers/"
     found = {}
     for own, (name, norm) in zip(("attention", "cross_attention"), attentions.items()):
@@ -52,11 +52,11 @@ def _names(gated: bool) -> dict[str, tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor, or one of each layer, here and in a Hugging Face checkpoint; both have the same dimensions.
+    """One tensor, or one per layer, in T5X and in a Hugging Face checkpoint; both have the same dimensions.
 
     Attributes:
-      theirs: T5X's.
-      hf: Hugging Face's.
+      theirs: T5X's tensor.
+      hf: Hugging Face's tensor.
     """
 
     theirs: Tensor
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def order(self) -> list[int]:
-        """Of T5X's dimensions, so that they are Hugging Face's."""
+        """The permutation of T5X's dimensions that yields Hugging Face's."""
         groups = self.theirs.dims.split()
         return [groups.index(group) for group in self.hf.dims.split()]
 
@@ -74,8 +74,8 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
     """T5X's name, with {l} for the layer's number -> its row.
 
     Args:
-      gated: the MLP has two projections in.
-      each_positions: each layer has relative positions of its own.
+      gated: whether the MLP is gated.
+      each_positions: whether each layer has its own relative positions.
     """
     names, made = _names(gated), {}
     own = tables.UMT5 if each_positions else tables.T5
@@ -87,25 +87,25 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
 
 @functools.cache
 def decoder_rows(gated: bool) -> dict[str, Row]:
-    """As `rows`, of a network that is a decoder alone: the names of both sides are T5X's."""
+    """Like `rows`, for a decoder-only network: the names of both sides are T5X's."""
     own = tables.T5X_DECODER if gated else tables.T5X_DECODER_PLAIN
     return {row.name: Row(row, row) for row in own}
 
 
 def rows_of(config: Mapping[str, Any]) -> dict[str, Row]:
-    """The rows of a model, by its config.json."""
+    """The rows of a model, from its config.json."""
     gated, kind = config["feed_forward_proj"].startswith("gated-"), config["model_type"]
     return decoder_rows(gated) if kind == T5X_DECODER_TYPE else rows(gated, kind == "umt5")
 
 
 def scanned_name(name: str) -> str:
-    """The name of all layers' parameter where they are scanned, from that of a layer's ("{l}" for its number)."""
+    """The name of a scanned parameter of all layers, from that of one layer ("{l}" for its number)."""
     side, _, rest = name.partition("/layers_{l}/")
     return f"{side}/{side}/{rest}" if rest else name
 
 
 def grouped(shape: Shape, dims: str) -> Shape | None:
-    """A kernel's shape with one size for each group of dimensions, whichever way it is stored; None: it is another."""
+    """A kernel's shape with one size per group of dimensions, in either storage form; None: it has another shape."""
     groups = dims.split()
     if len(shape) == len(groups):
         return tuple(shape)
@@ -124,7 +124,7 @@ _LINE = 4096
 _BOTH_WAYS = "models.DecoderOnlyModel.inputs_bidirectional_attention"
 _ACTIVATIONS = {
     ("relu",): "relu",
-    ("gelu",): "gelu_new",  # Flax's is the approximation
+    ("gelu",): "gelu_new",  # Flax's gelu is the approximation
     ("gelu", "linear"): "gated-gelu",
     ("silu", "linear"): "gated-silu",
     ("swish", "linear"): "gated-silu",
@@ -138,14 +138,14 @@ _KEYS = {
     "head_dim": "d_kv",
     "mlp_dim": "d_ff",
 }
-_DECODER_KEYS = {"num_layers": "num_layers"}  # in place of those of both sides
+_DECODER_KEYS = {"num_layers": "num_layers"}  # instead of those of both sides
 
 
 def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json would say of a T5Config, as far as it says anything.
+    """The values of config.json that a T5Config determines.
 
     Raises:
-      UserError: activations that we do not have.
+      UserError: the activations are not supported.
     """
     values = {theirs: network[name] for name, theirs in (_KEYS | _DECODER_KEYS).items() if name in network}
     if "mlp_activations" in network:
@@ -159,10 +159,10 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computing_of(network: Mapping[str, Any]) -> dict[str, Any]:
-    """How a T5Config computes and trains, by the names of our configuration, as far as it says: dtype, dropout_rate.
+    """The dtype and dropout_rate of a T5Config, under our names, as far as it sets them.
 
     Raises:
-      UserError: a value that is none.
+      UserError: a value is invalid.
     """
     found: dict[str, Any] = {}
     if (dtype := network.get("dtype")) is not None:
@@ -177,12 +177,12 @@ def computing_of(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def network_of(text: str) -> dict[str, Any]:
-    """The values of T5Config, or of a decoder's TransformerConfig, in T5X's Gin text, which names modules that are not here; macros are put in.
+    """The values of T5Config, or of a decoder's TransformerConfig, in T5X's Gin text, with macros substituted.
 
-    Values that are no literals are left out.
+    The text is only parsed, since it names modules that do not exist here. Values that are not literals are omitted.
 
     Raises:
-      UserError: macros that are each other's values.
+      UserError: macros refer to each other.
     """
     values: dict[str, Any] = {}
     macros: dict[str, Any] = {}
@@ -203,23 +203,23 @@ def network_of(text: str) -> dict[str, Any]:
 
 
 def inputs_attention_of(text: str) -> str:
-    """What a decoder's inputs see of each other, by T5X's Gin text."""
+    """Whether a decoder's inputs attend causally or in both directions, from T5X's Gin text."""
     named = [value for _, name, value in _bindings(text) if name == _BOTH_WAYS.rpartition(".")[2]]
     return "bidirectional" if named and named[-1] is True else "causal"
 
 
 def vocabulary_of(text: str) -> str | None:
-    """The path of the SentencePiece model in T5X's Gin text."""
+    """The path of the SentencePiece model, from T5X's Gin text."""
     named = [value for _, name, value in _bindings(text) if name == "sentencepiece_model_file"]
     return next((value for value in reversed(named) if isinstance(value, str) and not value.startswith("%")), None)
 
 
 def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
-    """(what is configured, parameter, value or "%MACRO") of each line that binds one, in blocks too."""
+    """(configurable, parameter, value or "%MACRO") for each line that binds one, in blocks too."""
     block = ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
         if len(line) > _LINE:
-            continue  # no size of a network: the patterns below take the square of its length
+            continue  # too long for a network's size, and the patterns below take quadratic time
         if match := re.match(r"([\w./]+):\s*(?:#.*)?$", line):
             block = match[1]
             continue
@@ -234,15 +234,15 @@ def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
         try:
             yield owner or (block if indented else ""), name, ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue  # a reference, or a value that goes on below: of no interest here
+            continue  # a reference, or a value that continues on the next line: not needed
 
 
 def gin_text(config: Mapping[str, Any], computing: Mapping[str, Any]) -> str:
     """T5X's Gin text of a network.
 
     Args:
-      config: of config.json.
-      computing: as of `computing_of`.
+      config: values of config.json.
+      computing: from `computing_of`.
 
     Raises:
       UserError: T5X has no such activation.
@@ -254,7 +254,7 @@ def gin_text(config: Mapping[str, Any], computing: Mapping[str, Any]) -> str:
     if config["feed_forward_proj"] not in named:
         known = ", ".join(sorted(named))
         raise UserError(
-            f"T5X has no feed_forward_proj = {config['feed_forward_proj']!r}, must be one of {known}: take hf or gguf"
+            f"T5X has no feed_forward_proj = {config['feed_forward_proj']!r}, must be one of {known}: use hf or gguf"
         )
     values["mlp_activations"] = named[config["feed_forward_proj"]]
     values |= computing

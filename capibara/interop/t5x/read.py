@@ -1,10 +1,10 @@
-"""T5X's checkpoints of T5, read as a Hugging Face T5, and of its decoders: those of its own format (msgpack and zarr), and those of Orbax.
+"""Reads T5X's checkpoints of T5 as a Hugging Face T5, and those of its decoders, in T5X's own formats and in Orbax's.
 
-checkpoint_N/checkpoint          msgpack: the state as a tree, arrays inside it or told where they are
+checkpoint_N/checkpoint          msgpack: the state as a tree, with arrays inside it or references to them
 checkpoint_N/target.encoder...   zarr: an array
 checkpoint_N/state/...           Orbax: the same, or all arrays in one OCDBT store
-checkpoint_N, or any name        msgpack alone: all of the state in one file
-config.gin                       of the run, here or above
+checkpoint_N, or any name        msgpack: the whole state in one file
+config.gin                       of the run, in this folder or its parent
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import states as t5x_states
 
 INDEX = "checkpoint"
-_TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
+_TF = b"model_checkpoint_path"  # the beginning of TensorFlow's file of this name
 _LAYERS = 4096
 
 
@@ -44,14 +44,14 @@ def is_t5x(path: str) -> bool:
 
 
 class T5xModel:
-    """A model of T5X: a checkpoint.ForeignModel.
+    """A model of T5X: an open_model.ForeignModel.
 
     Attributes:
-      config: what its config.json would say: as config.gin has it, else as the shapes do.
-      tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
-      about: none.
-      computing: the dtype that it computes in and its dropout_rate, as far as config.gin says.
-      guessed: fields of the configuration that nothing here says: they are T5's, or those of T5 1.1.
+      config: the corresponding config.json, from config.gin, else from the shapes.
+      tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it exists.
+      about: empty.
+      computing: dtype and dropout_rate, as far as config.gin sets them.
+      guessed: fields of the configuration that nothing here determines: defaults of T5 or T5 1.1.
 
     Raises:
       UserError: it cannot be read, or is none of T5X's networks.
@@ -61,7 +61,7 @@ class T5xModel:
         if (root := _root(path)) is None:
             root = _root(_steps(path)[-1])
         if root is None:
-            raise UserError(f"{_steps(path)[-1]} is not whole: it has no {INDEX} file and no arrays: copy it again")
+            raise UserError(f"{_steps(path)[-1]} is incomplete: it has no {INDEX} file and no arrays: copy it again")
         self.path = root
         self._folder = os.path.dirname(os.path.abspath(root)) if os.path.isfile(root) else os.path.abspath(root)
         self._arrays = t5x_arrays.Arrays(self._folder)
@@ -102,43 +102,43 @@ class T5xModel:
         return np.ascontiguousarray(value.reshape(t5x_names.grouped(value.shape, row.theirs.dims)).transpose(row.order))
 
     def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
-        """The step of the checkpoint, and the state of our optimizer that goes on from there.
+        """The step of the checkpoint, and its optimizer state converted for our optimizer.
 
         Args:
           opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
           shapes: of the run's parameters, by name, in the order of their tree.
 
         Raises:
-          UserError: there is none, or it is not that of the run's Adafactor.
+          UserError: there is no state, or the run's optimizer is another Adafactor.
         """
         leaves, scanned = _leaves(self.path, "state"), any(_scanned(name) for name in self._leaves)
         if "step" not in leaves or not any(name.startswith("param_states/") for name in leaves):
             raise UserError(
-                f"{self.path} has no optimizer's state: set Trainer.init_with = 'weights' to begin with its parameters"
+                f"{self.path} has no optimizer state: set Trainer.init_with = 'weights' to start from its parameters"
             )
         if scanned and self._layer_axis != 1:
             raise UserError(
-                f"config.gin has T5Config.param_scan_axis = {self._layer_axis}, states of the optimizer are read where it "
-                "is 1: set Trainer.init_with = 'weights'"
+                f"config.gin has T5Config.param_scan_axis = {self._layer_axis}, optimizer states need 1: "
+                "set Trainer.init_with = 'weights'"
             )
         old = {_pattern_of_stack(name): name for name in self._leaves}
 
         def read(name: str, part: str) -> np.ndarray:
             stored = f"param_states/{old.get(name, name)}/{part}"
             if stored not in leaves:
-                raise UserError(f"{self.path} has no {stored}: it is not whole, or another optimizer's than Adafactor")
+                raise UserError(f"{self.path} has no {stored}: it is incomplete, or not of Adafactor")
             return self._read_leaf(leaves[stored], stored)
 
         step = self._read_leaf(leaves["step"], "step")
         if step.size != 1 or step.dtype.kind not in "iu" or not 0 <= (number := int(step.reshape(())[()])) < 2**31:
-            raise UserError(f"{self.path} has the step {limits.shortened(step.tolist())}, must be a whole number")
-        places = list(t5x_states.places(shapes, self._rows, scanned=scanned))
-        return number, t5x_states.from_t5x(opt_state, shapes, places, read, number)
+            raise UserError(f"{self.path} has the step {limits.shortened(step.tolist())}, must be an integer")
+        locations = list(t5x_states.locations(shapes, self._rows, scanned=scanned))
+        return number, t5x_states.from_t5x(opt_state, shapes, locations, read, number)
 
     def _read_leaf(self, leaf: t5x_index.Leaf, name: str) -> np.ndarray:
         if isinstance(leaf, np.ndarray):
             return leaf
-        with _damage_told(self.path, name):
+        with _corruption_reported(self.path, name):
             return self._arrays.read(leaf)
 
     def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
@@ -147,12 +147,12 @@ class T5xModel:
         index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
         if isinstance(leaf, np.ndarray):
             return leaf[index]
-        with _damage_told(self.path, stored):
+        with _corruption_reported(self.path, stored):
             value = self._arrays.read(leaf, axis, layer)
-        return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # how T5X's version 2 has it
+        return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # stored so by T5X's version 2
 
     def _dtype(self, stored: str) -> str:
-        """Raises UserError where it is none of a weight."""
+        """The dtype of an array; raises UserError if it is not a weight's."""
         leaf = self._leaves[stored]
         kind = leaf.dtype if isinstance(leaf, np.ndarray) else self._about(stored).dtype
         if not isinstance(leaf, np.ndarray) and kind == np.uint16:
@@ -167,24 +167,24 @@ class T5xModel:
 
     def _about(self, stored: str) -> t5x_arrays.About:
         leaf = self._leaves[stored]
-        assert not isinstance(leaf, np.ndarray), "its shape and dtype are at hand"
-        with _damage_told(self.path, stored):
+        assert not isinstance(leaf, np.ndarray), "its shape and dtype are known already"
+        with _corruption_reported(self.path, stored):
             return self._arrays.about(leaf)
 
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
-        """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
+        """Hugging Face's name -> (T5X's tensor, the layer in it, the shape of that in Hugging Face's order)."""
         rows = self._rows
         found: dict[str, tuple[str, int | None, Shape]] = {}
         if not self._is_decoder and not any(name.startswith("encoder/") for name in self._leaves):
             raise UserError(
-                f"{self.path} has no encoder and no decoder/token_embedder: of T5X's networks t5, scalable_t5 and "
-                "decoder_only are read"
+                f"{self.path} has no encoder and no decoder/token_embedder: T5X's networks t5, scalable_t5 and "
+                "decoder_only are supported"
             )
         for stored in self._leaves:
             pattern, number = _pattern(stored)
             shape = self._shape(stored)
             if pattern not in rows:
-                found[stored] = (stored, None, shape)  # is told to be of no model
+                found[stored] = (stored, None, shape)  # reported later as unexpected
                 continue
             row, layers = rows[pattern], [number]
             if "{l}" in pattern and number is None:
@@ -210,7 +210,7 @@ class T5xModel:
         return config.of_encoder_decoder(self.shapes(), self._gated, self._each_positions, self.path)
 
     def _positions_of_layers(self) -> bool:
-        """Whether layers have relative positions of their own; where these are all the same they become one table."""
+        """Whether layers have their own relative positions; if these are all equal, they become one table."""
         shared: dict[str, np.ndarray] = {}
         own_names: list[str] = []
         for side in ("encoder", "decoder"):
@@ -231,8 +231,8 @@ class T5xModel:
 
 
 def _pattern(stored: str) -> tuple[str, int | None]:
-    """A tensor's name with {l} for its layer, and the layer; None: of all, or of none."""
-    stored = stored.replace("/relative_posemb/", "/relpos_bias/")  # as the first versions had it
+    """A tensor's name with {l} for its layer, and the layer; None: it has no number."""
+    stored = stored.replace("/relative_posemb/", "/relpos_bias/")  # the name in the first versions
     if match := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(.*)", stored):
         return f"{match[1]}/layers_{{l}}/{match[3]}", int(match[2])
     if match := re.fullmatch(r"(encoder|decoder)/(?:\1|layers)/(.*)", stored):
@@ -246,7 +246,7 @@ def _scanned(stored: str) -> bool:
 
 
 def _pattern_of_stack(stored: str) -> str:
-    """The name that all layers' parameter has now, of whatever version it is."""
+    """The current name of a parameter of all layers, from that of any version."""
     pattern, layer = _pattern(stored)
     return t5x_names.scanned_name(pattern) if layer is None else pattern.format(l=layer)
 
@@ -264,7 +264,7 @@ def _number(path: str) -> int | None:
 
 
 def _root(path: str) -> str | None:
-    """The folder that has a checkpoint's arrays, or the file that has all of them; None: it is no checkpoint."""
+    """The folder with a checkpoint's arrays, or the file that contains them; None: it is no checkpoint."""
     if os.path.isfile(path):
         return path if _is_bare(path) else None
     for folder in (path, os.path.join(path, "state")):
@@ -282,7 +282,7 @@ def _root(path: str) -> str | None:
 
 
 def _is_bare(path: str) -> bool:
-    """Whether a file begins as a state of T5X in msgpack does: with a map, and one of its names."""
+    """Whether a file begins like a T5X state in msgpack: with a map that has one of its names."""
     with limits.opened(path) as file:
         begin = file.read(16)
     first, names = begin[:1], ("target", "optimizer", "state", "version", "flax_mutables")
@@ -305,7 +305,7 @@ def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
 
 
 @contextlib.contextmanager
-def _damage_told(root: str, name: str) -> Iterator[None]:
+def _corruption_reported(root: str, name: str) -> Iterator[None]:
     try:
         yield
     except UserError:

@@ -1,10 +1,10 @@
-"""Run as a program: reads arrays by TensorStore for capibara.interop.t5x.arrays, in a process of its own.
+"""A program that reads arrays with TensorStore for capibara.interop.t5x.arrays, in a process of its own.
 
-TensorStore decompresses a chunk, or a node of an OCDBT store, before it compares its size with anything: here that ends
-this process, at a bound that follows from the array's shape. Imports nothing of ours, and runs nothing that a file says.
+TensorStore decompresses a chunk, or a node of an OCDBT store, before it checks its size: here that ends this process,
+at a limit derived from the array's shape. Imports nothing of ours, and executes nothing from files.
 
-Standard input: a request a line, {"list": ROOT}, {"open": SPEC} or {"read": SPEC, "index": [AXIS, LAYER] or null}.
-Standard output: for each, 8 bytes, the length of a JSON object, that, and the object's "bytes" of data.
+Standard input: one request per line, {"list": ROOT}, {"open": SPEC} or {"read": SPEC, "index": [AXIS, LAYER] or null}.
+Standard output: for each request 8 bytes, the length of a JSON object, then the object, then its "bytes" of data.
 """
 
 import json
@@ -12,12 +12,12 @@ import resource
 import sys
 from typing import Any
 
-BASE_BYTES = 640 << 20  # of the libraries, and of what a small array needs
+BASE_BYTES = 640 << 20  # for the libraries, and for a small array
 CACHE_BYTES = 256 << 20
 
 
 def main() -> int:
-    """Answers until its input ends."""
+    """Answers requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _bound(BASE_BYTES)
     import ml_dtypes  # noqa: F401  registers bfloat16 with numpy

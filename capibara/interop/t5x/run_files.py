@@ -1,4 +1,4 @@
-"""What lies beside the arrays of a T5X checkpoint: its config.gin, and its vocabulary."""
+"""Files beside the arrays of a T5X checkpoint: config.gin and the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VOCABULARIES = ("spiece.model", "sentencepiece.model")
 
 
 def gin_of(folder: str) -> str | None:
-    """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
+    """The path of T5X's config.gin, in the folder of the checkpoint or of the run."""
     levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
     for level in levels if os.path.basename(folder) == "state" else levels[:2]:
         path = os.path.join(level, "config.gin")
@@ -22,7 +22,7 @@ def gin_of(folder: str) -> str | None:
 
 
 def vocabulary_of(folder: str, gin: str | None, text: str | None) -> dict[str, bytes]:
-    """The SentencePiece model that config.gin, whose path and text these are, names or that lies beside it; none: empty."""
+    """The SentencePiece model that config.gin (its path and text are passed) names, or one beside it; may be empty."""
     named = None if text is None else t5x_names.vocabulary_of(text)
     beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
     for path in filter(None, [_own(gin, named), *beside]):
@@ -32,7 +32,7 @@ def vocabulary_of(folder: str, gin: str | None, text: str | None) -> dict[str, b
 
 
 def _own(gin: str | None, named: str | None) -> str | None:
-    """The path of a file that config.gin names, if it is in its folder: what a checkpoint says opens no other."""
+    """The path of a file that config.gin names, if it is in its folder: no other file is opened."""
     if gin is None or named is None or not os.path.isfile(path := os.path.join(os.path.dirname(gin), named)):
         return None
     real, root = os.path.realpath(path), os.path.realpath(os.path.dirname(gin))

@@ -1,9 +1,9 @@
-"""Adafactor's state as T5X keeps it and as we do: the same numbers under other names, in other orders of dimensions.
+"""Converts Adafactor's state between T5X and ours: the same numbers, with other names and orders of dimensions.
 
-T5X has for each parameter `v_row` (second moments, their mean over the columns) and `v_col`, or `v` (of a parameter that
-is not factored), and `m` (momentum, of a run that has one); one zero for each that is not there.
+For each parameter T5X has `v_row` (second moments averaged over columns) and `v_col`, or `v` (if it is not factored),
+and `m` (momentum, if the run has it); a single zero stands for each that does not exist.
 
-Facts: github.com/google-research/t5x, t5x/adafactor.py.
+Source: github.com/google-research/t5x, t5x/adafactor.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from capibara.interop.hf.tensors import Shape
 from capibara.interop.t5x import names as t5x_names
 from capibara.optim import FactoredState, Optimizer, OptimizerConfig, OptimizerName, Parts
 
-_OF_GIN = {  # T5X's names of Adafactor's fields -> ours, of Optimizer, then of Adafactor
+_OF_GIN = {  # T5X's fields of Adafactor -> ours, in Optimizer, then in Adafactor
     "beta1": "momentum",
     "min_dim_size_to_factor": "factored_min_size",
     "multiply_by_parameter_scale": "parameter_scale",
@@ -34,16 +34,16 @@ _SAME = (
 )  # fmt: skip
 KEPT = ("v_row", "v_col", "v", "m")
 _COUNTED = (optax.EmaState, optax.ScaleByScheduleState)
-Moments = dict[str, np.ndarray]  # those of KEPT that a parameter has
+Moments = dict[str, np.ndarray]  # the entries of KEPT that a parameter has
 
 
 class Stored(NamedTuple):
-    """Of a checkpoint.
+    """The optimizer state of a checkpoint.
 
     Attributes:
-      step: updates done.
-      moments: T5X's name of each parameter -> its state, with one zero for what it does not have.
-      gin: the bindings of T5X's Gin that say how its Adafactor goes on.
+      step: number of updates.
+      moments: T5X's name of each parameter -> its state, with a single zero for what it does not have.
+      gin: T5X's Gin bindings to resume with the same Adafactor.
     """
 
     step: int
@@ -52,14 +52,14 @@ class Stored(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where T5X has one of our parameters, or one layer of it.
+class Location:
+    """The T5X array of one of our parameters, or of one layer of it.
 
     Attributes:
-      name: T5X's, of the parameter.
-      path: ours.
-      layer: which one of ours; None: it has all of them, or there are none.
-      groups: of our dimensions (letters of tensors.py), each a dimension of T5X's array.
+      name: T5X's name of the parameter.
+      path: our name.
+      layer: index of our layer; None: the array has all layers, or there are none.
+      groups: groups of our dimensions (letters of hf.tensors), each one dimension of T5X's array.
       layout: our dimensions.
     """
 
@@ -74,7 +74,7 @@ class Place:
         return self.layer is None and "l" in self.layout
 
     def theirs(self, value: np.ndarray, have: str) -> np.ndarray:
-        """An array of ours whose dimensions are `have`, in T5X's order; of its layer alone."""
+        """Converts an array of ours with dimensions `have` to T5X's order; only this layer of it."""
         if self.layer is not None:
             value, have = value[self.layer], have.replace("l", "")
         groups = [group for group in self.groups if group[0] in have]
@@ -83,7 +83,7 @@ class Place:
         return value.transpose(order).reshape([math.prod(sizes[letter] for letter in group) for group in groups])
 
     def ours(self, value: np.ndarray, have: str, sizes: Mapping[str, int]) -> np.ndarray:
-        """The way back; raises ValueError where the array has another shape."""
+        """The inverse; raises ValueError if the array has another shape."""
         have = have.replace("l", "") if self.layer is not None else have
         letters = "".join(group for group in self.groups if group[0] in have)
         groups = [group for group in self.groups if group[0] in have]
@@ -93,12 +93,12 @@ class Place:
         return value.reshape(whole).transpose([letters.index(letter) for letter in have])
 
 
-def places(shapes: Mapping[str, Shape], rows: Mapping[str, t5x_names.Row], *, scanned: bool) -> Iterator[Place]:
-    """All places of a model's parameters.
+def locations(shapes: Mapping[str, Shape], rows: Mapping[str, t5x_names.Row], *, scanned: bool) -> Iterator[Location]:
+    """The locations of all parameters of a model.
 
     Args:
       shapes: of our parameters, by name.
-      rows: of the model (t5x_names.rows).
+      rows: of the model (names.rows).
       scanned: whether T5X scans its layers: then they are one array, stacked along its second dimension.
     """
     for row in rows.values():
@@ -108,14 +108,14 @@ def places(shapes: Mapping[str, Shape], rows: Mapping[str, t5x_names.Row], *, sc
             continue
         groups = tuple(tensor.dims.split())
         if "l" not in tensor.layout:
-            yield Place(tensor.name, path, None, groups, tensor.layout)
+            yield Location(tensor.name, path, None, groups, tensor.layout)
         elif scanned:
             letters = list(tensor.dims.replace(" ", ""))
             name = t5x_names.scanned_name(tensor.name)
-            yield Place(name, path, None, (letters[0], "l", *letters[1:]), tensor.layout)
+            yield Location(name, path, None, (letters[0], "l", *letters[1:]), tensor.layout)
         else:
             for name, (layer,) in tensor.names(shapes):
-                yield Place(name, path, layer, groups, tensor.layout)
+                yield Location(name, path, layer, groups, tensor.layout)
 
 
 def is_adafactor(optimizer: OptimizerConfig) -> TypeGuard[Optimizer]:
@@ -124,7 +124,7 @@ def is_adafactor(optimizer: OptimizerConfig) -> TypeGuard[Optimizer]:
 
 
 def gin_of(optimizer: Optimizer) -> str:
-    """The options of an optimizer, which is Adafactor, in T5X's Gin."""
+    """The options of an Adafactor optimizer in T5X's Gin."""
     values = {theirs: getattr(optimizer, ours) for theirs, ours in _OF_GIN.items()}
     values |= {name: getattr(optimizer.adafactor, name) for name in _SAME}
     lines = ["", "from t5x import adafactor", "adafactor.Adafactor:", *(f"  {n} = {v!r}" for n, v in values.items())]
@@ -133,116 +133,116 @@ def gin_of(optimizer: Optimizer) -> str:
             f"  # Optimizer.weight_decay = {optimizer.weight_decay} of capibara is not in T5X: see weight_decay_rate"
         )
     if optimizer.adafactor.factor_map or optimizer.adafactor.parameter_scale_map:
-        lines.append("  # factor_map and parameter_scale_map are by capibara's names: write them anew")
+        lines.append("  # factor_map and parameter_scale_map use capibara's names: rewrite them")
     return "\n".join([*lines, "  logical_factor_rules = @adafactor.standard_logical_factor_rules()"]) + "\n"
 
 
 def factored_of(opt_state: PyTree) -> FactoredState:
-    """Adafactor's moments in the state of an optimizer.
+    """Adafactor's moments in an optimizer's state.
 
     Raises:
       UserError: it is another optimizer's.
     """
     found = _nodes(opt_state, FactoredState)
     if not found:
-        raise UserError("T5X has the state of Adafactor alone, and Optimizer.name is another: set it to 'adafactor'")
+        raise UserError("T5X supports only Adafactor's state, and Optimizer.name is another: set it to 'adafactor'")
     return found[0]
 
 
-def to_t5x(opt_state: PyTree, shapes: Mapping[str, Shape], where: Sequence[Place]) -> Iterator[tuple[str, Moments]]:
-    """T5X's name of each parameter, and its state; what it does not have is one zero.
+def to_t5x(opt_state: PyTree, shapes: Mapping[str, Shape], where: Sequence[Location]) -> Iterator[tuple[str, Moments]]:
+    """T5X's name of each parameter, and its state; a single zero stands for what it does not have.
 
     Args:
       opt_state: of Adafactor.
       shapes: of our parameters, by name, in the order of their tree.
-      where: all places of the model.
+      where: the locations of the model's parameters.
 
     Raises:
-      UserError: it is another optimizer's state, or factored as T5X cannot.
+      UserError: it is another optimizer's state, or T5X cannot factor so.
     """
     factored, names = factored_of(opt_state), list(shapes)
     averaged = _nodes(opt_state, optax.EmaState)
     arrays = {name: dict(zip(names, map(np.asarray, jax.tree.leaves(getattr(factored, name))))) for name in KEPT[:3]}
-    # Ours is of what is added to a parameter, T5X's of what is taken away.
+    # Ours is the average of what is added to a parameter, T5X's of what is subtracted.
     momentum = {n: -np.asarray(x) for n, x in zip(names, jax.tree.leaves(averaged[0].ema))} if averaged else {}
     parts_of = dict(zip(names, factored.parts, strict=True))
-    for place in where:
+    for location in where:
         found: Moments = {name: np.zeros(1, np.float32) for name in KEPT}
-        parts, layout = parts_of[place.path], place.layout
+        parts, layout = parts_of[location.path], location.layout
         if parts.rows:
             rows, columns = (_letters(layout, dims) for dims in (parts.rows, parts.columns))
-            row, column = _names(place, rows, columns, shapes[place.path])
-            found[row] = place.theirs(arrays["v_row"][place.path], _without(layout, columns))
-            found[column] = place.theirs(arrays["v_col"][place.path], _without(layout, rows))
+            row, column = _names(location, rows, columns, shapes[location.path])
+            found[row] = location.theirs(arrays["v_row"][location.path], _without(layout, columns))
+            found[column] = location.theirs(arrays["v_col"][location.path], _without(layout, rows))
         else:
-            found["v"] = place.theirs(arrays["v"][place.path], layout)
+            found["v"] = location.theirs(arrays["v"][location.path], layout)
         if momentum:
-            found["m"] = place.theirs(momentum[place.path], layout)
-        yield place.name, found
+            found["m"] = location.theirs(momentum[location.path], layout)
+        yield location.name, found
 
 
 def from_t5x(
     opt_state: PyTree,
     shapes: Mapping[str, Shape],
-    where: Sequence[Place],
+    where: Sequence[Location],
     read: Callable[[str, str], np.ndarray],
     step: int,
 ) -> PyTree:
-    """The state of our Adafactor that goes on where T5X's was.
+    """The state of our Adafactor that resumes from T5X's.
 
     Args:
-      opt_state: of the optimizer, any of its values, or jax.ShapeDtypeStructs: what it has is what is read.
+      opt_state: of our optimizer, with any values, or jax.ShapeDtypeStructs: its structure decides what is read.
       shapes: of our parameters, by name, in the order of their tree.
-      where: all places of the model.
+      where: the locations of the model's parameters.
       read: (T5X's name of a parameter, one of KEPT) -> that array.
-      step: updates done.
+      step: number of updates.
 
     Returns:
       the same tree, of numpy arrays.
 
     Raises:
-      UserError: T5X keeps other moments: it factors otherwise, or has no momentum.
+      UserError: T5X has other moments: it factors differently, or has no momentum.
     """
     factored, momentum = factored_of(opt_state), bool(_nodes(opt_state, optax.EmaState))
     parts_of = dict(zip(shapes, factored.parts, strict=True))
     new: dict[str, dict[str, np.ndarray]] = {name: {} for name in KEPT}
-    for place in where:
-        for name, have, value in _arrays(place, parts_of[place.path], shapes[place.path], momentum, read):
-            sizes = dict(zip(place.layout, shapes[place.path], strict=True))
+    for location in where:
+        for name, have, value in _arrays(location, parts_of[location.path], shapes[location.path], momentum, read):
+            sizes = dict(zip(location.layout, shapes[location.path], strict=True))
             try:
-                value = place.ours(value, have, sizes)
+                value = location.ours(value, have, sizes)
             except ValueError as error:
                 raise UserError(
-                    f"T5X's {name} of {place.name} {error}: this run's Adafactor factors otherwise: set "
+                    f"T5X's {name} of {location.name} {error}: this run's Adafactor factors otherwise: set "
                     "Optimizer.factored_min_size, momentum and Adafactor.factoring as T5X has them"
                 ) from None
-            if place.layer is None:
-                new[name][place.path] = np.array(value, np.float32)
+            if location.layer is None:
+                new[name][location.path] = np.array(value, np.float32)
             else:
-                whole = new[name].setdefault(place.path, np.empty([sizes[letter] for letter in have], np.float32))
-                whole[place.layer] = value
-    count = cast(jax.Array, np.asarray(step, np.int32))  # as all the others on the host, until the state is placed
+                whole = new[name].setdefault(location.path, np.empty([sizes[letter] for letter in have], np.float32))
+                whole[location.layer] = value
+    count = cast(jax.Array, np.asarray(step, np.int32))  # on the host like all others, until the state is placed
     return at_step(_put(opt_state, new, list(shapes)), count)
 
 
 def _arrays(
-    place: Place, parts: Parts, shape: Shape, momentum: bool, read: Callable[[str, str], np.ndarray]
+    location: Location, parts: Parts, shape: Shape, momentum: bool, read: Callable[[str, str], np.ndarray]
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(our name, its dimensions, T5X's array) of each moment that we keep."""
-    layout = place.layout
+    """(our name, its dimensions, T5X's array) of each moment that we have."""
+    layout = location.layout
     if momentum:
-        yield "m", layout, read(place.name, "m")
+        yield "m", layout, read(location.name, "m")
     if not parts.rows:
-        yield "v", layout, read(place.name, "v")
+        yield "v", layout, read(location.name, "v")
         return
     rows, columns = (_letters(layout, dims) for dims in (parts.rows, parts.columns))
-    row, column = _names(place, rows, columns, shape)
-    yield "v_row", _without(layout, columns), read(place.name, row)
-    yield "v_col", _without(layout, rows), read(place.name, column)
+    row, column = _names(location, rows, columns, shape)
+    yield "v_row", _without(layout, columns), read(location.name, row)
+    yield "v_col", _without(layout, rows), read(location.name, column)
 
 
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
-    """The state of an optimizer with all its counts of updates at a step."""
+    """An optimizer's state with all its update counts set to `step`."""
 
     def counted(node: Any) -> Any:
         if isinstance(node, FactoredState):
@@ -253,7 +253,7 @@ def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
 
 
 def _put(opt_state: PyTree, new: Mapping[str, Mapping[str, np.ndarray]], names: Sequence[str]) -> PyTree:
-    """The state with these arrays."""
+    """The state with these arrays replaced."""
     nothing = np.zeros(1, np.float32)
 
     def of(name: str, old: PyTree) -> PyTree:
@@ -276,21 +276,21 @@ def _nodes(opt_state: PyTree, kind: type) -> list:
     return [node for node in leaves if isinstance(node, kind)]
 
 
-def _names(place: Place, rows: str, columns: str, shape: Shape) -> tuple[str, str]:
-    """What T5X calls the moments of our rows, and those of our columns.
+def _names(location: Location, rows: str, columns: str, shape: Shape) -> tuple[str, str]:
+    """T5X's names of the moments of our rows, and of our columns.
 
-    Of an array of two dimensions its columns are the larger one (the second, where both are as large); of stacked ones
-    its rules say so by name, as ours do.
+    For a two-dimensional array, T5X's columns are the larger dimension (the second if both are equal); for stacked
+    layers its rules assign them by name, as ours do.
     """
-    if any(len({letter in side for letter in group}) > 1 for group in place.groups for side in (rows, columns)):
+    if any(len({letter in side for letter in group}) > 1 for group in location.groups for side in (rows, columns)):
         raise UserError(
-            f"{place.path} is factored head by head, and T5X has all heads of {place.name} in one dimension"
+            f"{location.path} is factored head by head, and T5X has all heads of {location.name} in one dimension"
         )
-    if place.stacked:
+    if location.stacked:
         return "v_row", "v_col"
-    sizes = dict(zip(place.layout, shape, strict=True))
-    first, second = (math.prod(sizes[letter] for letter in group) for group in place.groups)
-    return ("v_row", "v_col") if (place.groups[0][0] in rows) == (first <= second) else ("v_col", "v_row")
+    sizes = dict(zip(location.layout, shape, strict=True))
+    first, second = (math.prod(sizes[letter] for letter in group) for group in location.groups)
+    return ("v_row", "v_col") if (location.groups[0][0] in rows) == (first <= second) else ("v_col", "v_row")
 
 
 def _letters(layout: str, dims: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
-"""Checkpoints that T5X reads: msgpack and zarr, of its format's version 3.
+"""Writes checkpoints in T5X's own format, version 3: msgpack and zarr.
 
-Layers are by themselves, as its network `t5` has them. Where each has relative positions of its own they are stacked, as
-`scalable_t5` has them.
+Layers are separate, as in its network `t5`. If each layer has its own relative positions, they are stacked, as in
+`scalable_t5`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from capibara.storage import partial
 
 _VERSION = 3
 _CHUNK_BYTES = 64 * 2**20
-_IN_INDEX_BYTES = 2**20  # of an array of the optimizer's state
-_FACTORED_SIZE = 128  # min_dim_size_to_factor of its Adafactor
-# Written into its network.
+_IN_INDEX_BYTES = 2**20  # limit for arrays of the optimizer's state in the index
+_FACTORED_SIZE = 128  # min_dim_size_to_factor of T5X's Adafactor
+# Constants of T5X's network.
 _FIXED = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
 
 
@@ -42,24 +42,24 @@ def save_t5x(
     optimizer: t5x_states.Stored | None = None,
     computing: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the folder of a T5X run with one checkpoint. Whole, or not at all.
+    """Writes the folder of a T5X run with one checkpoint, atomically.
 
-    T5X reads no checkpoint without the state of its optimizer.
+    T5X cannot read a checkpoint without an optimizer state.
 
-    The host holds one tensor, or those of all layers of one name where they are stacked.
+    The host holds one tensor, or those of all layers of one name if they are stacked.
 
     Args:
-      folder: a new one, or one that is empty.
-      config: of config.json.
+      folder: a new or empty one.
+      config: for config.json.
       shapes: of all tensors, by Hugging Face's names.
       tensors: the tensors, in that order.
-      tokenizer: files; T5X has a SentencePiece model.
+      tokenizer: files; T5X uses a SentencePiece model.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
-      computing: its dtype and dropout_rate, for config.gin.
-      optimizer: the step and the state of Adafactor; None: step 0, and the state in which T5X's Adafactor begins.
+      computing: dtype and dropout_rate, for config.gin.
+      optimizer: step and state of Adafactor; None: step 0, and the initial state of T5X's Adafactor.
 
     Raises:
-      UserError: the model is no T5, the folder is there already, or a value is too large for float16.
+      UserError: the model is no T5, the folder exists, or a value is too large for float16.
     """
     _check(config)
     scanned = config["model_type"] == "umt5"
@@ -93,15 +93,15 @@ def save_t5x(
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raises UserError where T5X has no such model."""
+    """Raises UserError if T5X has no such model."""
     if config["model_type"] not in ("t5", "umt5", T5X_DECODER_TYPE):
         raise UserError(
-            f"T5X's form is that of its T5 and its decoders with relative positions, and this model is a "
-            f"{config['model_type']}: take hf or gguf"
+            f"T5X has only its T5 and its decoders with relative positions, and this model is a "
+            f"{config['model_type']}: use hf or gguf"
         )
     for key, value in _FIXED.items():
         if config[key] != value:
-            raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
+            raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: use hf or gguf")
 
 
 def _named(
@@ -113,8 +113,8 @@ def _named(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """T5X's names and arrays.
 
-    With `scanned_heads`, of scanned layers: those of one name, which come one after the other, are one array, stacked
-    along its second dimension, and the heads and their features are two.
+    With `scanned_heads`, for scanned layers, consecutive arrays of one name are stacked along the second dimension, and
+    heads and their features are separate dimensions.
     """
     together = ""
     layers: list[np.ndarray] = []
@@ -134,7 +134,7 @@ def _named(
 
 
 def _begun(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_states.Moments:
-    """The state of a parameter before the first update; `of_layers`: the dimensions of each layer's, by its name."""
+    """A parameter's state before the first update; `of_layers`: the dimensions of each layer's parameters, by name."""
     side, _, rest = theirs.partition("/")
     dims = of_layers.get(f"{side}/layers_{{l}}/{rest.removeprefix(side + '/')}")
     shapes = _adafactor(shape, dims if rest.startswith(f"{side}/") else None)
@@ -142,7 +142,7 @@ def _begun(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_state
 
 
 def _kept(folder: str, name: str, value: np.ndarray) -> msgpack.ExtType | dict[str, Any]:
-    """An array of the state: in the index, or, if it is large, by itself."""
+    """Stores an array of the state: in the index, or separately if it is large."""
     return _array(value) if value.nbytes <= _IN_INDEX_BYTES else _written(folder, name.replace("/", "."), value)
 
 
@@ -151,8 +151,8 @@ def _adafactor(shape: Shape, stacked_dims: str | None) -> dict[str, Shape]:
 
     Args:
       shape: of the parameter.
-      stacked_dims: of a layer's, where the layers are stacked along the second dimension: then every kernel is factored,
-        with "embed" for rows; else what has two large enough dimensions, with the larger for columns.
+      stacked_dims: dimensions of one layer's, if layers are stacked along the second dimension: then every kernel is
+        factored with "embed" as rows; else arrays with two large enough dimensions, with the larger one as columns.
     """
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -209,14 +209,14 @@ def _written(folder: str, name: str, value: np.ndarray) -> dict[str, Any]:
         },
     }
     here = spec | {"kvstore": {"driver": "file", "path": os.path.join(folder, name, "")}}
-    # A chunk of zeros is written too: one that is missing is then one that was lost.
+    # Chunks of zeros are written too, so that a missing chunk is known to be lost.
     store = tensorstore.open(here | {"store_data_equal_to_fill_value": True}, create=True).result()
     store.write(np.ascontiguousarray(value)).result()
     return tensorstore.Spec(spec).to_json()
 
 
 def _chunks(shape: Shape, most: int) -> list[int]:
-    """The largest chunk of up to so many numbers whose sizes divide the shape's, the longest dimension cut first."""
+    """The largest chunk up to `most` numbers whose sizes divide the shape's; splits the longest dimension first."""
     sizes = [[size for size in range(1, whole + 1) if whole % size == 0] for whole in shape]
     while int(np.prod([of[-1] for of in sizes], dtype=np.int64)) > most:
         max(sizes, key=lambda of: of[-1]).pop()
@@ -224,5 +224,5 @@ def _chunks(shape: Shape, most: int) -> list[int]:
 
 
 def _array(value: np.ndarray) -> msgpack.ExtType:
-    """As Flax writes an array."""
+    """An array in Flax's encoding."""
     return msgpack.ExtType(1, msgpack.packb((value.shape, value.dtype.name, value.tobytes()), use_bin_type=True))
