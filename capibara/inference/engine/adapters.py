@@ -1,4 +1,4 @@
-"""The adapters of an engine: each request's rows are read with its own, none is merged."""
+"""The adapters of an engine: each request uses its own, unmerged."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from capibara.sharding import Rules
 
 
 class Adapters:
-    """Adapters on the devices of an engine.
+    """An engine's adapters on its devices.
 
     Args:
-      model: which the engine serves, without those that are merged into it.
-      given: the adapters; none: no row has one, and programs are as if there were none.
-      params: of that model; they are only read, where an adapter has magnitudes.
-      mesh: on which they lie; None: on one device.
-      rules: how they lie there.
+      model: that the engine serves, with merged adapters already merged.
+      given: the adapters; empty: programs are compiled without adapters.
+      params: of that model; read only if an adapter has magnitudes.
+      mesh: of the devices; None: one device.
+      rules: sharding rules.
 
     Attributes:
-      names: of the adapters, in their order.
+      names: of the adapters, in order.
 
     Raises:
-      UserError: an adapter is of another model, cannot be used without merging it, or has the name of another.
+      UserError: an adapter belongs to another model, works only when merged, or has the name of another.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Adapters:
             self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)
 
     def number(self, name: str | None) -> int:
-        """What rows of this adapter have in `of`; None: the model alone.
+        """The number of an adapter, for `of`; None: no adapter.
 
         Raises:
-          UserError: there is none of this name.
+          UserError: there is no adapter of this name.
         """
         if name is None:
             return 0
         if name not in self.names:
             raise UserError(
-                f"adapter is {name[:100]!r}, must be one of {', '.join(self.names) or 'none: there is none'}"
+                f"adapter is {name[:100]!r}, must be one of {', '.join(self.names) or 'none: no adapter is loaded'}"
             )
         return 1 + self.names.index(name)
 
     def of(self, numbers: Sequence[int]) -> Beside | None:
-        """What a batch whose rows have these numbers is read with."""
+        """The adapters for a batch whose rows have these numbers."""
         return Beside(self._layers, np.array(numbers, np.int32)) if self.names else None
 
 

@@ -1,4 +1,4 @@
-"""Beam search for the requests of an engine: those that wait are searched for together, apart from its slots."""
+"""Beam search for an engine's requests: similar waiting ones are searched together, outside its slots."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from capibara.sharding import Rules
 
 
 def prompts_at_once(slots: int, num_decodes: int, mesh: Mesh | None, rules: Rules) -> int:
-    """For as many texts as there are slots; prompts that every shard of a batch has alike, so that none has another's."""
+    """Number of prompts whose beams fit the number of slots, a multiple of the batch shards."""
     shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rules.batch)
     return -(-max(1, slots // num_decodes) // shards) * shards
 
 
 class BeamSearcher:
-    """Requests that wait for their search, in their order.
+    """A queue of requests that wait for beam search.
 
     Args:
-      model: whose texts these are.
+      model: the model.
       usable: ids of its vocabulary.
-      sizes: of the engine's slots; as many texts are followed at a time as there are slots, or those of one prompt.
-      mesh, rules: as of the engine.
+      sizes: of the engine's slots; as many beams are searched at a time as there are slots, or those of one prompt.
+      mesh, rules: the engine's.
     """
 
     def __init__(self, model: Model, usable: int, sizes: programs.Sizes, mesh: Mesh | None, rules: Rules):
@@ -49,16 +49,16 @@ class BeamSearcher:
         self._waiting += requests
 
     def drop(self, request: Request) -> None:
-        """Forgets a request, if it waits here."""
+        """Removes a request if it waits here."""
         if request in self._waiting:
             self._waiting.remove(request)
 
     def run(self, params: Params) -> jax.Array | None:
-        """Searches for the first that wait and are alike, and ends them; the tokens found, None: nobody waits."""
+        """Searches for the first similar requests and ends them; returns the tokens found, None if nothing waits."""
         if not self._waiting:
             return None
         how = self._waiting[0].sampling.beams
-        assert how is not None, "others do not wait here"
+        assert how is not None, "only beam searches wait here"
         most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
         together = [request for request in self._waiting if request.sampling.beams == how][:most]
         found = self._found(params, together, how, most)
@@ -69,10 +69,10 @@ class BeamSearcher:
         return found.texts
 
     def _found(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> beam_search.Found:
-        """Of so many rows: those that no request has repeat the first prompt, and are done from the beginning.
+        """Searches in `rows` rows; unused ones repeat the first prompt, and are done from the start.
 
         Raises:
-          UserError: there is no memory for it.
+          UserError: it does not fit in memory.
         """
         sizes, limits = self._sizes, [request.limit for request in requests]
         read = bucket(max(len(request.tokens) for request in requests), sizes.length)
@@ -103,7 +103,7 @@ class BeamSearcher:
             raise UserError(
                 f"BeamSearch.num_decodes ({how.num_decodes}) of {rows} prompts with {positions} tokens need "
                 f"{self._cache_bytes(rows * how.num_decodes, positions) / 2**30:,.1f} GiB of keys and values, more memory than "
-                "there is: ask for fewer, a lower EngineConfig.slots, or a shorter Dataset.length"
+                "is free: request fewer, lower EngineConfig.slots, or shorten Dataset.length"
             ) from None
 
     def _cache_bytes(self, rows: int, positions: int) -> int:
@@ -133,7 +133,7 @@ def _decode(request: Request, tokens: list[int], score: float) -> Decode:
 
 
 def _end(request: Request, decodes: list[Decode], how: BeamSearch) -> None:
-    """Gives the best of them to whoever asked."""
+    """Passes the best texts to the request's stream."""
     best, text = decodes[-1], request.text_stream()
     for token in best.tokens:
         request.stream.put(Piece(text.feed(token), token))

@@ -1,4 +1,4 @@
-"""One step of an engine: new requests, some of their prompts, and tokens for every row that has been read."""
+"""One step of an engine: admits requests, reads parts of prompts, and decodes tokens for all rows."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from capibara.sharding import Rules
 
 
 class EngineCore:
-    """Builds the parts of an engine and makes its steps, all from one thread at a time.
+    """The parts of an engine, and its steps; used by one thread at a time.
 
-    Where a step gives each row one token the host looks at it while the devices make the next; where it gives more, or
-    tokens are guessed, the host looks first.
+    If a step gives each row one token, the host processes it while the devices compute the next; with several tokens or
+    guesses, the host processes them first.
 
     Args:
-      model: whose rows are as long as the slots.
+      model: for rows as long as the slots.
       params: its parameters.
       usable: ids of its vocabulary.
-      length, config, encoder_length, rules, donate, adapters: as of `Engine`.
+      length, config, encoder_length, rules, donate, adapters: as in `Engine`.
 
     Attributes:
-      params: what the programs read.
-      adapters: that requests may name.
-      pages: that the slots share; None: each has the memory of its whole length.
-      schedule: how many tokens a step gives.
-      prefill: prompts that are to be read.
+      params: the parameters that programs read.
+      adapters: that requests may use.
+      pages: shared by the slots; None: each slot has memory for its whole length.
+      schedule: number of tokens per step.
+      prefill: queue of prompts to read.
       runner: the slots on the devices.
-      scheduler: who has them, and who waits.
+      scheduler: assigns slots, and holds the queue.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineCore:
         self.params = ServedParams(compiled.serving, served)
         state = footprint.allocated(compiled.start, config, length)
         if mesh is None:
-            # Said to lie where the parameters do: else the program that is called first is compiled twice.
+            # Sharded explicitly like the parameters: else the first program would be compiled twice.
             state = jax.device_put(state, *jax.tree.leaves(served)[0].devices())
         self.pages = Pages(config.slots, length, sizes.pool) if sizes.pool else None
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
@@ -82,14 +82,14 @@ class EngineCore:
         self.scheduler = Scheduler(config, length, self.pages, prefixes, self.prefill, self._searcher, self.runner)
 
     def step(self, new: Sequence[Request], cancelled: set[int], allowed: int | None = None) -> bool:
-        """Gives free slots to requests and every slot tokens; False where there was nothing to do.
+        """Admits requests to free slots and decodes tokens for every slot; returns False if there was nothing to do.
 
-        What it does depends on what it is given and the tokens that come, `allowed` aside.
+        Except for `allowed`, the step depends only on its arguments and the tokens from the devices.
 
         Args:
-          new: requests that have come since the step before.
-          cancelled: numbers of requests that nobody wants any more.
-          allowed: tokens that a program may give each row; None: as the schedule has it.
+          new: requests that arrived since the last step.
+          cancelled: numbers of requests to drop.
+          allowed: most tokens per row in a program; None: chosen by the schedule.
         """
         had = self.runner.pending
         if self.params.take():
@@ -98,7 +98,7 @@ class EngineCore:
         self.scheduler.drop(cancelled)
         searched = self._search()
         if self.runner.ahead > 1:
-            # An end that is seen late would cost a whole program, and leave its slot to nobody.
+            # Noticing an end late would cost a whole program, and leave its slot unused.
             self.scheduler.receive(0)
         self.scheduler.admit()
         read = self._read_prompts()
@@ -106,7 +106,7 @@ class EngineCore:
             request.requested in request.forced or request.row_length > self._length
             for _, request in self.scheduler.active
         ):
-            # All of these depend on what the tokens before say.
+            # All of these depend on the previous tokens.
             self.scheduler.receive(0)
             read |= self._refill()
         active = [(slot, one) for slot, one in self.scheduler.active if one.row_length <= self._length]
@@ -119,21 +119,21 @@ class EngineCore:
         return bool(read or active or had or searched)
 
     def _search(self) -> bool:
-        """Searches for texts that are asked for so; whether there were any."""
+        """Runs requested beam searches; returns whether there were any."""
         found = self._searcher.run(self.params.current)
         if found is not None:
             self.runner.checksum.add(found)
         return found is not None
 
     def _read_prompts(self) -> bool:
-        """Reads some of the prompts of requests that have a slot; whether there was anything to read."""
+        """Reads parts of the prompts of admitted requests; returns whether there were any."""
         pending = self.prefill.pending
         for prefilled in self.prefill.run(self.params.current):
             self._begin(prefilled)
         return pending
 
     def _refill(self) -> bool:
-        """Reads the last tokens of full rows anew, for one token more each; whether there are any."""
+        """Rereads the last tokens of full rows, for one more token each; returns whether there were any."""
         full = [request for _, request in self.scheduler.active if request.row_length > self._length]
         for request in full:
             tokens = request.tokens[-self._length :]
@@ -142,7 +142,7 @@ class EngineCore:
         return bool(full)
 
     def _begin(self, prefilled: Prefilled) -> None:
-        """Has a row that was read in its slot, and its next token requested."""
+        """Moves a row that was read into its slot, and requests its next token."""
         self._free(self.runner.admit(prefilled))
 
     def _decode(self, active: Sequence[tuple[int, Request]], count: int) -> None:
@@ -157,19 +157,19 @@ class EngineCore:
             self.scheduler.free(request)
 
     def _guess(self, request: Request) -> list[int]:
-        """Its next tokens but the last, as many as it may still have and its slot has room for, none that is forced."""
+        """Guesses for a request's next tokens except the last, within its limit and its slot, without forced tokens."""
         most = min(self._draft_tokens, request.limit - request.requested - 1, self._length - request.row_length)
-        if request.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
+        if request.sampling.thinking_tokens is not None:  # a thought that begins in the guess must not end in it
             most = min(most, request.sampling.thinking_tokens, *(f - request.requested - 1 for f in request.forced))
         if request.drafter is None:
             request.drafter = Drafter(request.tokens)
         tokens = request.drafter.guess(most) if most > 0 else []
         pages, slot = self.pages, request.slot
         if pages and slot is not None and tokens and not pages.grow(slot, request.row_length + len(tokens)):
-            return tokens[: pages.room(slot) - request.row_length]  # for guesses nobody has to wait
+            return tokens[: pages.room(slot) - request.row_length]  # nothing is preempted for guesses
         return tokens
 
 
 def reads_whole(model: Model) -> bool:
-    """Whether a prompt's tokens see each other both ways: the beginning of another prompt is then read otherwise."""
+    """Whether a prompt's tokens attend in both directions: prefixes of other prompts then cannot be reused."""
     return model.config.data_kind == "prefix"

@@ -1,7 +1,7 @@
-"""Continuous batching: requests come and go while a batch of slots is decoded.
+"""Continuous batching: requests join and leave while a batch of slots is decoded.
 
-Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read and put there, and from
-then on it gets tokens with every step of all slots.
+Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read into it, and from then
+on it gets tokens with every step of all slots.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
 
 
 class Engine:
-    """Generates text for many requests at a time; `submit` and streams may be used from any thread.
+    """Generates text for many concurrent requests; `submit` and streams are thread-safe.
 
-    A request's text depends on its prompt, its sampling and its seed, not on what else there is to do (but for the last
-    bits of numbers, which products of other sizes round otherwise). After `start` a thread of its own does the work;
-    without it whoever reads a stream does, or calls `run`.
+    A request's text depends on its prompt, its sampling and its seed, not on other requests (except for rounding, since
+    products of other sizes round differently). After `start` the engine's own thread does the work; without it, reading
+    a stream or calling `run` does.
 
     Args:
       model: a decoder or an encoder-decoder.
-      params: its parameters. The engine has a copy of its own, in the compute dtype.
+      params: its parameters. The engine makes a copy in the compute dtype.
       vocabulary: of its training data.
-      length: positions of a slot: tokens of the prompt and the text together.
+      length: positions of a slot, for prompt and text together.
       config: how requests are batched.
-      encoder_length: an encoder reads at most this many tokens.
-      rules: how slots, keys and values lie on the mesh of parameters that are spread over devices.
-      donate: `params` are the engine's from now on: its copy takes their memory, array by array, and they are deleted.
-      adapters: those that requests may name, beside the model and unmerged.
+      encoder_length: most tokens that an encoder reads.
+      rules: how slots, keys and values are sharded on the parameters' mesh, if they have one.
+      donate: whether to give `params` to the engine: its copy replaces them array by array, and they are deleted.
+      adapters: unmerged adapters that requests may use.
 
     Raises:
-      UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots,
-        or an adapter is none of this model.
+      UserError: the model does not generate, has no positions for such long rows, the slots do not fit in memory, or an
+        adapter belongs to another model.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names that requests may have for `adapter`."""
+        """The adapters' names, for requests."""
         return self._core.adapters.names
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that wait for a slot, and slots that are taken."""
+        """Numbers of queued requests, and of busy slots."""
         return self._core.scheduler.waiting, sum(request is not None for request in self._core.scheduler.slots)
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages in all, and those that are taken; none where slots have the memory of their whole length."""
+        """Numbers of pages, and of busy pages; 0 without pages."""
         pages = self._core.pages
         return (pages.sizes.pages, pages.busy) if pages else (0, 0)
 
@@ -102,22 +102,22 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether its thread has ended with an error: it does no more work."""
+        """Whether its thread has ended with an error; it then does no more work."""
         return self._loop.failed
 
     def update(self, params: Params) -> None:
-        """Goes on with other parameters of the same shapes, from the next step on; nothing is compiled again.
+        """Switches to other parameters of the same shapes from the next step on; recompiles nothing.
 
-        What was read of the texts that are under way was read with the old ones. From any thread; drop yours.
+        Texts in progress keep what was read with the old ones. Thread-safe; drop your reference to `params` afterwards.
         """
         busy = self._core.scheduler.requests or self._core.runner.pending
         self._core.params.update(params, in_use=bool(busy) or self._loop.threaded)
 
     def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Compiles what prompts of all lengths need, and the steps, before anybody waits for it. Before `start`.
+        """Compiles the programs for all prompt lengths, and the steps. Call it before `start`.
 
         Args:
-          show: told how many programs are ready, of how many.
+          show: called with the numbers of compiled programs and of all programs.
         """
         core, pages = self._core, self._core.pages
         prefixes, core.prefill.prefixes = core.prefill.prefixes, None
@@ -145,17 +145,17 @@ class Engine:
         likeliest: int = 0,
         adapter: str | None = None,
     ) -> Stream:
-        """Asks for the text after a prompt.
+        """Requests the text after a prompt.
 
         Args:
-          prompt: text, to which the beginning token is added, or ids as they are; an encoder reads it where there is one.
-          sampling: how the text is made.
-          ends: ids that end it, beside the vocabulary's end tokens.
-          likeliest: how many of the likeliest tokens each piece names, at most 20.
-          adapter: the name of the one that its row is read with; None: the model alone.
+          prompt: text, which gets the beginning token, or token ids; an encoder reads it if there is one.
+          sampling: options of the generation.
+          ends: additional end token ids.
+          likeliest: how many of the likeliest tokens to return with each piece, at most 20.
+          adapter: name of the adapter to use; None: no adapter.
 
         Raises:
-          UserError: the prompt has no place in a slot, or there is no such adapter.
+          UserError: the prompt does not fit in a slot, or the adapter does not exist.
         """
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
@@ -167,17 +167,17 @@ class Engine:
         return request.stream
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
-        """From the next step on the engines of the other processes do what this one does: they `follow` what is sent.
+        """Leads the other processes' engines from the next step on: they `follow` the messages that `send` sends.
 
-        None: there are no others. All have the same parameters, on the chips of all, and were asked for the same so far.
+        None: there are no others. All must have the same parameters, on the chips of all, and the same requests so far.
         """
         self._loop.lead(send)
 
     def follow(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        """Makes the steps of the engine that leads, until there are no more messages.
+        """Makes the same steps as the leading engine, until its messages end.
 
         Raises:
-          RuntimeError: other tokens have come of the devices than there.
+          RuntimeError: the devices returned other tokens than there.
         """
 
         def submit(one: Submission) -> None:
@@ -187,12 +187,12 @@ class Engine:
         self._loop.follow(messages, submit)
 
     def start(self) -> Engine:
-        """Works in a thread of its own until `close`."""
+        """Starts a thread that works until `close`."""
         self._loop.start()
         return self
 
     def close(self) -> None:
-        """Cancels what there is and stops the thread."""
+        """Cancels all requests and stops the thread."""
         self._loop.close()
 
     def __enter__(self) -> Engine:
@@ -206,26 +206,26 @@ class Engine:
         self._loop.run()
 
     def step(self) -> bool:
-        """Gives free slots to waiting requests and every slot tokens; False where there was nothing to do."""
+        """Admits requests to free slots and decodes tokens; returns False if there was nothing to do."""
         return self._loop.step()
 
     def fail(self, error: BaseException) -> None:
-        """Does no more work: all who wait are told why. From any thread, also while a step hangs."""
+        """Stops working: all requests get this error. Thread-safe, also while a step hangs."""
         self._loop.fail(error)
 
 
 def check_generates(model: Model) -> None:
-    """Raises UserError for a model that has no next token."""
+    """Raises UserError for a model that does not generate."""
     if model.read is None:
         name = type(model.config).__name__
         why = (
             f"the model ({name}) is a masked language model: it fills in tokens of a whole text and cannot continue one"
             if model.config.data_kind == "masked"
-            else f"the model of {name} has no `read` and `start_cache`, by which texts are written"
+            else f"the model of {name} has no `read` and `start_cache`, which generation needs"
         )
         raise UserError(f"{why}; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty")
     if model.config.moe is not None and model.config.moe.routing == "expert_choice":
         raise UserError(
-            "Moe.routing is 'expert_choice': experts compare a token with later ones, which are not there yet while a text "
-            "is written; train with 'token_choice' to generate, or leave SampleText.prompts empty"
+            "Moe.routing is 'expert_choice': experts compare a token with later ones, which do not exist yet in generation; "
+            "train with 'token_choice' to generate, or leave SampleText.prompts empty"
         )

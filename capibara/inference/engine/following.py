@@ -1,8 +1,8 @@
-"""What one engine of several processes hands the others before each step, so that all of them do the same.
+"""The messages by which one engine leads those of other processes, so that all make the same steps.
 
-An engine's step depends on nothing but what it was handed: requests, which of them are cancelled, how many tokens a program
-may give. Where its parameters lie on the chips of several processes, each of them has an engine, and every step is made by
-all of them. Process 0 alone knows who asks and what time it is.
+A step depends only on its inputs: new requests, cancelled ones, and how many tokens a program may generate. If
+parameters are sharded over several processes, each has an engine, and all of them must make every step. Only process 0
+knows the clients and the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capibara.inference.sampling.sampling import Sampling, changed, of_values
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A request, as `Engine.submit` takes it; `ids` of its prompt, the name of its adapter."""
+    """A request as passed to `Engine.submit`, with the prompt's token ids and the adapter's name."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -31,13 +31,13 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """Of one step.
+    """The inputs of one step.
 
     Attributes:
-      submitted: requests that have come since the step before.
-      cancelled: numbers of requests that nobody wants any more.
-      allowed: tokens that a program may give each row.
-      checksum: of all tokens that came of the devices so far: who has another one has gone another way.
+      submitted: requests that arrived since the last step.
+      cancelled: numbers of requests to drop.
+      allowed: most tokens per row in a program.
+      checksum: of all tokens from the devices so far: engines with other checksums have diverged.
     """
 
     submitted: Sequence[Submission]
@@ -56,20 +56,20 @@ class Orders:
 
     @staticmethod
     def of(packed: Mapping[str, Any]) -> Orders:
-        """What `packed` gave."""
+        """The inverse of `packed`."""
         submitted = [Submission(ids, of_values(fields), *rest) for ids, fields, *rest in packed["submitted"]]
         return Orders(submitted, packed["cancelled"], packed["allowed"], packed["checksum"])
 
     def check(self, checksum: int) -> None:
-        """Raises RuntimeError where other tokens have come of the devices here than of those of process 0."""
+        """Raises RuntimeError if the devices here returned other tokens than those of process 0."""
         if self.checksum != checksum:
             raise RuntimeError(
-                "this process has seen other tokens than process 0: its devices, packages or files are not the same"
+                "this process has seen other tokens than process 0: its devices, packages or files differ"
             )
 
 
 class TokenChecksum:
-    """Of the tokens that came of the devices, in their order; `value` tells whether two engines have had the same."""
+    """A running checksum of the tokens from the devices; `value` tells whether two engines agree."""
 
     def __init__(self) -> None:
         self.value = 0

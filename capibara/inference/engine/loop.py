@@ -1,4 +1,4 @@
-"""Who makes the steps of an engine: a thread of its own, or whoever waits for a text; and what stops them."""
+"""Runs the steps of an engine, in its own thread or in a caller's, and stops them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from capibara.inference.server.http_errors import left_alone
 
 
 class EngineLoop:
-    """Makes the steps of a core, one after the other, until it is closed or one of them fails.
+    """Runs a core's steps one after the other until it is closed or a step fails.
 
-    `submit`, `close` and `fail` may be called from any thread. Without a thread of its own whoever calls `drive` makes a
-    step, one at a time.
+    `submit`, `close` and `fail` are thread-safe. Without a thread, callers of `drive` make the steps, one at a time.
 
     Args:
-      core: whose steps.
+      core: the core.
 
     Attributes:
-      failed: whether it has ended with an error: it makes no more steps.
+      failed: whether a step has failed; then no more steps are made.
     """
 
     def __init__(self, core: EngineCore):
@@ -35,14 +34,14 @@ class EngineLoop:
 
     @property
     def threaded(self) -> bool:
-        """Whether it has a thread."""
+        """Whether it has its own thread."""
         return self._thread is not None
 
     def submit(self, request: Request) -> None:
-        """Hands a request to the next step.
+        """Adds a request to the next step.
 
         Raises:
-          RuntimeError: there are no more steps.
+          RuntimeError: the loop is closed.
         """
         with self._scheduler.changed:
             if self._closing:
@@ -50,11 +49,11 @@ class EngineLoop:
             self._scheduler.add(request)
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
-        """As `Engine.lead`."""
+        """See `Engine.lead`."""
         self._send = send
 
     def follow(self, messages: Iterable[Mapping[str, Any]], submit: Callable[[Submission], None]) -> None:
-        """As `Engine.follow`; `submit` hands a request to `submit` of this loop."""
+        """See `Engine.follow`; `submit` processes a message's request and passes it to this loop's `submit`."""
         for message in messages:
             orders = Orders.of(message)
             orders.check(self._core.runner.checksum.value)
@@ -63,14 +62,14 @@ class EngineLoop:
             self._core.step(self._scheduler.take_new(), set(orders.cancelled), orders.allowed)
 
     def start(self) -> None:
-        """Makes the steps in a thread until `close`."""
+        """Starts a thread that makes steps until `close`."""
         if self._thread is None:
             self._core.schedule.streaming = True
             self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Cancels what there is and stops the thread."""
+        """Cancels all requests and stops the thread."""
         with self._scheduler.changed:
             self._closing = True
             for request in self._scheduler.requests:
@@ -87,14 +86,14 @@ class EngineLoop:
             pass
 
     def drive(self) -> bool:
-        """Makes a step, if there is no thread that does; whether there was anything to do."""
+        """Makes one step, unless there is a thread; returns whether there was anything to do."""
         if self._thread is not None:
             return False
         with self._working:
             return self.step()
 
     def step(self) -> bool:
-        """The next step of the core, which other processes are told of first."""
+        """The core's next step; announces it to other processes first."""
         with self._scheduler.changed:
             known, new = self._scheduler.requests, self._scheduler.take_new()
         cancelled = {request.number for request in known if request.stream.cancelled}
@@ -117,7 +116,7 @@ class EngineLoop:
                         self._scheduler.changed.wait()
         except BaseException as error:
             if self.failed:
-                return  # whoever said so knows more
+                return  # `fail` was called with a more precise error
             if self._send is not None and peers.told() is not None:
                 self.fail(left_alone())
                 return
@@ -126,7 +125,7 @@ class EngineLoop:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Makes no more steps: all who wait are told why. From any thread, also while a step hangs."""
+        """Stops making steps: all requests get this error. Thread-safe, also while a step hangs."""
         with self._scheduler.changed:
             self._closing = self.failed = True
             left = {id(one): one for one in (*self._scheduler.requests, *self._core.runner.pending_requests())}

@@ -1,4 +1,4 @@
-"""One request on its way through an engine: what was submitted, its tokens, its text, and what is forced into it."""
+"""One request in an engine: what was submitted, its tokens, its text, and forced tokens."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
 
-LIKELIEST = 20  # most tokens that a piece may name
+LIKELIEST = 20  # most likeliest tokens per piece
 
 
 class Request:
-    """A prompt and the text after it, of which the engine may have requested more tokens than have come back.
+    """A prompt and its text; the devices may already be computing later tokens than those received.
 
     Attributes:
-      tokens: of the prompt and, as they come back, of the text.
-      prompt_tokens: how many are the prompt's.
+      tokens: of the prompt and, as they are received, of the text.
+      prompt_tokens: number of prompt tokens.
       limit: most tokens of the text.
-      likeliest: how many of the likeliest tokens each piece names.
-      encoder: what an encoder reads, as entries of a batch.
-      requested: tokens of the text that the devices were asked for.
-      received: those that have come back.
-      forced: index in the text -> token that is put there.
-      cached_tokens: tokens of the prompt that were read before.
-      number: of requests, in the order in which they came.
-      slot: that it has; None: none.
-      written: whether its row is in that slot; else it is being read.
-      generation: of the parameters that its row was begun with.
-      row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
-      drafter: guesses its next tokens; None: nobody asked yet.
-      submission: what was asked for, for other processes to ask the same.
-      adapter: the number of the adapter that its row is read with; 0: none.
-      cancelled: whether its engine has dropped it because nobody wants it.
+      likeliest: how many of the likeliest tokens to return with each piece.
+      encoder: the encoder's input, as entries of a batch.
+      requested: number of text tokens requested of the devices.
+      received: number of those received.
+      forced: index in the text -> token to force there.
+      cached_tokens: prompt tokens found in the prefix cache.
+      number: sequence number of the request.
+      slot: its slot; None: none.
+      written: whether its row is in that slot; else it is still being read.
+      generation: of the parameters that its row was started with.
+      row: a copy of its row's cache, for later prompts with the same prefix, and how many tokens that has read.
+      drafter: guesses its next tokens; None: not used yet.
+      submission: the request as submitted, for other processes.
+      adapter: the number of its adapter; 0: none.
+      cancelled: whether the engine has dropped it.
       finished: whether its stream has ended.
-      ends: ids that end its text.
+      ends: token ids that end its text.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class Request:
                 self._think(0, sampling.thinking_tokens)
 
     def text_stream(self) -> TextStream:
-        """For a text of its tokens."""
+        """A new TextStream for its tokens."""
         return TextStream(*self._of_text)
 
     @property
     def row_length(self) -> int:
-        """Of its row: tokens that have to be read before the next one is chosen."""
+        """Length of its row: tokens to be read before the next one is chosen."""
         return self.prompt_tokens + self.requested
 
     def receive(
         self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
     ) -> None:
-        """Takes the next token of the text, and ends it where that is the last."""
+        """A model as a dict key, compared by identity."""
         if self.finished:
             return
         if token in self.ends:
@@ -111,7 +111,7 @@ class Request:
             self._follow_thought(self.sampling.thinking_tokens)
 
     def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
-        """Ends the stream; `end`: the token that ended the text, `drawn` with this log-probability."""
+        """Ends the stream; `end` is the token that ended the text, `drawn` its log probability."""
         self.finished = True
         if rest := self._text.close():
             self.stream.put(Piece(rest, None))
@@ -129,28 +129,28 @@ class Request:
             self._thinks, self.forced = False, {}
 
     def _think(self, first: int, most: int) -> None:
-        """A thought of at most so many tokens begins at this index of the text."""
+        """Starts a thought of at most `most` tokens at this index of the text."""
         self._thinks = True
         end = first + most
         self.forced = {end + i: token for i, token in enumerate(self._tags[1])}
 
 
 def _last(tokens: list[int], part: list[int]) -> int:
-    """Where the last occurrence of `part` begins; -1: nowhere."""
+    """The index of the last occurrence of `part`; -1: none."""
     starts = range(len(tokens) - len(part), -1, -1)
     return next((i for i in starts if tokens[i : i + len(part)] == part), -1)
 
 
 class InputProcessor:
-    """Makes requests of what is submitted, if it can be done.
+    """Validates submissions and makes requests of them.
 
     Args:
       vocabulary: of the model's training data.
       length: positions of a slot.
       config: of the engine.
-      encoder_length: an encoder reads at most this many tokens; None: there is none.
-      pages: that the slots share; None: each has the memory of its whole length.
-      adapters: that may be named.
+      encoder_length: most tokens that an encoder reads; None: there is none.
+      pages: shared by the slots; None: each slot has memory for its whole length.
+      adapters: that requests may use.
     """
 
     def __init__(
@@ -167,21 +167,21 @@ class InputProcessor:
         self._names = None if encoder_length is None else sentinels.names(vocabulary)
 
     def check(self, sampling: Sampling, likeliest: int, adapter: str | None) -> None:
-        """Raises UserError where so many tokens cannot be named, or a text is not searched for."""
+        """Raises UserError if so many likeliest tokens, or this beam search, are not supported."""
         if not 0 <= likeliest <= LIKELIEST:
             raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
         if sampling.beams is None:
             return
         if self._config.draft_tokens:
             raise UserError(
-                f"EngineConfig.draft_tokens is {self._config.draft_tokens}, but beam search guesses no tokens: set it to 0, "
+                f"EngineConfig.draft_tokens is {self._config.draft_tokens}, which beam search does not support: set it to 0, "
                 "or leave Sampling.beams out"
             )
         if likeliest:
-            raise UserError(f"likeliest is {likeliest}, but beam search names no other tokens: set it to 0")
+            raise UserError(f"likeliest is {likeliest}, but beam search returns no other tokens: set it to 0")
         if adapter is not None:
             raise UserError(
-                f"adapter is {adapter!r}, but beam search reads with the model alone: merge it, or leave Sampling.beams out"
+                f"adapter is {adapter!r}, but beam search supports no adapters: merge it, or leave Sampling.beams out"
             )
 
     def request(
@@ -194,10 +194,10 @@ class InputProcessor:
         likeliest: int,
         adapter: str | None,
     ) -> Request:
-        """A request as `Engine.submit` describes it; `drive` is for its stream.
+        """A request for the arguments of `Engine.submit`; `drive` is for its stream.
 
         Raises:
-          UserError: the prompt has no place in a slot, or there is no such adapter.
+          UserError: the prompt does not fit in a slot, or the adapter does not exist.
         """
         vocabulary, encoder = self._vocabulary, None
         if self._encoder_length is not None:
@@ -222,8 +222,8 @@ class InputProcessor:
     def _limit(self, prompt_tokens: int, sampling: Sampling) -> int:
         """Most tokens of the text."""
         limit = sampling.max_new_tokens
-        if self._config.when_full is not WhenFull.SLIDE or sampling.beams is not None:  # which do not slide together
+        if self._config.when_full is not WhenFull.SLIDE or sampling.beams is not None:  # beams do not slide
             limit = min(limit, self._length - prompt_tokens + 1)
         if self._pages:
-            limit = min(limit, self._pages.most_new(prompt_tokens))  # as a slot's length does
+            limit = min(limit, self._pages.most_new(prompt_tokens))  # like a slot's length
         return limit

@@ -1,4 +1,4 @@
-"""Which requests wait, and which slot and pages each of the others has."""
+"""Assigns slots and pages to requests, and holds the queue."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from capibara.inference.engine.stream import Finish
 
 
 class Scheduler:
-    """Admits requests to slots, in the order in which they came, and takes their slots away.
+    """Admits requests to slots in the order of their arrival, and frees their slots.
 
-    All but `add` is called by the thread that makes the steps.
+    All methods except `add` are called by the thread that makes the steps.
 
     Args:
       config: of the engine.
       length: positions of a slot.
-      pages: that the slots share; None: each has the memory of its whole length.
-      prefixes: keeps rows whose beginnings later prompts may share; None: none are kept.
-      prefill: reads the prompts of requests that have a slot.
-      searcher: has those that wait for a beam search, which needs no slot.
+      pages: shared by the slots; None: each slot has memory for its whole length.
+      prefixes: cache of rows whose beginnings later prompts may share; None: no cache.
+      prefill: reads the prompts of admitted requests.
+      searcher: holds requests for beam search, which needs no slot.
       runner: decodes the slots.
 
     Attributes:
-      changed: the lock under which requests move between the queue, the slots and the beam search: whoever holds it
-        finds each unfinished request in one of them. Notified when a request is added.
-      slots: the request that has each; None: it is free.
+      changed: the lock under which requests move between the queue, the slots and the beam search: with it held, each
+        unfinished request is in one of them. Notified when a request is added.
+      slots: the request in each slot; None: free.
     """
 
     def __init__(
@@ -58,28 +58,28 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All that wait or have a slot."""
+        """All requests that wait or have a slot."""
         return [*self._new, *self._waiting, *self._searcher.waiting, *filter(None, self.slots)]
 
     @property
     def waiting(self) -> int:
-        """How many wait for a slot or a search."""
+        """Number of requests that wait for a slot or a search."""
         return len(self._new) + len(self._waiting) + len(self._searcher.waiting)
 
     @property
     def active(self) -> list[tuple[int, Request]]:
-        """The slots whose row is read."""
+        """The slots whose row has been read."""
         return [(slot, one) for slot, one in enumerate(self.slots) if one is not None and one.written]
 
     def add(self, request: Request) -> None:
-        """Numbers a request and keeps it for the next step; from any thread."""
+        """Numbers a request and holds it for the next step; thread-safe."""
         with self.changed:
             self._added, request.number = self._added + 1, self._added
             self._new.append(request)
             self.changed.notify_all()
 
     def take_new(self) -> list[Request]:
-        """Those that have come since the last step; `enqueue` has them wait."""
+        """Requests that arrived since the last step, for `enqueue`."""
         with self.changed:
             new, self._new = self._new, []
         return new
@@ -90,7 +90,7 @@ class Scheduler:
             self._searcher.add([request for request in new if request.sampling.beams is not None])
 
     def drop(self, numbers: set[int]) -> None:
-        """Ends the requests of these numbers, which nobody wants any more."""
+        """Ends the cancelled requests with these numbers."""
         if not numbers:
             return
         with self.changed:
@@ -107,7 +107,7 @@ class Scheduler:
             self.free(request)
 
     def admit(self) -> None:
-        """Gives free slots to requests that wait, whose prompts are to be read then."""
+        """Assigns free slots to waiting requests, whose prompts are read next."""
         for slot, taken in enumerate(self.slots):
             if taken is not None:
                 continue
@@ -121,10 +121,9 @@ class Scheduler:
             self._prefill.add(request)
 
     def reserve(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
-        """Gives slots the pages that the next steps write to, the first requests first; those that go on, and the steps.
+        """Allocates pages for the next `count` steps, for earlier requests first; returns remaining slots and steps.
 
-        Where there is none the request that came last is preempted. The first of all never is: it goes on, and alone its
-        pages suffice.
+        Without a free page the latest request is preempted. The first one never is: alone, it always has enough pages.
         """
         pages = self._pages
         if pages is None:
@@ -132,33 +131,33 @@ class Scheduler:
         for slot, request in sorted(active, key=lambda one: one[1].number):
             while request.slot is not None and not pages.grow(slot, request.row_length):
                 if self._runner.pending:
-                    self.receive(0)  # texts that have ended make room, and of the others all tokens are known
+                    self.receive(0)  # ended texts free pages, and all tokens of the others are then known
                 else:
                     self._preempt(max(filter(None, self.slots), key=lambda one: one.number))
         active = [(slot, request) for slot, request in active if request.slot is not None]
         ahead = lambda: [(slot, request.row_length + count - 1) for slot, request in active]  # noqa: E731
-        while count > 1 and not pages.fit(ahead()):  # nobody is preempted for more than one
+        while count > 1 and not pages.fit(ahead()):  # nothing is preempted for more than one step
             count -= 1
         for slot, tokens in ahead():
             pages.grow(slot, tokens)
         return active, count
 
     def _preempt(self, request: Request) -> None:
-        """Takes the slot of a request of which all tokens are known, and lets it wait in front of the others."""
+        """Takes the slot of a request whose tokens are all known, and returns it to the front of the queue."""
         self._runner.statistics.preempted += 1
-        with self.changed:  # first: whoever closes, or fails, finds it here or in its slot
+        with self.changed:  # first, so that `close` and `fail` find it in the queue or in its slot
             self._waiting.appendleft(request)
         self.free(request)
         self._remember(request)
 
     def receive(self, left: int) -> None:
-        """Gives requests the tokens of all but the last `left` programs; those that end have no slot any more."""
+        """Passes the tokens of all but the last `left` programs to requests, and frees the slots of those that end."""
         for request in self._runner.receive(left):
             self.free(request)
             self._remember(request)
 
     def free(self, request: Request) -> None:
-        """Takes the request's slot away, with a copy of its row where later prompts may begin so."""
+        """Frees a request's slot; copies its row first if later prompts may share its beginning."""
         slot, request.slot = request.slot, None
         if slot is None:
             return
@@ -173,7 +172,7 @@ class Scheduler:
         self._runner.clear(slot)
 
     def _remember(self, request: Request) -> None:
-        """Keeps the row of a request that has no slot any more, with the tokens of it that are known."""
+        """Adds the row of a request without a slot to the prefix cache, with its known tokens."""
         if request.row is not None:
             (row, read), request.row = request.row, None
             known = min(read, len(request.tokens))
@@ -182,14 +181,14 @@ class Scheduler:
                 self._prefixes.keep(request.tokens[:known], row, request.adapter)
 
     def restart(self) -> None:
-        """There are other parameters: what was read with the old ones is neither kept nor gone on with."""
+        """Handles new parameters: discards and stops using what was read with the old ones."""
         self._generation += 1
         self._prefill.restart(self._generation)
         if self._prefixes:
             self._prefixes.clear()
 
     def release_pages(self) -> None:
-        """No slot has any more: there are no more steps."""
+        """Frees all pages, when no more steps are made."""
         if self._pages:
             for slot in range(len(self.slots)):
                 self._pages.release(slot)

@@ -1,4 +1,4 @@
-"""How fast an engine is: tokens read and written a second, and how long a user waits."""
+"""Measures an engine: tokens per second in prefill and decode, and latencies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _READINGS = 5
 def measure(
     engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None
 ) -> dict[str, float]:
-    """Times the engine on prompts of random tokens; nobody else may use it meanwhile.
+    """Times the engine on prompts of random tokens; it must not be used otherwise meanwhile.
 
     Args:
-      engine: without a thread of its own.
+      engine: without its own thread.
       sampling: of all requests.
-      prompt_tokens: of each prompt.
-      vocab_size: ids to draw from.
-      adapter: of the engine, with which all are read; None: the model alone.
+      prompt_tokens: length of each prompt.
+      vocab_size: number of ids to draw from.
+      adapter: the engine's adapter to use; None: no adapter.
 
     Returns:
-      `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
-      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of each
-      text the mean, as some come together; where the engine guesses tokens, how many percent of the guesses were right.
+      `prefill_tokens_per_s` for one prompt; `decode_tokens_per_s` for a single row and `_all_slots` for all slots;
+      percentiles in milliseconds of the time to the first token (all slots requested at once) and of each text's mean
+      time between tokens, as some arrive together; with speculative decoding the percentage of correct guesses.
 
     Raises:
-      UserError: texts are searched for, or chosen of several.
+      UserError: sampling uses beam search, or several texts per prompt.
     """
     _check(sampling)
     random = np.random.default_rng(0)
@@ -73,13 +73,13 @@ def measure(
 
 
 def report(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None) -> str:
-    """What `measure` returns, as a table."""
+    """The result of `measure` as a table."""
     measured = measure(engine, sampling, prompt_tokens, vocab_size, adapter)
     return "\n".join(f"{name:32} {value:12.1f}" for name, value in measured.items())
 
 
 def _between_tokens(completion: Completion) -> float:
-    """Mean seconds from a token of a text to the next; 0: it has no two."""
+    """Mean seconds between a text's tokens; 0: it has fewer than two."""
     times = [piece.at_s for piece in completion.pieces if piece.token is not None]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
@@ -87,10 +87,8 @@ def _between_tokens(completion: Completion) -> float:
 def _check(sampling: Sampling) -> None:
     if sampling.num_decodes > 1:
         raise UserError(
-            f"--benchmark times one text of each prompt, and Sampling.num_decodes is {sampling.num_decodes}: leave one of both "
+            f"--benchmark times one text per prompt, and Sampling.num_decodes is {sampling.num_decodes}: leave one of both "
             "out"
         )
     if sampling.beams is not None:
-        raise UserError(
-            "--benchmark times tokens one after the other, and Sampling.beams is set: leave one of both out"
-        )
+        raise UserError("--benchmark times tokens one by one, and Sampling.beams is set: leave one of both out")

@@ -1,4 +1,4 @@
-"""What a request gives back: pieces of text as they come, and in the end the whole."""
+"""The result of a request: pieces of text as they are generated, and finally the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Finish(enum.StrEnum):
-    """Why a text ended: an end token or a stop string came, it became as long as it may, or nobody wants it."""
+    """Why a text ended: at an end token or a stop string, at its length limit, or cancelled."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,15 +21,16 @@ class Finish(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token more.
+    """One more token.
 
     Attributes:
-      text: what it makes certain of the text; may be empty.
-      token: its id; None: what was held back of the text before it ended.
-      log_probability: natural logarithm, of the model itself: before temperature, limits and penalty.
-      likeliest: (id, log probability) of the likeliest tokens, as many as were asked for.
-      drawn: log probability in what it was drawn from: after temperature, limits and penalty; 0 where it was not drawn.
-      at_s: when it came, by time.monotonic.
+      text: the text that it completes; may be empty.
+      token: its id; None: the rest of the text that was held back at the end.
+      log_probability: natural logarithm, from the model itself: before temperature, limits and penalty.
+      likeliest: (id, log probability) of the likeliest tokens, as many as requested.
+      drawn: log probability under the distribution it was drawn from: after temperature, limits and penalty; 0 for
+        greedy.
+      at_s: time of arrival, by time.monotonic.
     """
 
     text: str
@@ -42,12 +43,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One of the texts that a search found.
+    """One of the texts that beam search found.
 
     Attributes:
       text: without the prompt.
-      tokens: of it, without the end token.
-      score: by which it is ranked.
+      tokens: its tokens, without the end token.
+      score: its rank.
       finish: why it ended.
     """
 
@@ -59,20 +60,20 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A whole text.
+    """A complete text.
 
     Attributes:
       text: without the prompt.
-      pieces: one for each token (the end token is none of them).
+      pieces: one per token, except the end token.
       finish: why it ended.
-      prompt_tokens: tokens of the prompt that the model read.
-      cached_tokens: those of them that were read before, for another request.
+      prompt_tokens: prompt tokens that the model read.
+      cached_tokens: those of them found in the prefix cache.
       waited_s: from the request to its first token.
       elapsed_s: from the request to its end.
-      end: the end token that came; None: none did.
-      end_drawn: its log probability, as `Piece.drawn`.
-      decodes: what a search found, as many as were asked for, the best (this text) last as T5X has them; without a
-        search: none.
+      end: the end token; None: it did not end with one.
+      end_drawn: its log probability, as in `Piece.drawn`.
+      decodes: the results of beam search, as many as requested, the best one (this text) last as in T5X; otherwise
+        empty.
     """
 
     text: str
@@ -92,12 +93,12 @@ class Completion:
 
     @property
     def drawn(self) -> list[float]:
-        """Of each of the tokens `Piece.drawn`."""
+        """`Piece.drawn` of each token."""
         return [piece.drawn for piece in self.pieces if piece.token is not None]
 
 
 def of_search(completion: Completion) -> dict[str, Any]:
-    """What a search found, as JSON values: the score of the text, and where more texts were asked for all of them."""
+    """Results of beam search as JSON values: the text's score, and all texts if several were requested."""
     decodes = completion.decodes
     if not decodes:
         return {}
@@ -106,14 +107,14 @@ def of_search(completion: Completion) -> dict[str, Any]:
 
 
 Item = Piece | Completion | BaseException
-"""Of a stream: pieces, then the whole text, or what stopped the engine."""
+"""Items of a stream: pieces, then the complete text, or the engine's error."""
 
 
 class Stream:
-    """The pieces of one request, as an iterator; `result` waits for the whole.
+    """The pieces of one request, as an iterator; `result` waits for the complete text.
 
     Args:
-      drive: makes the engine go on where nobody else does; gives False where it goes on by itself.
+      drive: makes the engine work if it has no thread of its own; returns False if it has one.
     """
 
     def __init__(self, drive: Callable[[], bool]):
@@ -141,26 +142,26 @@ class Stream:
             yield item
 
     def cancel(self) -> None:
-        """Ends the text where it is, soon; from any thread."""
+        """Ends the text early; thread-safe."""
         self.cancelled = True
 
     def result(self) -> Completion:
-        """The whole text, when it is there.
+        """Waits for the complete text.
 
         Raises:
-          Exception: what stopped the engine.
+          Exception: the engine's error.
         """
         for _ in self:
             pass
         if isinstance(self._end, BaseException):
             raise self._end
-        assert self._end is not None, "the iterator ends with one of both"
+        assert self._end is not None, "the iterator ends with one of them"
         return self._end
 
     def forward(self, to: Callable[[Item], None]) -> None:
-        """Calls `to` with all that has come and, from the engine's thread, all that comes, in place of the iterator.
+        """Passes all items, received and future ones, to `to` instead of the iterator, from the engine's thread.
 
-        It must not wait: nobody's text goes on meanwhile.
+        `to` must not block: it would stop all texts.
         """
         with self._giving:
             while not self._arrived.empty():
@@ -168,7 +169,7 @@ class Stream:
             self._give = to
 
     def put(self, piece: Piece) -> None:
-        """For the engine: one more."""
+        """For the engine: adds a piece."""
         self._pieces.append(piece)
         self._hand_on(piece)
 
@@ -181,7 +182,7 @@ class Stream:
         end_drawn: float = 0.0,
         decodes: tuple[Decode, ...] = (),
     ) -> None:
-        """For the engine: that was all."""
+        """For the engine: ends the text."""
         now = time.monotonic()
         self._hand_on(
             Completion(
@@ -199,7 +200,7 @@ class Stream:
         )
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: nothing comes any more."""
+        """For the engine: ends the stream with an error."""
         self._hand_on(error)
 
     def _hand_on(self, item: Item) -> None:

@@ -139,9 +139,9 @@ def test_what_is_asked_of_an_adapter_that_is_not_there_is_refused():
     one = engine(beside=adapters("poet"))
     with pytest.raises(UserError, match="adapter is 'painter', must be one of poet"):
         one.submit("a", adapter="painter")
-    with pytest.raises(UserError, match="adapter is 'poet', but beam search reads with the model alone: merge it"):
+    with pytest.raises(UserError, match="adapter is 'poet', but beam search supports no adapters: merge it"):
         one.submit("a", Sampling(beams=BeamSearch()), adapter="poet")
-    with pytest.raises(UserError, match="none: there is none"):
+    with pytest.raises(UserError, match="none: no adapter is loaded"):
         engine().submit("a", adapter="poet")
     with pytest.raises(UserError, match="two adapters are called 'poet'"):
         engine(beside=adapters("poet") * 2)

@@ -72,7 +72,7 @@ def test_its_tokens_name_others_as_those_of_one_text_do(engine):
 
 
 def test_a_benchmark_draws_one_text_of_each_prompt(engine):
-    with pytest.raises(UserError, match="--benchmark times one text of each prompt, and Sampling.num_decodes is 4"):
+    with pytest.raises(UserError, match="--benchmark times one text per prompt, and Sampling.num_decodes is 4"):
         speed.measure(engine, DRAWN, 4, 300)
 
 

@@ -1,1 +1,1 @@
-"""What is kept of rows that were read: the pages of slots, and the beginnings of prompts."""
+"""Allocation of pages to slots, and the prefix cache."""

@@ -1,4 +1,4 @@
-"""Which pages of the pool each slot has: the host's book of them."""
+"""Allocates pages of the pool to slots, on the host."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from capibara.models.api import Model, paged
 
 
 class Pages:
-    """Pages are taken as a slot's row grows, and given back all at once.
+    """Allocates pages as rows grow; a slot frees all of its pages at once.
 
     Args:
-      slots: that share the pages.
+      slots: number of slots that share the pages.
       length: most tokens of a slot.
-      sizes: how many pages there are, of how many tokens.
+      sizes: number of pages, and tokens per page.
 
     Attributes:
-      sizes: as given.
-      table: [slots, pages of a slot] int32, the pages of each slot in their order, from 1 on; 0: none. A new array with
-        every change: the devices may still read the old one.
+      sizes: as passed.
+      table: [slots, pages of a slot] int32, the pages of each slot in order, from 1 on; 0: none. Every change makes a
+        new array, since the devices may still be reading the old one.
     """
 
     def __init__(self, slots: int, length: int, sizes: paged.Sizes):
         self.sizes = sizes
         self.table = np.zeros((slots, sizes.of_slot(length)), np.int32)
-        self._free = list(range(sizes.pages, 0, -1))  # those that were given back last are taken first
+        self._free = list(range(sizes.pages, 0, -1))  # the last freed are allocated first
         self._taken = [0] * slots
         if sizes.pages < self.table.shape[1]:
             logging.getLogger(__name__).warning(
@@ -41,25 +41,25 @@ class Pages:
 
     @property
     def busy(self) -> int:
-        """Pages that are taken."""
+        """Number of allocated pages."""
         return self.sizes.pages - len(self._free)
 
     def room(self, slot: int) -> int:
-        """Tokens that the slot's pages hold."""
+        """Number of tokens that fit in the slot's pages."""
         return self._taken[slot] * self.sizes.page_size
 
     def fits(self, rows: int, tokens: int) -> bool:
-        """Whether all pages would do for so many rows of so many tokens."""
+        """Whether `rows` rows of `tokens` tokens fit in all pages together."""
         return rows * self.sizes.of_slot(tokens) <= self.sizes.pages
 
     def begin(self, slot: int, tokens: int) -> bool:
-        """As `grow`, of a slot that has none yet; some are left to those that run, or one of these is soon preempted."""
+        """Like `grow`, for a slot without pages; leaves some to running rows, so that none is preempted soon."""
         running = [taken for taken in self._taken if taken]
         may_take = len(running) * self.table.shape[1] - sum(running)  # until they are as long as a slot
         return self.grow(slot, tokens, spare=min(-(-len(running) // 4), may_take))
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
-        """Gives the slot the pages that so many tokens need; False, and none, where fewer and `spare` more are free."""
+        """Grows a slot to `tokens` tokens; returns False without a change if fewer pages plus `spare` are free."""
         taken, needed = self._taken[slot], self.sizes.of_slot(tokens)
         if needed > taken and needed - taken + spare > len(self._free):
             return False
@@ -75,32 +75,32 @@ class Pages:
         return needed <= len(self._free)
 
     def release(self, slot: int) -> None:
-        """The slot gives all its pages back."""
+        """Frees all pages of a slot."""
         if taken := self._taken[slot]:
             self._free += self.table[slot, :taken][::-1].tolist()
             self.table = self.table.copy()
             self.table[slot], self._taken[slot] = 0, 0
 
     def most_new(self, prompt: int) -> int:
-        """How many tokens a text alone may get after a prompt of so many: the last is not read.
+        """Most new tokens of a single text after a prompt of this length: the last one is not read.
 
         Raises:
-          UserError: the prompt itself has no place.
+          UserError: the prompt itself does not fit.
         """
         room = self.sizes.pages * self.sizes.page_size
         if prompt > room:
             raise UserError(
-                f"a prompt of {prompt} tokens has no place in EngineConfig.pages ({self.sizes.pages}) of "
+                f"a prompt of {prompt} tokens does not fit in EngineConfig.pages ({self.sizes.pages}) of "
                 f"{self.sizes.page_size} tokens: shorten it, or set EngineConfig.pages = {self.sizes.of_slot(prompt)}"
             )
         return room - prompt + 1
 
 
 def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: int | None) -> paged.Sizes | None:
-    """The pool that a configuration asks for; None: none.
+    """The size of the pool that a configuration asks for; None: no pages.
 
     Raises:
-      UserError: there is nothing in the model to share.
+      UserError: the model has no layer to page.
     """
     if not config.page_size:
         return None

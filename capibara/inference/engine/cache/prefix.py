@@ -1,4 +1,4 @@
-"""Beginnings that were read before: a prompt that shares one is not read again from its first token."""
+"""The prefix cache: a prompt that shares the beginning of an earlier row does not read it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capibara.core import tree
 
 
 class Prefix(NamedTuple):
-    """Tokens [n], the cache of a row that has read them, and the number of the adapter with which it has."""
+    """Tokens [n], the cache of a row that has read them, and the number of its adapter."""
 
     tokens: np.ndarray
     row: Any
@@ -19,26 +19,27 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    """The beginnings used last, up to a number of bytes.
+    """The most recently used rows, up to a number of bytes.
 
     Args:
-      max_bytes: of the rows' caches together; 0: nothing is kept.
-      window: the shortest window of the model's layers; None: all see the whole row. A layer with a window has only its
-        last positions, which are of no use to a text that differs earlier.
-      shortest: fewer tokens in common are not worth it.
+      max_bytes: of all rows' caches; 0: no cache.
+      window: the shortest window of the model's layers; None: all layers see whole rows. A layer with a window has only
+        the last positions, which are useless for a text that differs earlier.
+      shortest: least number of common tokens worth reusing.
     """
 
     def __init__(self, max_bytes: int, window: int | None, shortest: int = 16):
         self._max_bytes, self._window, self._shortest = max_bytes, window, shortest
-        self._entries: list[Prefix] = []  # the one used last at the end
+        self._entries: list[Prefix] = []  # the most recently used one at the end
 
     def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix, int] | None:
-        """What was read of these tokens with an adapter, and how many of them: at least one is left to read."""
+        """The row with the longest common prefix for this adapter, and the prefix's length; one token is always left."""
         wanted = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
             common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
-            # A row that an end token ended has read that too: with as many tokens as the window its first is gone.
+            # A row that ended with an end token has read it too: if the common tokens fill the window, the first is
+            # gone.
             whole = self._window is None or len(entry.tokens) < self._window or common == len(entry.tokens)
             if whole and common > most and entry.adapter == adapter:
                 best, most = entry, common
@@ -48,7 +49,7 @@ class PrefixCache:
         return best, most
 
     def keep(self, tokens: Sequence[int], row: Any, adapter: int = 0) -> None:
-        """Remembers a row that has read these tokens with an adapter; what else begins them is no longer needed."""
+        """Stores a row that has read these tokens with an adapter; removes entries that are its prefixes."""
         if tree.byte_count(row) > self._max_bytes:
             return
         new = np.asarray(tokens)
@@ -66,12 +67,12 @@ class PrefixCache:
             del self._entries[0]
 
     def clear(self) -> None:
-        """Forgets everything: what was read was read with other parameters."""
+        """Removes everything, since it was read with other parameters."""
         self._entries = []
 
 
 def common_beginning(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
-    """How many first tokens two texts share."""
+    """Length of the common prefix of two texts."""
     size = min(len(one), len(other))
     equal = np.asarray(one[:size]) == np.asarray(other[:size])
     return size if equal.all() else int(np.argmin(equal))

@@ -1,1 +1,1 @@
-"""Where an engine lies on the devices, and what it needs there."""
+"""Placement of an engine on the devices, and its memory."""

@@ -1,4 +1,4 @@
-"""What an engine holds on the devices, in bytes, before there is one; and whether there is room for it."""
+"""Predicts an engine's memory on the devices in bytes, and checks whether it fits."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from capibara.models.api import Model
 
 
 def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: int | None) -> programs.Sizes:
-    """What an engine's programs are compiled for; arguments as of `Engine`.
+    """The sizes of an engine's programs; arguments as in `Engine`.
 
     Raises:
-      UserError: pages are asked for, and there is nothing in the model to share.
+      UserError: pages are requested, and the model has no layer to page.
     """
     dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
     pool = pages.sizes_of(model, config, length, encoder_length)
-    spare = config.spare if getattr(model.config, "window", None) else 0  # so that engines without share their programs
+    spare = config.spare if getattr(model.config, "window", None) else 0  # else programs are shared
     return programs.Sizes(config.slots, length, encoder_length, dtype, spare, config.most_steps, pool)
 
 
 def parameters_bytes(model: Model) -> int:
-    """Of its own copy of the parameters, as it reads them; adapters are merged into them."""
+    """Bytes of the engine's copy of the parameters, with adapters merged."""
     return tree.byte_count(
         jax.eval_shape(lambda params: model.plain.serving(model.merge(params)), model.abstract_params)
     )
 
 
 def state_bytes(model: Model, config: EngineConfig, length: int, encoder_length: int | None = None) -> int:
-    """Of the rows of all slots, and of what is kept of earlier prompts when that is full; arguments as of `Engine`."""
+    """Bytes of all slots' rows and of a full prefix cache; arguments as in `Engine`."""
     sizes = sizes_of(model, config, length, encoder_length)
     state = jax.eval_shape(programs.build(model, model.config.vocab_size, sizes).start)
     return tree.byte_count(state) + (config.prefix_cache_mib * 2**20 if encoder_length is None else 0)
 
 
 def allocated(start: Callable[[], programs.State], config: EngineConfig, length: int) -> programs.State:
-    """What `start` gives, an engine's state of slots of so many tokens.
+    """Allocates an engine's state by calling `start`; `length` is that of a slot.
 
     Raises:
-      UserError: there is no memory for it.
+      UserError: it does not fit in memory.
     """
     try:
         return start()
@@ -57,6 +57,6 @@ def allocated(start: Callable[[], programs.State], config: EngineConfig, length:
             asked += f" with {number}EngineConfig.page_size ({config.page_size})"
             fewer += " or pages"
         raise UserError(
-            f"{asked} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than there is: ask for "
+            f"{asked} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than is free: use "
             f"{fewer}, or a shorter Dataset.length"
         ) from None

@@ -1,4 +1,4 @@
-"""The step of an engine lowered for devices that are not there: what it takes is then the compiler's answer, not a guess."""
+"""Lowers an engine's step for devices of a topology, so that the compiler can report its memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from capibara.sharding import Axes, Rules
 
 
 class Step:
-    """A decode step of all slots, as an engine on this mesh has it.
+    """A decode step of all slots, as an engine runs it on this mesh.
 
     Args:
       model: a decoder.
       config: how requests are batched.
       length: positions of a slot.
-      mesh: of devices to compile for.
-      rules: how parameters, slots and heads lie on it.
+      mesh: of target devices.
+      rules: how parameters, slots and heads are sharded.
 
     Attributes:
-      params: shapes of the parameters as the engine reads them, each with its sharding.
-      state: the same of keys, values and the rest that is kept of all slots.
+      params: shapes and shardings of the parameters in the engine's layout.
+      state: shapes and shardings of the slots' state.
     """
 
     def __init__(self, model: Model, config: EngineConfig, length: int, mesh: Mesh, rules: Rules = Rules()):
         self._mesh, self._slots = mesh, config.slots
-        with sharding.activate(mesh, rules):  # what suits these devices, not those that are here
+        with sharding.activate(mesh, rules):  # choose kernels for these devices, not for the local ones
             self._sizes = footprint.sizes_of(model, config, length, None)
         self._programs = programs.build(model, model.config.vocab_size, self._sizes, mesh, rules)
         served = jax.eval_shape(self._programs.serving, model.abstract_params)
@@ -46,7 +46,7 @@ class Step:
         self.state = self._laid_out(rules, state, programs.state_axes(state))
 
     def lower(self) -> jax.stages.Lowered:
-        """The program, with the state donated; none of the likeliest tokens is asked for."""
+        """The lowered program, with donated state, without likeliest tokens."""
         B, pool = self._slots, self._sizes.pool
         length = self._sizes.length
         settings = jax.tree.map(lambda x: self._everywhere((B, *x.shape[1:]), x.dtype), GREEDY)
@@ -65,6 +65,6 @@ class Step:
 
 
 def device_bytes(shapes: PyTree) -> int:
-    """Of arrays that lie on a mesh, the share of one device."""
+    """Bytes of sharded arrays on one device."""
     each = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(shapes))
     return sum(int(np.prod(shape)) * size for shape, size in each)

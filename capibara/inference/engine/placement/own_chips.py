@@ -1,7 +1,7 @@
-"""Generation on each process's own chips: whether the model fits there, and how parameters come from the training mesh.
+"""Generation on each process's own chips: whether the model fits, and how parameters are copied from training's mesh.
 
-A process that generates alone waits for no other one, token by token. What it needs is a copy of the parameters on its
-own chips, in the compute dtype; all processes together bring them there.
+A process that generates alone does not wait for others at every token. It needs a copy of the parameters on its own
+chips, in the compute dtype; all processes together copy them there.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from capibara.inference.engine.runner.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Rules
 
-_LEFT = 0.9  # of the memory that is free: reading a prompt takes some, too
+_LEFT = 0.9  # share of the free memory to use: prefill needs some, too
 
 
 class Where(enum.StrEnum):
-    """The chips that an engine has.
+    """The chips that an engine uses.
 
-    AUTO: a process's own, where they hold the parameters and the slots; else those of all processes.
-    OWN: a process's own: each answers its share.
-    ALL: those of all processes, on the mesh of training: they make each token together.
+    AUTO: a process's own, if parameters and slots fit; else those of all processes.
+    OWN: a process's own: each process answers its share.
+    ALL: those of all processes, on the mesh of training: they compute each token together.
     """
 
     AUTO = "auto"
@@ -41,9 +41,9 @@ class Where(enum.StrEnum):
 
 
 def free_bytes(reserved: int = 0) -> int | None:
-    """Memory of this process's devices that is free, on the fullest of them; None: the devices do not say.
+    """Free memory of this process's fullest device; None: the devices do not report it.
 
-    `reserved`: what a program that will run beside takes of it.
+    `reserved`: memory that a concurrent program will need.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all("bytes_limit" in one and "bytes_in_use" in one for one in stats):
@@ -60,20 +60,20 @@ def found(
     encoder_length: int | None = None,
     free: int | None = None,
 ) -> PyTree | None:
-    """Where the plain model's parameters lie on this process's own chips; None: they do not fit there.
+    """Shardings of the plain model's parameters on this process's own chips; None: they do not fit.
 
-    Of the ways to lay them out the one is taken that shares each layer between the fewest chips: the others are copies,
-    each with its part of the slots.
+    Chooses the sharding that divides each layer among the fewest chips; the other chips hold replicas with their own
+    slots.
 
     Args:
-      model: of the parameters; of adapters what they are merged into.
-      mesh: what is asked for.
-      where: whether they shall.
+      model: of the parameters; for adapters, what they are merged into.
+      mesh: the requested mesh.
+      where: which chips to use.
       config, length, encoder_length: of the engine.
-      free: memory of a device that is free on every process; None: not known, it is enough.
+      free: least free memory of any device of all processes; None: unknown, assumed sufficient.
 
     Raises:
-      UserError: the mesh cannot be, or they do not fit where they must.
+      UserError: the mesh is impossible, or they do not fit where they must.
     """
     if where is Where.ALL:
         return None
@@ -110,7 +110,7 @@ def _ways(mesh: ServingMesh, devices: Sequence[jax.Device]) -> list[int | None]:
 
 
 def _check_divides(used: int, count: int) -> None:
-    """Each process brings its parameters to all of its devices, as often as those that are used go into them."""
+    """Checks that the used devices divide the process's: each copies parameters through all of its devices."""
     if count % used:
         raise UserError(
             f"ServingMesh.tensor x ServingMesh.data ({used}) must divide the {count} devices of a process: try "
@@ -125,12 +125,12 @@ def _bytes_of_a_device(model: Model, layout: PyTree) -> int:
 
 
 class OwnChips:
-    """Brings parameters from the mesh of training to each process's own chips; all processes call it together.
+    """Copies parameters from the mesh of training to each process's own chips; all processes must call it together.
 
     Args:
-      model: of the parameters that are brought; adapters are merged.
-      layout: of the plain model's, on this process's chips (`found`).
-      rules: how they lie on the mesh of training.
+      model: of the parameters; adapters are merged.
+      layout: shardings of the plain model's parameters on this process's chips (`found`).
+      rules: their sharding rules on the mesh of training.
     """
 
     def __init__(self, model: Model, layout: PyTree, rules: Rules = Rules()):
@@ -145,7 +145,7 @@ class OwnChips:
         return jax.tree.map(_brought, params, self._layout)
 
     def _computed(self, params: Params) -> Params:
-        """Where they are: in fewer bytes, as a rule, and each once."""
+        """On training's mesh: usually smaller, and without replicas."""
         if self._program is None:
             own = jax.tree.leaves(params)[0].sharding
             mesh = _mesh_of(own) if isinstance(own, NamedSharding) else None
@@ -154,12 +154,12 @@ class OwnChips:
 
 
 def make_computed(model: Model, mesh: Mesh | None, rules: Rules) -> Callable[[Params], Params]:
-    """The program that merges adapters and gives the plain model's parameters in the compute dtype.
+    """The program that merges adapters and casts the plain model's parameters to the compute dtype.
 
     Args:
-      model: of the parameters that are given.
-      mesh: of training, on which they lie and stay; None: on one device.
-      rules: how they lie there.
+      model: of the parameters.
+      mesh: of training, where they stay; None: one device.
+      rules: their sharding rules there.
     """
     return _computed(Same(model), mesh, rules)
 
@@ -172,7 +172,7 @@ def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params],
 
 
 def _brought(x: jax.Array, own: Sharding) -> jax.Array:
-    """An array of all processes' devices, on those of this process that `own` names."""
+    """Copies an array from all processes' devices to those of this process in `own`."""
     everywhere = jax.device_put(x, _on_every_process(own))
     parts = {shard.device: shard.data for shard in everywhere.addressable_shards}
     mine = [parts[device] for device in own.addressable_devices_indices_map(x.shape)]
@@ -180,9 +180,9 @@ def _brought(x: jax.Array, own: Sharding) -> jax.Array:
 
 
 def _on_every_process(own: Sharding) -> NamedSharding:
-    """A sharding that is `own` on the devices of this process, and the like on those of all others.
+    """A sharding that is `own` on this process's devices, and the equivalent on those of all others.
 
-    Devices that `own` leaves out have copies while the array is under way.
+    Devices that `own` leaves out hold replicas during the copy.
     """
     mine = _mesh_of(own).devices
     local = list(jax.local_devices())

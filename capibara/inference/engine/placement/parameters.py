@@ -1,4 +1,4 @@
-"""The parameters that an engine serves: a copy of its own, or those it was given where there is no room for them twice."""
+"""The parameters that an engine serves: its own copy, or donated ones if both do not fit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from capibara.sharding import Rules, constrain
 
 
 class ServedParams:
-    """What the programs of an engine read, until others take its place between two steps.
+    """The parameters that an engine's programs read; can be replaced between two steps.
 
     Args:
-      serving: makes a copy of parameters, as the programs read them.
+      serving: copies parameters into the layout that programs read.
       current: such a copy.
 
     Attributes:
-      current: the copy that is read now; None: it made room for the next one.
+      current: the copy in use; None: it was dropped to make room for the next one.
     """
 
     def __init__(self, serving: Callable[[Params], Params], current: Params):
@@ -34,9 +34,9 @@ class ServedParams:
         self._taking = threading.Lock()
 
     def update(self, params: Params, in_use: bool) -> None:
-        """Makes a copy for the next step; nothing is compiled again. From any thread.
+        """Makes a copy for the next step; recompiles nothing. Thread-safe.
 
-        `in_use`: the current copy may be read meanwhile, so there must be room for both.
+        `in_use`: whether the current copy may be read meanwhile, so that both need to fit.
         """
         if not in_use:
             self.current = None
@@ -45,7 +45,7 @@ class ServedParams:
             self._updated = updated
 
     def take(self) -> bool:
-        """Reads the newest copy from now on; whether there was one."""
+        """Switches to the newest copy; returns whether there was one."""
         with self._taking:
             updated, self._updated = self._updated, None
         if updated is not None:
@@ -54,13 +54,13 @@ class ServedParams:
 
 
 def donated(model: Model, params: Params, mesh: Mesh | None, rules: Rules) -> Params:
-    """What `Programs.serving` gives, with no more beside it than the largest array; `params` are deleted.
+    """The result of `Programs.serving`, using only the memory of the largest array in addition; `params` are deleted.
 
     Args:
-      model: whose parameters these are; adapters are merged first, into the arrays that they adapt.
+      model: of the parameters; adapters are merged first, in place.
       params: given up, one array after the other.
-      mesh: on which they lie; None: on one device.
-      rules: how they lie there.
+      mesh: of the parameters; None: one device.
+      rules: their sharding rules.
     """
     plain = model.plain
 
@@ -69,7 +69,7 @@ def donated(model: Model, params: Params, mesh: Mesh | None, rules: Rules) -> Pa
 
     def converted(function: Callable[[Any], Any], x: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # they are deleted all the same
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # they are deleted anyway
             y = jax.block_until_ready(on_mesh(mesh, rules, function, donate_argnums=0)(x))
         for array in jax.tree.leaves(x):
             if not array.is_deleted():

@@ -1,4 +1,4 @@
-"""The mesh that generates: which devices, of one process or of all, and what they share."""
+"""The mesh for generation: which devices of one or all processes, and how they divide the work."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from capibara.sharding import Plan, Rules
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingMesh:
-    """How generation lies on the devices: rows of slots on `data`, heads and hidden units on `tensor`.
+    """How generation is sharded: rows of slots along `data`, heads and hidden units along `tensor`.
 
     Attributes:
       tensor: devices that share each layer; None: as many as divide the model's heads. Emulated devices are one
-        processor, and of them one of each process is used unless more are asked for.
-      data: groups of them, each with its share of the slots and a copy of the parameters; None: those that are left.
+        processor: of them, one per process is used unless more are requested.
+      data: number of replicas of such groups, each with its share of the slots; None: as many as there are devices for.
     """
 
     tensor: int | None = None
@@ -34,13 +34,13 @@ class ServingMesh:
     def __post_init__(self) -> None:
         for name in ("tensor", "data"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"ServingMesh.{name} is {value}, must be at least 1, or None: what suits the model")
+                raise UserError(f"ServingMesh.{name} is {value}, must be at least 1, or None: chosen by the model")
 
     def shardings(self, model: Model, devices: Sequence[jax.Device]) -> PyTree:
-        """Where a model's parameters lie on these devices; an engine takes the mesh from them.
+        """Shardings of a model's parameters on these devices; an engine uses their mesh.
 
         Raises:
-          UserError: the devices do not suffice, or a dimension cannot be shared so.
+          UserError: there are too few devices, or they do not divide a dimension.
         """
         if self.tensor is not None:
             return self._on(model, devices, self.tensor)
@@ -60,8 +60,8 @@ class ServingMesh:
             data = least if devices[0].platform == "cpu" else max(len(devices) // tensor, 1)
         if tensor * data > len(devices):
             raise UserError(
-                f"ServingMesh.tensor ({tensor}) x ServingMesh.data ({data}) must be at most the {len(devices)} devices that "
-                "there are: ask for fewer"
+                f"ServingMesh.tensor ({tensor}) x ServingMesh.data ({data}) must be at most the {len(devices)} available "
+                "devices: use fewer"
             )
         if tensor * data == _processes(devices) == 1:
             here = SingleDeviceSharding(devices[0])
@@ -74,18 +74,18 @@ class ServingMesh:
         used = _of_each_process(devices, tensor * data)
         try:
             mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), used)
-        except AssertionError:  # JAX's, of chips that are no box of the slice
+        except AssertionError:  # JAX's, for chips that do not form a box in the slice
             raise UserError(
                 f"ServingMesh.tensor ({tensor}) x ServingMesh.data ({data}) would use {len(used)} of {len(devices)} chips, "
-                "which are no neighbours on the slice: use all of them"
+                "which are not adjacent on the slice: use all of them"
             ) from None
-        # A vocabulary that cannot be shared is whole on every device.
+        # A vocabulary that does not divide is replicated.
         rules = Rules(vocab=()) if model.config.vocab_size % tensor else Rules()
         return sharding.shardings(mesh, rules, model.axes, model.abstract_params)
 
 
 def placed(_: Plan, model: Model) -> PyTree:
-    """Where the parameters lie, as `loading.load` asks for it, once the configuration is parsed: on all processes."""
+    """The parameters' shardings for `loading.load`, from the parsed configuration: on all processes."""
     return config.build(ServingMesh).shardings(model, jax.devices())
 
 
@@ -94,7 +94,7 @@ def _processes(devices: Sequence[jax.Device]) -> int:
 
 
 def _of_each_process(devices: Sequence[jax.Device], count: int) -> list[jax.Device]:
-    """The first devices of each process, `count` together: every process has a part in every step."""
+    """The first devices of each process, `count` together: every process takes part in every step."""
     processes = sorted({device.process_index for device in devices})
     if count % len(processes):
         raise UserError(

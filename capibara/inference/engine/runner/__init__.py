@@ -1,1 +1,1 @@
-"""What an engine runs on the devices: its programs, prefill and decode."""
+"""The programs of an engine on the devices: prefill and decode."""

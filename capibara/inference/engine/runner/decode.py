@@ -1,4 +1,4 @@
-"""The decode programs of all slots: the state on the devices, and the tokens that come back from there."""
+"""Runs the decode programs: holds the slots' state on the devices, and receives tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Pending(NamedTuple):
 
     Attributes:
       sampled: the tokens, on the devices.
-      rows: (row of `sampled`, the request whose tokens it has).
-      at_s: when the program was asked for, by time.monotonic; None: it is not timed.
+      rows: (row of `sampled`, the request that it belongs to).
+      at_s: when the program was started, by time.monotonic; None: not timed.
     """
 
     sampled: SampledTokens
@@ -38,24 +38,24 @@ class Pending(NamedTuple):
 
 
 class DecodeRunner:
-    """Runs the programs that read and write the state of the slots; nothing else touches it.
+    """Runs the programs that read and write the slots' state, and is its only user.
 
-    Tokens are requested of the devices and received later, program by program. Methods that request tokens return the
-    requests that have been asked for all theirs: their slots are free before the last token is back.
+    Tokens are requested from the devices and received later, program by program. Methods that request tokens return the
+    requests for which all tokens have been requested: their slots are free before the last token is received.
 
     Args:
       programs: of the engine.
-      state: on the devices, in which no slot has read anything.
+      state: on the devices, with empty slots.
       config: of the engine.
       vocab_size: ids of the model.
       adapters: of the engine.
-      pages: of the slots; None: each has the memory of its whole length.
-      schedule: learns how long programs take.
+      pages: of the slots; None: each slot has memory for its whole length.
+      schedule: records the time of programs.
 
     Attributes:
-      ahead: tokens that the last decode program gives a row.
-      checksum: of all tokens that came back.
-      statistics: of what was asked for.
+      ahead: tokens per row in the last decode program.
+      checksum: of all received tokens.
+      statistics: of requested tokens.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class DecodeRunner:
         return bool(self._pending)
 
     def pending_requests(self) -> list[Request]:
-        """Those whose tokens have not been received; from any thread."""
+        """The requests with tokens to receive; thread-safe."""
         return [request for one in list(self._pending) for _, request in one.rows]
 
     def assign(self, slot: int, request: Request) -> None:
-        """From now on the slot's tokens are sampled, and its rows are read, as this request asks for."""
+        """Sets a slot's sampling and adapter to a request's."""
         self._set(slot, settings_of([request.sampling]), request.adapter)
 
     def clear(self, slot: int) -> None:
-        """Nobody has the slot any more."""
+        """Resets a slot's settings."""
         self._set(slot, GREEDY, 0)
 
     def _set(self, slot: int, settings: Settings, adapter: int) -> None:
@@ -102,9 +102,9 @@ class DecodeRunner:
         return self._programs.row(self._state, np.int32(slot), self._table, positions)
 
     def admit(self, prefilled: Prefilled) -> list[Request]:
-        """Puts a row that was read into its slot and requests a token."""
+        """Moves a row that was read into its slot, and requests a token."""
         request, slot = prefilled.request, prefilled.request.slot
-        assert slot is not None, "it was given one"
+        assert slot is not None, "it was assigned one"
         forced = np.array([request.forced.get(request.requested, -1)], np.int32)
         settings = Settings(*(x[slot : slot + 1] for x in self._settings))
         self._state, sampled = self._programs.admit(
@@ -123,7 +123,7 @@ class DecodeRunner:
         return self._request(sampled, [(0, request)], np.ones(1, np.int32))
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
-        """Requests so many tokens for the rows of these slots."""
+        """Requests `count` tokens for the rows of these slots."""
         index, forced, alternatives = self._of_next(active)
         self.ahead, at_s = count, time.monotonic()
         given = params, self._state, self._settings, index, forced, np.int32(count)
@@ -134,9 +134,9 @@ class DecodeRunner:
     def verify(
         self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]
     ) -> list[Request]:
-        """Requests, of the guesses for each slot, the tokens up to the first that is wrong, and the right one there.
+        """Verifies guesses: requests for each slot the correct ones up to the first error, and the right token there.
 
-        It waits for the devices, to know how many these are.
+        Waits for the devices, to know how many these are.
         """
         index, forced, alternatives = self._of_next(active)
         guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
@@ -155,9 +155,9 @@ class DecodeRunner:
         return self._request(sampled, active, held)
 
     def receive(self, left: int) -> Iterator[Request]:
-        """Gives requests the tokens of all but the last `left` programs; yields those that have ended, as they do."""
+        """Passes the tokens of all but the last `left` programs to requests; yields requests as they end."""
         while len(self._pending) > left:
-            # Still there if they fail: some of its requests may have no slot any more.
+            # The program stays in the list if this fails: some of its requests may have no slot any more.
             sampled, rows, at_s = self._pending[0]
             sampled = jax.device_get(sampled)
             self._schedule.record(at_s, int(sampled.counts[0]))
@@ -169,7 +169,7 @@ class DecodeRunner:
             self._pending.popleft()
 
     def warm_up(self, params: Params, alternatives: int) -> None:
-        """Compiles the programs that request tokens, so many of the likeliest among them, and waits for these."""
+        """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
         zeros = np.zeros(self._slots, np.int32)
         common = self._settings, zeros, zeros
         self._state, sampled = self._programs.step(
@@ -183,7 +183,7 @@ class DecodeRunner:
         jax.block_until_ready(sampled)
 
     def _of_next(self, active: Sequence[tuple[int, Request]]) -> tuple[np.ndarray, np.ndarray, int]:
-        """The index of each slot's next token in its text, the token that is forced there, and the likeliest to name."""
+        """For each slot: the index of its next token in the text, its forced token, and the likeliest to return."""
         index, forced = np.zeros(self._slots, np.int32), np.full(self._slots, -1, np.int32)
         for slot, request in active:
             index[slot], forced[slot] = request.requested, request.forced.get(request.requested, -1)
@@ -196,7 +196,7 @@ class DecodeRunner:
         counts: np.ndarray,
         at_s: float | None = None,
     ) -> list[Request]:
-        """The devices were asked for `counts` tokens of each row; `at_s`: when, to be timed."""
+        """Records that `counts` tokens of each row were requested; `at_s`: when, for timing."""
         self._pending.append(Pending(sampled, rows, at_s))
         for row, request in rows:
             request.requested += int(counts[row])
@@ -204,14 +204,14 @@ class DecodeRunner:
         return [request for _, request in rows if request.requested == request.limit]
 
     def _seen(self, request: Request) -> np.ndarray:
-        """The tokens [1, V] that the request's penalty is for."""
+        """The tokens [1, V] that the request's penalty applies to."""
         seen = np.zeros((1, self._vocab_size), bool)
         seen[0, request.tokens] = request.sampling.repetition_penalty != 1
         return seen
 
     @property
     def _beside(self) -> Beside | None:
-        """The adapters, and which of them each slot has."""
+        """The adapters, and each slot's."""
         return self._adapters.of(self._adapter_numbers)
 
     @property
@@ -220,7 +220,7 @@ class DecodeRunner:
 
 
 def _give(request: Request, sampled: SampledTokens, row: int) -> None:
-    """Hands a request the tokens of its row, of arrays on the host."""
+    """Passes a row's tokens, from arrays on the host, to its request."""
     for step in range(sampled.counts[row]):
         count = min(request.likeliest, sampled.likeliest.shape[2])
         named = zip(

@@ -1,4 +1,4 @@
-"""How many tokens the rows get before anybody looks at them."""
+"""Chooses how many tokens a program generates before the host processes them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterable
 from capibara.inference.engine.batching import EngineConfig
 from capibara.inference.engine.request import Request
 
-_MOST_BETWEEN_S = 0.1  # a reader sees a text go on at least so often, if its model is that fast
+_MOST_BETWEEN_S = 0.1  # readers of a stream get tokens at least this often, if the model is fast enough
 
 
 class DecodeSchedule:
-    """Chooses how many tokens the next program gives each row, by what may happen meanwhile.
+    """Chooses how many tokens the next program gives each row, considering what may happen meanwhile.
 
-    Where somebody reads along, by the time it takes too. Elsewhere the clock decides nothing: the same requests make the
-    same programs, in every process that has a part in them, and again in a run that is resumed.
+    Streaming also limits the program's time. Otherwise the clock has no influence: the same requests lead to the same
+    programs, in every process that takes part, and again in a resumed run.
 
     Args:
       config: of the engine.
       length: positions of a slot.
 
     Attributes:
-      streaming: whether texts are read while they are made.
+      streaming: whether texts are read while they are generated.
     """
 
     def __init__(self, config: EngineConfig, length: int):
@@ -31,29 +31,29 @@ class DecodeSchedule:
         self.streaming = False
 
     def allowed(self) -> int:
-        """For any requests, at least one: by the time that it takes, where somebody reads along."""
+        """Most tokens for any requests, at least one; limited by time when streaming."""
         if not self.streaming or self._fixed:
             return self._most
         return max(1, min(self._most, int(_MOST_BETWEEN_S / self._token_s) if self._token_s else 1))
 
     def tokens(self, requests: Iterable[Request], allowed: int) -> int:
-        """For these requests together, at least one: for none more than it may still have or has positions for.
+        """Tokens for these requests, at least one: within each one's limit and positions.
 
-        `allowed`: as `allowed` gives it, here or in the process that decides.
+        `allowed`: from `allowed`, here or in the leading process.
 
-        What is forced into a thought is the first of a program's tokens, so none goes beyond its position.
+        A forced token of a thought is a program's first one, so no program continues past its position.
         """
         most = allowed
         for one in requests:
             most = min(most, one.limit - one.requested, self._length - one.row_length + 1)
-            if one.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
+            if one.sampling.thinking_tokens is not None:  # a thought that begins in the program must not end in it
                 ahead = (index - one.requested for index in one.forced if index >= one.requested)
                 most = min(most, one.sampling.thinking_tokens, *ahead)
         return max(1, most)
 
     def record(self, began_s: float | None, count: int) -> None:
-        """So many tokens of each row have come, of a program asked for at `began_s` (time.monotonic); None: of a prompt."""
+        """Records `count` received tokens of a program started at `began_s` (time.monotonic); None: of a prompt."""
         now_s = time.monotonic()
-        if began_s is not None:  # after what was asked for before: a prompt that was read meanwhile does not count
+        if began_s is not None:  # measured from the previous program's end: prefill in between does not count
             self._token_s = (now_s - max(began_s, self._came_s)) / count
         self._came_s = now_s

@@ -1,4 +1,4 @@
-"""Prefill: prompts of one size are read together, long ones in parts, what was read before not again."""
+"""Prefill: reads similar prompts together, long ones in chunks, and skips cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from capibara.inference.engine.runner.programs import Programs
 
 
 class Prefilled(NamedTuple):
-    """A request whose prompt has been read: the cache of its row and the logits [1, V] after it."""
+    """A request whose prompt has been read: the cache of its row, and the logits [1, V] after it."""
 
     request: Request
     row: Any
@@ -25,16 +25,16 @@ class Prefilled(NamedTuple):
 
 
 class PrefillQueue:
-    """Prompts that wait to be read, in their order.
+    """A queue of prompts to read.
 
     Args:
       programs: of the engine.
       length: positions of a slot.
-      together: most rows that are read at once.
-      tokens: about how many are read at a time; a longer prompt is read in parts.
-      prefixes: beginnings that were read before; None: none are kept.
+      together: most rows to read at once.
+      tokens: approximate number of tokens to read at a time; longer prompts are split.
+      prefixes: the prefix cache; None: no cache.
       adapters: of the engine.
-      whole: of a prefix LM, whose inputs see each other both ways: what is read of a part is not what it is in the whole.
+      whole: for a prefix LM, whose inputs attend in both directions: prompts cannot be split or share prefixes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PrefillQueue:
         self._most, self._whole = max(tokens, length) if whole else tokens, whole
         self.prefixes, self._adapters = None if whole else prefixes, adapters
         self._waiting: list[Request] = []
-        self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
+        self._part: tuple[Any, int] | None = None  # the first prompt's row, and the number of tokens that it has read
 
     @property
     def pending(self) -> bool:
@@ -62,21 +62,21 @@ class PrefillQueue:
         self._waiting.append(request)
 
     def drop(self, request: Request) -> None:
-        """Forgets a request, if it waits here."""
+        """Removes a request if it waits here."""
         if request in self._waiting:
             if self._waiting[0] is request:
                 self._part = None
             self._waiting.remove(request)
 
     def restart(self, generation: int) -> None:
-        """There are other parameters: what waits is read with them from its first token."""
+        """Handles new parameters: waiting prompts are read with them from the first token."""
         self._part = None
         for request in self._waiting:
             request.generation = generation
             self._count_cached(request, 0)
 
     def run(self, params: Params) -> Iterator[Prefilled]:
-        """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
+        """Reads up to about `tokens` tokens; yields the requests whose prompts are complete."""
         left = self._most
         while self._waiting and left > 0:
             first = self._waiting[0]
@@ -102,9 +102,9 @@ class PrefillQueue:
     def extend(
         self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
     ) -> tuple[jax.Array, Any]:
-        """Reads the tokens of a request after the first `known`, which `row` has: the logits, and a row with them.
+        """Reads a request's tokens after the first `known`, which `row` holds; returns the logits and the new row.
 
-        It has positions for `whole` tokens, or more where the row had; None: there was no row.
+        The row gets positions for `whole` tokens, or keeps more if it had them. `row` None: there was no row.
         """
         rest = tokens[known:]
         size = bucket(len(rest), self._length)
@@ -123,12 +123,12 @@ class PrefillQueue:
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
 
     def _count_cached(self, request: Request, known: int) -> None:
-        """So many of its first tokens were read before; of a text that is read again that says nothing of its prompt."""
+        """Records that `known` prompt tokens were cached; not for a text that is reread after preemption."""
         if not request.requested:
             request.cached_tokens = known
 
     def _alike(self, first: Request, left: int) -> list[Request]:
-        """Requests to read together with the first that waits; their different prompts are a power of two."""
+        """Requests to read together with the first one; the number of distinct prompts is a power of two."""
         size = bucket(len(first.tokens), self._length)
         most = max(1, min(self._together, left // size))
         most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
@@ -138,7 +138,7 @@ class PrefillQueue:
                 continue
             again = any(_same(request, other) for other in group)
             if not again and shared and (self._shares(request, group) or self._kept(request)):
-                continue  # the beginning need not be read twice
+                continue  # its prefix will be in the cache
             if again or len(_unlike(group)) < most:
                 group.append(request)
         count = len(_unlike(group))
@@ -178,25 +178,25 @@ class PrefillQueue:
 
 
 def _same(one: Request, other: Request) -> bool:
-    """Whether what is read for one serves the other."""
+    """Whether what is read for one request can be used for the other."""
     alike = one.encoder is None and other.encoder is None and one.adapter == other.adapter
     return one is other or (alike and _read(one) == _read(other))
 
 
 def _unlike(group: list[Request]) -> list[Request]:
-    """The first request of each prompt."""
+    """The first request of each distinct prompt."""
     return [request for index, request in enumerate(group) if not any(_same(request, o) for o in group[:index])]
 
 
 def _read(request: Request) -> tuple[int, list[int]]:
-    """All that a prefix LM's row depends on; of others the tokens would do."""
+    """All that a prefix LM's row depends on; for other models the tokens would suffice."""
     return request.prompt_tokens, request.tokens
 
 
 def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
-    """Rows of tokens of requests, padded to a size, with the encoder's entries of each.
+    """Rows of requests' tokens, padded to a size, with the encoder's entries of each.
 
-    `marked`: they are the last of all that a request has, and how many of them are its prompt's is said, too.
+    `marked`: whether these are complete prompts of a prefix LM, whose input lengths are set too.
     """
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in enumerate(prompts):

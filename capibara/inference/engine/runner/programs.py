@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: reading a prompt, giving it a slot, tokens more for every slot."""
+"""The compiled programs of an engine: prefill, admission to a slot, and decode steps of all slots."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from capibara.inference.sampling.sampler import Settings, choose, log_probabilit
 from capibara.models.api import Beside, Cache, Model, paged, put_rows
 
 State = dict[str, Any]
-"""On the devices, of B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
+"""On the devices, for B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
 
 
 class SampledTokens(NamedTuple):
-    """Tokens [B, T], their log probabilities [B, T] and, where asked for, the likeliest tokens and theirs [B, T, n].
+    """Tokens [B, T], their log probabilities [B, T] and, if requested, the likeliest tokens and theirs [B, T, n].
 
-    `drawn` [B, T]: their log probabilities in what they were drawn from, as `choose` gives them. `counts` [B]: how many
-    of the tokens hold, at least one.
+    `drawn` [B, T]: log probabilities under the distributions that the tokens were drawn from, from `choose`. `counts`
+    [B]: number of valid tokens, at least one.
     """
 
     tokens: jax.Array
@@ -38,10 +38,10 @@ class SampledTokens(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What programs are compiled for: so many slots of `length` positions in `dtype` (None: the compute dtype).
+    """Static sizes of the programs: `slots` slots of `length` positions in `dtype` (None: the compute dtype).
 
-    An encoder reads `encoder_length` tokens; layers with a window have `spare` positions more; a program gives a row at most
-    `steps` tokens. Of `pool` are the pages that slots take as they grow; None: each has all its positions.
+    An encoder reads `encoder_length` tokens; layers with a window have `spare` additional positions; a program gives a
+    row at most `steps` tokens. `pool` is the size of the slots' pages; None: each slot has all its positions.
     """
 
     slots: int
@@ -59,26 +59,26 @@ class Step(Protocol):
     def __call__(self, *args: Any) -> tuple[State, SampledTokens]: ...
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """As jax.jit's."""
+        """Like jax.jit's."""
 
 
 class Programs(NamedTuple):
-    """Jitted functions; a state that is given to one is gone. `table`: which pages each slot has; None: there are none.
+    """Jitted functions; a state that is passed to one is donated. `table`: the pages of each slot; None: no pages.
 
     Attributes:
-      serving: parameters -> what the others take; adapters are merged.
-      start: () -> state in which no slot has read anything.
-      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many positions as the batch.
-      resume: (params, batch, row, positions) -> the same after more tokens, the row grown to so many positions.
+      serving: parameters -> parameters in the layout of the others; merges adapters.
+      start: () -> state with empty slots.
+      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
+      resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       one: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
         slot, and its next token.
       step: (params, state, settings, index, forced, count, table, alternatives, beside) -> state, and every slot's next
-        `count` tokens, at most Sizes.steps; what is forced is the first of them. `beside`: the adapters of the slots, as
-        `adapters` of a batch; None: they have none.
+        `count` tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as
+        `adapters` of a batch; None: no adapters.
       verify: (params, state, settings, index, forced, guesses, counts, table, alternatives, beside) -> state, and every
-        slot's next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first
-        of them.
+        slot's next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first
+        one.
       row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.
     """
 
@@ -94,7 +94,7 @@ class Programs(NamedTuple):
 
 
 class Same:
-    """A model as a key: models have no hash of their own."""
+    """A model as a dict key, compared by identity."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -107,7 +107,7 @@ class Same:
 
 
 def mesh_of(params: Params) -> jax.sharding.Mesh | None:
-    """Of parameters that are spread over devices."""
+    """The mesh of sharded parameters, or None."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size > 1 else None
@@ -120,10 +120,10 @@ def build(
     mesh: Mesh | None = None,
     rules: sharding.Rules = sharding.Rules(),
 ) -> Programs:
-    """The programs for a model and `usable` ids of a vocabulary; made once.
+    """The programs for a model and the first `usable` ids of its vocabulary; cached.
 
-    `mesh` is that of parameters which are spread over devices. Slots lie on it as rows of a batch do, keys and values with
-    their heads, by `rules`; every device knows what was sampled.
+    `mesh` is that of sharded parameters. Slots are sharded on it like rows of a batch, keys and values also by heads,
+    as `rules` say; sampled tokens are replicated.
     """
     return _build(Same(model), usable, sizes, mesh, rules)
 
@@ -190,7 +190,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
 
 def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> jax.stages.Wrapped:
-    """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
+    """Jits a program that is lowered with the mesh active, since kernels are not partitioned by the compiler."""
 
     @functools.wraps(program)
     def active(*args: Any) -> Any:
@@ -201,7 +201,7 @@ def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **optio
 
 
 def _known(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
-    """What was sampled, on every device."""
+    """Replicates sampled tokens on every device."""
     return jax.lax.with_sharding_constraint(sampled, NamedSharding(mesh, PartitionSpec())) if mesh else sampled
 
 
@@ -214,7 +214,7 @@ def _one(rows: Any, index: jax.Array) -> Any:
 
 
 def _laid_out(state: State) -> State:
-    """The state as it lies on the active mesh, if there is one."""
+    """Shards the state over the active mesh, if there is one."""
     return _constrained(state, state_axes(state))
 
 
@@ -248,9 +248,9 @@ def _next(
 
 
 def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
-    """The parameters for one turn of a loop: XLA does not convert or dequantise all of them in front of it, held twice."""
+    """The parameters for one iteration of a loop: keeps XLA from converting or dequantizing all of them before it."""
     if sizes.steps == 1 or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
-        return params  # no loop; or nothing that a CPU would convert, which decodes faster so
+        return params  # no loop, or nothing to convert on a CPU, which decodes faster this way
     return jax.lax.optimization_barrier((params, turn))[0]
 
 
@@ -261,7 +261,7 @@ def _repeated(
     sizes: Sizes,
     alternatives: int,
 ) -> tuple[State, SampledTokens]:
-    """State and tokens of `next_of` (state, tokens before) so often; the count is not compiled in."""
+    """Runs `next_of` (state, tokens before) `count` times; the count is not compiled in."""
     if sizes.steps == 1:
         return next_of(state, jnp.int32(0))
 
@@ -285,7 +285,7 @@ def _repeated(
 
 
 def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
-    """A state, of caches that `empty` gives."""
+    """A state with caches made by `empty`."""
     B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
     kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
     return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "seen": jnp.zeros((B, vocab_size), bool)}
@@ -320,7 +320,7 @@ def _pick(
 
 
 def _with_row(state: State, row: Cache, slot: Array, seen: Array, table: Array | None, token: Array) -> State:
-    """The state with a row in a slot, whose next token is that."""
+    """The state with a row in a slot, and that row's next token."""
     return {
         "cache": paged.put_row(state["cache"], row, slot, table),
         "tokens": state["tokens"].at[slot].set(token),
@@ -345,7 +345,7 @@ def _verify(
     alternatives: int,
     adapters: Beside | None,
 ) -> tuple[State, SampledTokens]:
-    """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
+    """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess."""
     B, T = len(forced_B), 1 + guesses.shape[1]
     forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
     given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)

@@ -80,7 +80,7 @@ def test_every_process_of_a_slice_has_a_share(mesh, want):
     "mesh, said",
     [
         (dict(tensor=2, data=1), r"ServingMesh.data \(2\) must be a multiple of the 4 processes, .* try 4"),
-        (dict(tensor=4, data=1), "4 of 16 chips, which are no neighbours on the slice: use all of them"),
+        (dict(tensor=4, data=1), "4 of 16 chips, which are not adjacent on the slice: use all of them"),
     ],
 )
 def test_a_process_without_a_share_is_refused(mesh, said):
