@@ -10,7 +10,7 @@ varied texts, and it is written again in every dtype. llama.cpp loads each file 
           tokens before them: all of them means that our greedy continuation is the same.
   KL      nats from our distribution to llama.cpp's after each prompt and after its first half, the mean.
 
-llama.cpp rounds what it multiplies with quantised weights to 8 bits, so that with those nobody is exact.
+llama.cpp rounds what it multiplies with quantized weights to 8 bits, so that with those nobody is exact.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/gguf_quants.py --llama=FOLDER [--file=MODEL.gguf] [--threads=1] [--json=OUT]
 
 FOLDER has llama.cpp's shared libraries: `npm pack @node-llama-cpp/linux-x64`, its bins/linux-x64. The model is drawn
-(Llama, 8 layers of 1024, tied) or a file; it is written in float32 once, and quantised from there into every mixture by
+(Llama, 8 layers of 1024, tied) or a file; it is written in float32 once, and quantized from there into every mixture by
 both, one after the other, with the same threads. Every tensor's bytes and all metadata are compared.
 
-  MB/s    of float32 that is quantised in a second: the file's size over the clock, reading and writing included.
+  MB/s    of float32 that is quantized in a second: the file's size over the clock, reading and writing included.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ GIVEN_UP = {
     r"(?-i:\bHolds\.[A-Z]|import .*\bHolds\b)": "DataFormat, RecordFormat",
     r"(?-i:\bHeld\(|import .*\bHeld\b)": "ResidentArrays",
     r"(?-i:\bSupply\b)": "BatchProvider",
+    r"(?-i:\bplaces?_[A-Z]+\b)": "positions_T, row_positions_T",
+    r"quantis": "quantize, as the field spells it",
 }
 
 

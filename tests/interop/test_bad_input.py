@@ -191,7 +191,7 @@ DAMAGES = {
 
 
 def unknown_type(path):
-    """The quantisation of the first tensor becomes number 250."""
+    """The quantization of the first tensor becomes number 250."""
     content = path.read_bytes()
     at = content.index(b"token_embd.weight") + len("token_embd.weight")
     (dims,) = struct.unpack_from("<I", content, at)

@@ -174,7 +174,7 @@ def test_rows_that_are_no_blocks_are_float16(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_other_quantisations_are_undone(kind, tmp_path):
+def test_other_quantizations_are_undone(kind, tmp_path):
     values, kind = dict(cases.tensors(config_of("llama"))), gguf.GGMLQuantizationType[kind]
     source, key = write(tmp_path / "f32.gguf"), "model.layers.0.mlp.up_proj.weight"
     stored = {"blk.0.ffn_up.weight": (gguf.quantize(values[key], kind), kind)}
@@ -182,7 +182,7 @@ def test_other_quantisations_are_undone(kind, tmp_path):
     assert 0 < error < np.abs(values[key]).max() / (6 if "4" in kind.name else 12)
 
 
-def test_k_quantisations_are_undone(tmp_path):
+def test_k_quantizations_are_undone(tmp_path):
     step = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
     # 256 values each: low bits, high bits, 16 scales, step; and step, no offset, 8 scales in 6 bits, values.
     q6 = np.concatenate([np.zeros(192, np.uint8), np.full(16, 2, np.uint8), step])

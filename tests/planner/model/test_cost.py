@@ -98,7 +98,7 @@ def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
 
 
 def test_utilisation_stays_below_the_peak_in_every_dtype():
-    """Quantised are the weights' products alone; float32 is multiplied in bfloat16, as JAX does by default."""
+    """Quantized are the weights' products alone; float32 is multiplied in bfloat16, as JAX does by default."""
     steps = {}
     for dtype, quantization in (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")):
         work = work_of(
