@@ -1,4 +1,6 @@
-"""Gin: parse, bind, build, save and compare configurations. The only module that imports it.
+"""Parses Gin files, builds the configured objects, and saves and compares configurations.
+
+Only this package imports gin.
 
 A Gin file binds the fields of config dataclasses (`Trainer.seed = 1`), builds objects by reference
 (`Trainer.optimizer = @Optimizer()`) and names values once with macros (`TRAIN_STEPS = 500`, then `%TRAIN_STEPS`).
@@ -25,7 +27,7 @@ from typing import Any, TypeVar
 import gin
 
 if getattr(gin, "__file__", None) is None:
-    raise ImportError("no gin library: `import gin` found only a folder named gin; run: pip install gin-config")
+    raise ImportError("the gin library is missing: `import gin` found a folder named gin; run: pip install gin-config")
 
 from capibara.config import record as gin_record
 from capibara.config import search as gin_search
@@ -58,23 +60,23 @@ __all__ = [
 
 T = TypeVar("T")
 
-in_scope = gin.config_scope  # a context in which `build` takes the bindings of a scope, and else those of none
+in_scope = gin.config_scope  # a context in which `build` prefers the bindings of a scope to those without one
 
-MODULE = {"capibara": "module"}  # metadata of a dataclass's field that names a Python module, which is imported
+MODULE = {"capibara": "module"}  # metadata of a dataclass field whose value is a Python module to import
 
 _MACRO = "gin.macro"
 _BUILTINS = ("gin.macro", "gin.constant", "gin.singleton")
 
-# Where each parameter was bound last: (scope, complete selector, parameter) -> "file.gin:12".
+# (scope, complete selector, parameter) -> "file.gin:12", where it was bound last.
 _bound_at: dict[tuple[str, str, str], str] = {}
-_registered: set[str] = set()  # the selectors of what was made configurable here, and not by another library
+_registered: set[str] = set()  # selectors that `configurable` registered, not those of other libraries
 
 
 def configurable(cls: T) -> T:
-    """Lets Gin files bind the fields of a dataclass (or the parameters of a function); a decorator.
+    """Decorator that lets Gin files bind the fields of a dataclass, or the parameters of a function.
 
-    Calling the class from Python is unaffected, but for one thing: the fields of a dataclass are checked against
-    their annotations, before its own __post_init__ (see capibara.core.fields.check), however it is made.
+    Python code can construct the class as before. In both cases the fields of a dataclass are checked against their
+    annotations before its own __post_init__ (see capibara.core.fields.check).
     """
     assert isinstance(cls, (type, types.FunctionType))
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
@@ -97,11 +99,11 @@ def _check(instance: Any) -> None:
 
 
 def _has_no_value(name: str, selector: str, parameter: str) -> str:
-    """The message for a parameter without a value, with the macro that should give it where there is one."""
+    """The message for a parameter without a value; suggests the macro that it is bound to, if there is one."""
     for (_, bound), parameters in gin_config._CONFIG.items():
         macro = _macro_name(parameters.get(parameter)) if bound == selector else None
         if macro:
-            return f"{name}.{parameter} has no value: give it with --gin.{macro}=VALUE"
+            return f"{name}.{parameter} has no value: set it with --gin.{macro}=VALUE"
     others = [bound.rpartition(".")[2] for (_, bound), given in gin_config._CONFIG.items() if parameter in given]
     if hint := gin_search.other_run(name, others):
         return f"{name}.{parameter} has no value, {hint}"
@@ -115,10 +117,10 @@ def _macro_name(value: Any) -> str | None:
 
 
 def build(cls: Callable[..., T], **overrides: Any) -> T:
-    """Makes an instance of a configurable from the parsed bindings; `overrides` win over them.
+    """Creates an instance of a configurable from the parsed bindings; `overrides` win over them.
 
     Raises:
-      UserError: a field has no value or a wrong one, here or in anything it is built from.
+      UserError: a field of it, or of an object that it refers to, has no value or a wrong one.
     """
     try:
         return gin.get_configurable(cls)(**overrides)
@@ -144,7 +146,7 @@ def _origin(error: fields.FieldError) -> str:
 
 
 def _missing_arguments(error: TypeError) -> str | None:
-    """Python's "missing N required arguments", where it was Gin that made the call."""
+    """Rewords Python's "missing N required arguments"; None: Gin did not make the call."""
     match = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -158,7 +160,7 @@ def _missing_arguments(error: TypeError) -> str | None:
 
 
 def reset() -> None:
-    """Forgets all bindings, not the configurables."""
+    """Clears all bindings; configurables stay registered."""
     gin.clear_config()
     _bound_at.clear()
 
@@ -168,18 +170,18 @@ def reset() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """The configuration that a run recorded, or that a foreign model's files give it.
+    """The configuration saved in a run folder, or by the files of a foreign model.
 
-    It may come from anyone, so it is data: nothing that it names is imported.
+    It is untrusted: no module that it names is imported.
 
-    It binds parameters of capibara's own configurables to plain values and to references to such configurables. Beside
-    these it may refer to configurables of modules that the user's own Gin files import, or, where it is trusted, of the
-    modules that it names itself.
+    It may bind parameters of capibara's own configurables, to plain values and to references to such configurables. It
+    may also refer to configurables of modules that the user's own Gin files import, or, if it is trusted, of the modules
+    that it names itself.
 
     Attributes:
-      text: as `record` gave it.
+      text: its content, as `record.of` wrote it.
       where: its path, for errors.
-      trusted: the user vouches for it (--trust_config): the modules that it names are imported.
+      trusted: the user trusts it (--trust_config): the modules that it names are imported.
     """
 
     text: str
@@ -193,25 +195,26 @@ def parse(
     search_paths: Sequence[str | os.PathLike] = (),
     recorded: Recorded | None = None,
 ) -> list[pathlib.Path]:
-    """Parses a recorded configuration, Gin files, then bindings, in place of whatever was parsed before.
+    """Clears all bindings, then parses a recorded configuration, Gin files and bindings, in this order.
 
     Args:
-      gin_files: names or paths, searched as `search_folders` says; files they include are searched the same way.
-      bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
-      search_paths: more folders to search.
-      recorded: read first, as data.
+      gin_files: names or paths, found in `search_folders`, as are the files that they include.
+      bindings: "NAME = VALUE" each; a value that is not Gin (runs/x) is read as a string.
+      search_paths: additional folders to search.
+      recorded: a saved configuration, parsed first.
 
-    Returns the files that were read, included ones too.
+    Returns:
+      The files that were read, including included ones.
 
     Raises:
       UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module; or a recorded
-        configuration that is more than data.
+        configuration that does more than bind values.
     """
     reset()
     user_modules.search(".", *search_paths)
     parsing = _Parsing(search_folders(search_paths))
     if recorded is not None:
-        for name in gin_files:  # for the modules that they import, to which the record may refer
+        for name in gin_files:  # they import modules to which the record may refer
             parsing.file(name)
         reset()
         parsing = _Parsing(search_folders(search_paths), {*parsing.imported})
@@ -228,10 +231,10 @@ def parse(
 
 
 def load_modules(gin_files: Sequence[str | os.PathLike], search_paths: Sequence[str | os.PathLike] = ()) -> None:
-    """Imports what Gin files import and binds nothing: what a module adds must be there before a model is looked at.
+    """Executes the import statements of Gin files without binding anything, so that user models are registered.
 
     Raises:
-      UserError: as of `parse`.
+      UserError: as `parse`.
     """
     if not gin_files:
         return
@@ -243,7 +246,7 @@ def load_modules(gin_files: Sequence[str | os.PathLike], search_paths: Sequence[
 
 
 def quoted(binding: str) -> str:
-    """The statement `NAME = VALUE` of a command line, with VALUE made a string literal where it is no Gin value and does not try to be one."""
+    """The statement `NAME = VALUE` of a flag; VALUE is quoted if it is not Gin and does not begin like a Gin value."""
     name, equals, value = (part.strip() for part in binding.partition("="))
     if not equals or value[:1] in ("@", "%", "(", "[", "{", "'", '"'):
         return binding
@@ -257,7 +260,7 @@ def quoted(binding: str) -> str:
 
 
 class _Literals(config_parser.ParserDelegate):
-    """Keeps references as the text they were written as."""
+    """Returns references as Text instead of resolving them."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         return Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
@@ -268,10 +271,10 @@ class _Literals(config_parser.ParserDelegate):
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """A statement of a Gin file as data: a binding (without `parameter` a macro), an import or an include.
+    """A parsed statement of a Gin file: a binding (a macro where `parameter` is empty), an import or an include.
 
     Attributes:
-      value: a literal in which references and macros are Text as they stand ("@utils.DatasetConfig()", "%TRAIN_STEPS").
+      value: a literal; references and macros in it are Text ("@utils.DatasetConfig()", "%TRAIN_STEPS").
     """
 
     scope: str = ""
@@ -283,10 +286,10 @@ class Statement:
 
 
 def statements_of(text: str, where: str) -> list[Statement]:
-    """All statements of a Gin file's text; nothing that they name is imported, read or called.
+    """Parses the text of a Gin file without importing, including or calling anything.
 
     Raises:
-      UserError: it is no Gin; says the line.
+      UserError: a syntax error; the message names the line.
     """
     lines, found = text.splitlines(), []
     parser = _guard(lambda: config_parser.ConfigParser(text, _Literals()), where, lines)
@@ -301,7 +304,7 @@ def statements_of(text: str, where: str) -> list[Statement]:
 
 
 class _References(gin_config.ParserDelegate):
-    """Gin's own references, with unknown names explained."""
+    """Gin's own references, with a better error for unknown names."""
 
     def __init__(self, lookup: Callable[[str, str], gin_config.Configurable]):
         super().__init__()
@@ -316,7 +319,7 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
     try:
         found = gin_config._parse_context().get_configurable(selector)
         if found is None and (module := defining_modules().get(selector.rpartition(".")[2])):
-            # A run's saved configuration names more than each verb imports: the loggers of a run that infer reads.
+            # A saved configuration names classes that the verb has not imported, such as a run's trackers in `infer`.
             importlib.import_module(module)
             found = gin_config._parse_context().get_configurable(selector)
     except KeyError:
@@ -333,11 +336,11 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
 
 
 class _Parsing:
-    """One run of `parse`.
+    """The state of one call of `parse`.
 
     Attributes:
       read: all files that were read.
-      imported: modules that these import.
+      imported: the modules that they import.
     """
 
     def __init__(self, folders: list[pathlib.Path], known: Iterable[str] = ()):
@@ -345,10 +348,10 @@ class _Parsing:
         self._in_record = False
         self.read: list[pathlib.Path] = []
         self.imported: list[str] = []
-        self._open: list[pathlib.Path] = []  # being read, the outermost first
+        self._open: list[pathlib.Path] = []  # the chain of includes, outermost first
 
     def recorded(self, record: Recorded) -> None:
-        """Reads a recorded configuration, as data."""
+        """Parses a recorded configuration."""
         gin_record.check_size(record.text, record.where)
         named = gin_record.modules_named(record.text)
         for module in named if record.trusted else ():
@@ -372,7 +375,7 @@ class _Parsing:
         gin_record.check_growth(record.where)
 
     def check_modules(self, record: Recorded) -> None:
-        """Raises UserError where the record alone names a module that is not capibara's and would be imported."""
+        """Raises UserError if only the record names a foreign module that a field would import."""
         for scope, selector in [*gin_config._CONFIG]:
             wrapped = gin_config._REGISTRY[selector].wrapped if selector in gin_config._REGISTRY else None
             if not isinstance(wrapped, type) or not dataclasses.is_dataclass(wrapped):
@@ -382,8 +385,8 @@ class _Parsing:
                 recorded = field.metadata == MODULE and where.startswith(f"{record.where}:")
                 if recorded and isinstance(module, str) and not self._is_known(module):
                     raise UserError(
-                        f"{where}: {wrapped.__name__}.{field.name} names the module {module}, which a recorded "
-                        f"configuration cannot have imported: give --gin.{wrapped.__name__}.{field.name}={module}, or "
+                        f"{where}: {wrapped.__name__}.{field.name} names the module {module}, which is not imported for "
+                        f"a recorded configuration: pass --gin.{wrapped.__name__}.{field.name}={module}, or "
                         "--trust_config if you trust this folder"
                     )
 
@@ -391,19 +394,19 @@ class _Parsing:
         found = _lookup(selector, shown)
         if self._in_record and not self._is_data(found):
             raise UserError(
-                f"{shown} is refused: a recorded configuration binds what a run of capibara records, and "
-                f"{found.selector} is none of it"
+                f"{shown} is refused: a recorded configuration may only bind what a run of capibara records, and "
+                f"{found.selector} is not part of that"
             )
         return found
 
     def _is_data(self, found: gin_config.Configurable) -> bool:
-        """Whether a recorded configuration may name a configurable."""
+        """Whether a recorded configuration may refer to a configurable."""
         module = found.wrapped.__module__
         own = found.selector in _registered and not f"{module}.".startswith(gin_record.NEVER)
         return own or module.partition(".")[0] != "capibara" and self._is_known(module)
 
     def _is_known(self, module: str) -> bool:
-        """Whether a module is capibara's, or one that the user's own Gin files import or that the user trusts."""
+        """Whether a module belongs to capibara, is imported by the user's own Gin files, or is trusted."""
         return any(f"{module}.".startswith(f"{known}.") for known in ("capibara", *self._known, *self.imported))
 
     def file(self, name: str | os.PathLike, where: str = "") -> None:
@@ -421,7 +424,7 @@ class _Parsing:
         self._open.pop()
 
     def statements(self, source: io.StringIO, name: str) -> None:
-        """Reads statements to the end of `source`, carrying each out; `name` says where in errors."""
+        """Executes all statements of `source`; `name` is the file's name for errors."""
         lines = source.getvalue().splitlines()
         with gin_config._parse_scope() as context:
             parser = _guard(lambda: config_parser.ConfigParser(source, _References(self._lookup)), name, lines)
@@ -457,7 +460,7 @@ class _Parsing:
             bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
 
     def check_macros(self, from_files: set[str]) -> None:
-        """Every macro used is defined, and every macro of the command line is used or defined in a file."""
+        """Checks that each macro in use is defined, and each macro of the command line is used or defined in a file."""
         defined = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
         used = set()
         for (scope, selector), parameters in gin_config._CONFIG.items():
@@ -480,18 +483,18 @@ class _Parsing:
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
 
     def _take(self, macro: str) -> None:
-        """Binds what a macro of T5X's stands for, where no file takes it anywhere."""
+        """Binds the field that a macro of T5X stands for, unless a file uses the macro."""
         value, where = _value_of(macro, _MACRO, "value")
         model, _ = _value_of("", "capibara.training.trainer.Trainer", "model")
         name = model.configurable.name if isinstance(model, gin_config.ConfigurableReference) else None
         follows = {key: _macro_name(gin_config._CONFIG.get(key[:2], {}).get(key[2])) for key in _bound_at}
-        bound = t5x_macros.positions(_bound_at, follows)
+        bound = t5x_macros.last_bindings(_bound_at, follows)
         for statement in _located(where, t5x_macros.statements, macro, value, name, bound):
             self.statements(io.StringIO(statement), f"{where}, {macro}")
 
 
 def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
-    """What a parameter is bound to, its macros followed, and where that stands; "" where it is not bound."""
+    """A parameter's value with macros resolved, and where it is bound; "" if it is not bound."""
     value = gin_config._CONFIG.get((scope, selector), {}).get(parameter)
     where, seen = _bound_at.get((scope, selector, parameter), ""), set()
     while (macro := _macro_name(value)) and macro not in seen:
@@ -502,10 +505,10 @@ def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
 
 
 def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
-    """Gives a parameter a value, as a statement of a Gin file does; `where` says where in errors."""
-    # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
+    """Binds a parameter, as a statement of a Gin file does; `where` is the file and line for errors."""
+    # `written` is the selector as written in the file: with dynamic registration Gin knows only that one.
     _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)
-    _bound_at.pop((scope, selector, parameter), None)  # in the order of the last bindings
+    _bound_at.pop((scope, selector, parameter), None)  # keeps the order of the last bindings
     _bound_at[scope, selector, parameter] = where
 
 
@@ -517,7 +520,7 @@ def _located(where: str, call: Callable[..., T], *args: Any) -> T:
 
 
 def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
-    """Calls the parser, making its errors a UserError of one line with file and line number."""
+    """Calls the parser and turns its errors into a UserError of one line with file and line number."""
     try:
         return parse_next()
     except (SyntaxError, tokenize.TokenError) as error:
@@ -556,20 +559,21 @@ def _import(statement: config_parser.ImportStatement, where: str, context: gin_c
 
 
 def operative() -> str:
-    """Every parameter that was used so far, defaults included, as a run records it: bindings alone (gin_record).
+    """All parameters used so far, defaults included, as the text that a run records: only bindings, no imports.
 
-    Those of functions that were given on (`Grpo.rewards = (@exact_answer,)`) count as used: they are called later.
+    Parameters of functions that are passed as values (`Grpo.rewards = (@exact_answer,)`) count as used: they are called
+    later.
     """
     _add_called_later()
     for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
         wrapped = gin_config._REGISTRY[selector].wrapped
         if isinstance(wrapped, type) and dataclasses.is_dataclass(wrapped):
             for field in dataclasses.fields(wrapped):
-                # Gin leaves out defaults that do not print as literals; an enum's value does.
+                # Gin leaves out defaults whose repr is not a literal; the value of an enum is one.
                 if field.init and isinstance(field.default, enum.Enum):
                     parameters.setdefault(field.name, field.default.value)
     imports = [*gin_config._IMPORTS]
-    gin_config._IMPORTS.clear()  # a record has none: gin_record
+    gin_config._IMPORTS.clear()  # a record has no imports: see record.py
     try:
         text = gin.operative_config_str(max_line_length=100)
     finally:
@@ -580,7 +584,7 @@ def operative() -> str:
 
 
 def _add_called_later() -> None:
-    """Notes the parameters of functions that objects hold, as Gin does once they are called, and of what these hold."""
+    """Marks the parameters of functions that are passed as values as used, as Gin does when they are called."""
     noted = gin_config._OPERATIVE_CONFIG
     waiting = [one for one in gin_config.iterate_references(noted) if not one.evaluate]
     while waiting:
@@ -599,12 +603,12 @@ def _add_called_later() -> None:
 
 
 def is_bound(name: str) -> bool:
-    """Whether the parsed files or flags give a class ("DecoderConfig") or a field ("Trainer.model") a value."""
+    """Whether the parsed files or flags bind a class ("DecoderConfig") or a field ("Trainer.model")."""
     return bool(scopes(name))
 
 
 def scopes(name: str) -> list[str]:
-    """The scopes in which a class or a field (as of `is_bound`) has a value: "qa" for qa/EvalTask.files; "" for none."""
+    """The scopes in which a class or field (as in `is_bound`) is bound: "qa" for qa/EvalTask.files, "" for no scope."""
     cls, _, parameter = name.partition(".")
     unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == _MACRO}
     found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
@@ -613,12 +617,15 @@ def scopes(name: str) -> list[str]:
 
 
 def unused() -> list[str]:
-    """Bindings that nothing built so far has read, as "Plan.tensor (file.gin:3)"; macros are left out."""
+    """Bindings that no object built so far has used, as "Plan.tensor (file.gin:3)"; without macros."""
     return [f"{name} ({where})" for _, name, where in _unread()]
 
 
 def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
-    """`gin_search.check_used` of all bindings but those of functions called `later`; call it once all is built that reads some."""
+    """Applies `search.check_used` to all bindings, except those of functions that are called `later`.
+
+    Call it when all configured objects are built.
+    """
     built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
     unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
     return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
@@ -638,7 +645,7 @@ def _minimal(scope: str, selector: str) -> str:
 
 
 def changes(old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
-    """Parameters whose values differ between two operative configurations, macros put in.
+    """Parameters whose values differ between two operative configurations, with macros resolved.
 
     Returns:
       {"Trainer.seed": ("0", "1")}, values as Gin text, None on the side where the parameter is not bound.
@@ -660,7 +667,7 @@ def diff(old: str, new: str) -> list[str]:
 
 
 def _values(text: str) -> Mapping[str, str]:
-    """Parameter -> value as text, of a Gin file without includes."""
+    """Parameter -> value as text, for a Gin file without includes."""
     statements = [
         statement
         for statement in config_parser.ConfigParser(text, _Literals())

@@ -1,7 +1,7 @@
-"""What a run records of its configuration: bindings as data, and what keeps them so when they are read again.
+"""Writes a run's configuration as plain bindings (config.gin), and checks one before it is read.
 
-A run folder may come from anyone. So nothing that its config.gin names is imported, included or registered; the modules
-that the run did import stand in it as names, which the user may vouch for.
+A run folder may come from anyone, so nothing that its config.gin names is imported, included or registered. The file lists
+the names of the modules that the run had imported; the user can allow them with --trust_config.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import gin
 from capibara.core.types import UserError
 from gin import config as gin_config
 
-NEVER = ("capibara.evaluation.", "capibara.inference.server.service")  # modules of which training binds nothing
-MOST_VALUES = 100_000  # that a recorded configuration comes to with all macros and references put in
+NEVER = ("capibara.evaluation.", "capibara.inference.server.service")  # modules that training never binds
+MOST_VALUES = 100_000  # in a recorded configuration after macros and references are expanded
 _MOST_BYTES = 1 << 20
 _IMPORTS = "RECORDED_IMPORTS"  # a macro that nothing refers to
 _NAMED = re.compile(rf"^{_IMPORTS} = (\(.*\))$", re.MULTILINE)
 
 
 def of(operative: str, modules: Iterable[str]) -> str:
-    """An operative configuration without imports as a run records it: with the names of the modules that it needs."""
+    """The text that a run records: the operative configuration and the names of the user's modules that it needs."""
     if not (named := tuple(sorted({*modules}))):
         return operative
     return (
@@ -42,13 +42,13 @@ def modules_named(text: str) -> Sequence[str]:
 
 
 def check_size(text: str, where: str) -> None:
-    """Raises UserError where a recorded configuration is larger than any run writes."""
+    """Raises UserError if a recorded configuration is larger than any run writes."""
     if len(text) > _MOST_BYTES:
-        raise UserError(f"{where} has {len(text):,} characters, must be at most {_MOST_BYTES:,}: it is no run's record")
+        raise UserError(f"{where} has {len(text):,} characters, must have at most {_MOST_BYTES:,}: no run wrote it")
 
 
 def check_growth(where: str) -> None:
-    """Raises UserError where the bindings refer to themselves, or come to very many values with all references put in."""
+    """Raises UserError if the bindings are cyclic, or expand to more than MOST_VALUES values."""
     counts: dict[tuple[tuple[str, ...], str], int] = {}
     open_: set[tuple[tuple[str, ...], str]] = set()
 
@@ -62,7 +62,7 @@ def check_growth(where: str) -> None:
     def count_reference(reference: gin_config.ConfigurableReference, scopes: tuple[str, ...]) -> int:
         key = (scopes, reference.configurable.selector)
         if key in open_:
-            raise UserError(f"{where}: {reference} refers to itself: it is no run's record")
+            raise UserError(f"{where}: {reference} refers to itself: no run wrote this file")
         if key not in counts:
             open_.add(key)
             with gin.config_scope(list(scopes) or None):
@@ -71,7 +71,7 @@ def check_growth(where: str) -> None:
             open_.discard(key)
             if counts[key] > MOST_VALUES:
                 raise UserError(
-                    f"{where}: {reference} comes to more than {MOST_VALUES:,} values: it is no run's record"
+                    f"{where}: {reference} expands to more than {MOST_VALUES:,} values: no run wrote this file"
                 )
         return counts[key]
 
@@ -80,18 +80,18 @@ def check_growth(where: str) -> None:
             for value in parameters.values():
                 count(value, ())
     except RecursionError:
-        raise UserError(f"{where}: its references are nested too deep: it is no run's record") from None
+        raise UserError(f"{where}: its references are nested too deep: no run wrote this file") from None
 
 
 def refused(what: str) -> str:
-    """The end of a message on a statement that is no data."""
-    return f"{what} is refused: a recorded configuration is data; bind it in a Gin file of your own (--gin_file)"
+    """The message on a statement that is not a plain binding."""
+    return f"{what} is refused in a recorded configuration: write it in a Gin file of your own (--gin_file)"
 
 
 def way_in(modules: Sequence[str]) -> str:
-    """What to do where a recorded configuration needs modules of the user's."""
+    """A hint for a recorded configuration that needs modules of the user."""
     names = ", ".join(modules)
     return (
         f"the run imported {names}: name a Gin file that imports {'it' if len(modules) == 1 else 'them'} (--gin_file), "
-        "or give --trust_config if you trust this folder"
+        "or pass --trust_config if you trust this folder"
     )

@@ -1,4 +1,4 @@
-"""What `config` does without the Gin library: finds Gin files and the modules that define their names, words mistakes."""
+"""Finds Gin files and the modules that define configurables, and words errors; needs no gin library."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SHOWN = 400  # characters of a line that an error shows
 
 
 def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathlib.Path]:
-    """The folders in which Gin files are looked for, in order: here, `search_paths`, capibara's own."""
+    """The folders in which Gin files are searched, in order: the working directory, `search_paths`, capibara's gin/."""
     package = pathlib.Path(__file__).resolve().parent.parent
-    # The wheel carries gin/ inside the package; beside an installed package stands the gin library instead.
+    # The wheel has gin/ inside the package: beside an installed package, gin/ is the gin library.
     own = package / "gin_files" if (package / "gin_files").is_dir() else package.parent / "gin"
     return [pathlib.Path(), *(pathlib.Path(path).expanduser() for path in search_paths), own]
 
 
 def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: str = "") -> pathlib.Path:
-    """The first of `folders` that holds Gin file `name` (which may be absolute or contain folders).
+    """The path of the Gin file `name` (which may be absolute or contain folders) in the first folder that has it.
 
-    Of one in a bucket (gs://) it is a copy on this machine, beside copies of the Gin files beside it.
+    A file in a bucket (gs://) is copied to this machine first, with the other Gin files of its folder.
 
     Raises:
-      UserError: none does; the message lists the folders and the nearest names in them.
+      UserError: no folder has it; the message lists the folders and the most similar names.
     """
     if outputs.is_remote(name):
         return _copied(os.fspath(name))
@@ -56,7 +56,7 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
     names: dict[str, list[str]] = {}
     for choice in sorted(choices):
         names.setdefault(pathlib.Path(choice).name, []).append(choice)
-    # A name with folders is a slip in the whole of it, or the file lies elsewhere.
+    # For a name with folders: either it is misspelt, or the file is in another folder.
     close = fields.nearest(str(path), choices) if path.name != str(path) else []
     close = [*close, *(choice for name in fields.nearest(path.name, names) for choice in names[name])]
     hint = f", did you mean {' or '.join(list(dict.fromkeys(close))[:_MOST_HINTS])}?" if close else ""
@@ -64,7 +64,7 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
 
 
 def _copied(url: str) -> pathlib.Path:
-    """A copy of a Gin file in a bucket, with those beside it, which it may include."""
+    """Copies a Gin file from a bucket, with the other Gin files of its folder, which it may include."""
     from capibara.storage import copies, remote
 
     folder = remote.address(url).rpartition("/")[0]
@@ -85,7 +85,7 @@ def _gin_files(folder: pathlib.Path, deep: bool) -> Iterable[pathlib.Path]:
 
 @functools.cache
 def defining_modules() -> dict[str, str]:
-    """Name -> module of everything that capibara marks @configurable, read from the source without importing it."""
+    """Name -> module of all @configurable classes and functions of capibara, found in the source without imports."""
     marked = re.compile(r"^@(?:config\.)?configurable\n(?:@.*\n)*(?:class|def) (\w+)", re.MULTILINE)
     package = pathlib.Path(__file__).resolve().parent.parent
     modules = {}
@@ -96,9 +96,13 @@ def defining_modules() -> dict[str, str]:
 
 
 def other_run(missing: str, bound: Iterable[str]) -> str:
-    """The end of an error about a model of the class `missing` where one of `bound` was given; may be empty.
+    """A hint for an error about a model class without values; may be empty.
 
-    The first of capibara's own runs that builds that one in place of the missing is the way out.
+    If another model class has values, it suggests one of capibara's run files that builds that class.
+
+    Args:
+      missing: the class without values.
+      bound: classes with values.
     """
     paths = sorted((search_folders()[-1] / "runs").glob("*.gin"))
     model = re.compile(r"^Trainer\.model = @(\w+)\(\)", re.MULTILINE)
@@ -111,23 +115,23 @@ def other_run(missing: str, bound: Iterable[str]) -> str:
 
 
 def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], known: Sequence[Any]) -> list[str]:
-    """Refuses bindings of the command line that have no effect.
+    """Refuses flags that bind a value without effect.
 
     Args:
-      unread: bindings that nothing has read: class, name ("Rope.scaling"), and where they stand.
-      built: classes of the objects that there are.
-      known: all classes that could be.
+      unread: bindings that no object has used: class, name ("Rope.scaling"), and file and line.
+      built: classes of the objects that were built.
+      known: all configurable classes.
 
     Returns:
-      A line on each that stands in a file of the user's. Those of capibara's own are for some runs and not for others.
+      A line on each unused binding in the user's files. Those in capibara's own files are only for some runs.
 
     Raises:
-      UserError: one stands on the command line; says what would give it an effect.
+      UserError: an unused binding is on the command line; the message says what would use it.
     """
     own, lines = f"{search_folders()[-1]}{os.sep}", []
     for cls, name, where in unread:
         if not cls.__module__.startswith("capibara.") or where.startswith(own):
-            continue  # what is the user's may be built at any time
+            continue  # the user's own classes may be built later
         line = f"{name} is bound but nothing uses it{way_in(cls, built, known)}"
         if where.startswith("command line"):
             raise UserError(line)
@@ -136,12 +140,12 @@ def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], kno
 
 
 def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
-    """The end of a message about a class that nothing uses: ": add '--gin.DecoderConfig.rope=@Rope()'"; may be empty.
+    """A hint for an unused class: ": add '--gin.DecoderConfig.rope=@Rope()'"; may be empty.
 
     Args:
       cls: the class.
-      built: classes of the objects that there are.
-      known: all classes that could be.
+      built: classes of the objects that were built.
+      known: all configurable classes.
     """
     paths, seen = [(cls, "")], {cls}
     while paths and cls not in built:
@@ -157,7 +161,7 @@ def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
 
 
 def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
-    """The classes with a field that takes an object of the class `part`, or None, each with that field's name."""
+    """The (class, field) pairs whose field accepts an object of the class `part`."""
     for owner in known:
         if isinstance(owner, type) and dataclasses.is_dataclass(owner):
             for name, annotation in fields.annotations_of(owner).items():
@@ -168,7 +172,7 @@ def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
 
 
 def parameters_of(wrapped: Callable[..., Any]) -> list[str] | None:
-    """The names that may be bound, None where any may (**kwargs)."""
+    """The parameters that may be bound; None: any (**kwargs)."""
     parameters = inspect.signature(wrapped).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -183,7 +187,7 @@ class Text(str):
 
 
 def without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
-    """A parsed value with the macros' values in place of `Text("%NAME")`, by their names."""
+    """Replaces each `Text("%NAME")` in a parsed value by the macro's value."""
     if isinstance(value, Text) and value.startswith("%") and value[1:] in macros:
         remaining = {name: other for name, other in macros.items() if name != value[1:]}
         return without_macros(macros[value[1:]], remaining)
@@ -195,7 +199,7 @@ def without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
 
 
 def raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoReturn:
-    """Raises a parser's error as a UserError of one line, with the text of the line that has it."""
+    """Raises a parser's error as a UserError of one line that quotes the line of the file."""
     if isinstance(error, SyntaxError):
         reason, number = error.msg or "syntax error", error.lineno or 1
     else:

@@ -1,7 +1,7 @@
-"""T5X's macros in a run file of capibara: what each binds, or why it cannot.
+"""T5X's macros in a run file of capibara: the field that each binds, or what to do instead.
 
-In T5X a run file's head gives values to macros, and files that it includes take them to their places. Here a macro of that
-name, which no file takes anywhere, is taken to the place of the same meaning.
+In T5X a run file sets macros at its head, and the files that it includes bind fields to them. Here a macro of such a name
+that no file uses binds the field of the same meaning.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from capibara.core.types import UserError
 
 MODEL = "the model"  # stands for the class of Trainer.model
 _NORMALIZATIONS = {
-    "NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "places", "AVERAGE_PER_SEQUENCE": "documents",
+    "NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "positions", "AVERAGE_PER_SEQUENCE": "documents",
 }  # fmt: skip
-# Macro -> the field that takes its value.
+# Macro -> the field that it binds.
 _FIELDS = {
     "MODEL_DIR": "Trainer.model_dir",
     "TRAIN_STEPS": "Trainer.steps",
@@ -38,14 +38,14 @@ _FIELDS = {
     "NUM_EXPERT_PARTITIONS": "Plan.expert",
     "LEARNING_RATE": "Schedule.learning_rate",
 }
-# Those that capibara's own files have, too: where a later line gives the field another value, that holds.
+# Macros that capibara's own files use, too: a later binding of the field wins.
 _OURS = frozenset(("MODEL_DIR", "TRAIN_STEPS", "BATCH_SIZE", "MIXTURE_OR_TASK_NAME", "LEARNING_RATE"))
 _GIN_MACRO = "gin.macro"
-_ANY = 1  # a value in place of one that is not given yet
+_ANY = 1  # stands for a value that is not set yet
 _LENGTHS = "TASK_FEATURE_LENGTHS"
-# Macro -> what to do in its place.
+# Unsupported macro -> what to do instead.
 _REFUSED = {
-    "TRAIN_STEPS_RELATIVE": "give TRAIN_STEPS, which counts from the first step of the checkpoint",
+    "TRAIN_STEPS_RELATIVE": "set TRAIN_STEPS, which counts from the first step of the checkpoint",
     "USE_HARDWARE_RNG": "take it out, JAX's generator is used",
     "VOCABULARY": "take it out, a task brings its own (Dataset.vocabulary names one)",
     "OUTPUT_FEATURES": "take it out, a task brings its own",
@@ -61,53 +61,53 @@ _REFUSED = {
     "EVALUATOR_NUM_EXAMPLES": "bind Evaluation.task_metrics = True and SeqioEvaluation.num_examples",
     "EVALUATOR_USE_MEMORY_CACHE": "take it out, examples are kept in memory",
     "JSON_WRITE_N_RESULTS": "take it out, capibara evaluate --predictions writes all",
-    "CHECKPOINT_PATH": "give capibara evaluate --model_dir",
-    "EVAL_OUTPUT_DIR": "give capibara evaluate --out",
-    "INFER_OUTPUT_DIR": "give capibara evaluate --predictions",
-    "MODEL_OUTPUT_DIR": "give capibara convert --to",
-    "MODEL_NAME": "give capibara convert --to",
+    "CHECKPOINT_PATH": "use capibara evaluate --model_dir",
+    "EVAL_OUTPUT_DIR": "use capibara evaluate --out",
+    "INFER_OUTPUT_DIR": "use capibara evaluate --predictions",
+    "MODEL_OUTPUT_DIR": "use capibara convert --to",
+    "MODEL_NAME": "use capibara convert --to",
     "TF_EXAMPLE_FILE_PATHS": "make a task of the files",
     "TF_EXAMPLE_FILE_TYPE": "make a task of the files",
-    "MIXTURE_NAME": "give MIXTURE_OR_TASK_NAME",
-    "FEATURE_LENGTHS": f"give {_LENGTHS}",
+    "MIXTURE_NAME": "set MIXTURE_OR_TASK_NAME",
+    "FEATURE_LENGTHS": f"set {_LENGTHS}",
     "BEAM_SIZE": "bind Sampling.beams = @BeamSearch() and BeamSearch.num_decodes",
 }
 NAMES = frozenset((*_FIELDS, *_REFUSED, _LENGTHS))
-Positions = Mapping[str, tuple[int, str]]
+LastBindings = Mapping[str, tuple[int, str]]
 
 
-def positions(
+def last_bindings(
     bound_at: Mapping[tuple[str, str, str], str], follows: Mapping[tuple[str, str, str], str | None]
-) -> Positions:
-    """Of each macro and each field: its number in the order of the last bindings, and where that stands.
+) -> LastBindings:
+    """Macro or field -> the number of its last binding in the order of all bindings, and its file and line.
 
     Args:
-      bound_at: (scope, selector, parameter) -> where it was bound, the last bound last.
+      bound_at: (scope, selector, parameter) -> file and line of its binding, in the order of the bindings.
       follows: the same keys -> the macro that is its value, which may be bound later.
     """
-    places = {key: (number, where) for number, (key, where) in enumerate(bound_at.items())}
+    numbered = {key: (number, where) for number, (key, where) in enumerate(bound_at.items())}
     found: dict[str, tuple[int, str]] = {}
-    for key, place in places.items():
+    for key, last in numbered.items():
         scope, selector, parameter = key
         if selector == _GIN_MACRO:
-            found[scope] = place
+            found[scope] = last
         elif not scope:
             macro = (follows[key] or "", _GIN_MACRO, "value")
-            found[f"{selector.rpartition('.')[2]}.{parameter}"] = max(place, places.get(macro, place))
+            found[f"{selector.rpartition('.')[2]}.{parameter}"] = max(last, numbered.get(macro, last))
     return found
 
 
-def statements(macro: str, value: Any, model: str | None, bound: Positions) -> list[str]:
-    """The Gin statements that a macro of T5X's stands for.
+def statements(macro: str, value: Any, model: str | None, bound: LastBindings) -> list[str]:
+    """The Gin statements that a macro of T5X stands for.
 
     Args:
-      macro, value, model: as of `bindings`.
-      bound: of `positions`.
+      macro, value, model: as in `bindings`.
+      bound: from `last_bindings`.
 
     Raises:
-      UserError: as `bindings`; or its field has another value that comes later.
+      UserError: as `bindings`; or a later line binds the field to another value.
     """
-    if repr(value) == "%gin.REQUIRED" and macro not in _REFUSED:  # who builds the run is told that it has no value
+    if repr(value) == "%gin.REQUIRED" and macro not in _REFUSED:  # `build` then reports that it has no value
         fields = ["Dataset.length"] if macro == _LENGTHS else bindings(macro, _ANY, model)
         given = {field: f"%{macro}" for field in fields}
     else:
@@ -117,22 +117,22 @@ def statements(macro: str, value: Any, model: str | None, bound: Positions) -> l
     for field in given:
         if field in bound and bound[field] > bound[macro]:
             raise UserError(
-                f"{macro} gives {field}, which has another value after it ({bound[field][1]}): put {macro} below that, or "
-                "take one out"
+                f"{macro} sets {field}, which a later line binds again ({bound[field][1]}): put {macro} below that line, or "
+                "remove one of them"
             )
     return [f"{field} = {text}" for field, text in given.items()]
 
 
 def bindings(macro: str, value: Any, model: str | None) -> dict[str, str]:
-    """What a macro of T5X's binds: field -> its value as Gin text.
+    """The fields that a macro of T5X binds: field -> its value as Gin text.
 
     Args:
       macro: one of NAMES.
-      value: what it is given.
+      value: its value.
       model: the class of Trainer.model; None: not bound.
 
     Raises:
-      UserError: it has no place here; says what to do.
+      UserError: capibara has no such field; the message says what to do instead.
     """
     if macro in _REFUSED:
         if value is None and macro in ("TRAIN_STEPS_RELATIVE", "EVALUATOR_NUM_EXAMPLES", "JSON_WRITE_N_RESULTS"):
@@ -143,7 +143,7 @@ def bindings(macro: str, value: Any, model: str | None) -> dict[str, str]:
     field = _FIELDS[macro]
     if field.startswith(MODEL):
         if model is None:
-            raise UserError(f"{macro} is of the model, and Trainer.model is not bound: bind it")
+            raise UserError(f"{macro} sets a field of the model, but Trainer.model is not bound: bind it")
         field = field.replace(MODEL, model)
     if macro == "RANDOM_SEED" and value is None:  # T5X draws one
         return {}
@@ -155,7 +155,7 @@ def bindings(macro: str, value: Any, model: str | None) -> dict[str, str]:
 
 
 def _lengths(value: Any, model: str | None) -> dict[str, int]:
-    """The lengths of rows for those of a task's features."""
+    """The fields for row lengths that correspond to the lengths of a task's features."""
     numbers = isinstance(value, Mapping) and all(type(n) is int and n > 0 for n in value.values())
     if not numbers or not {"targets"} <= value.keys() <= {"inputs", "targets"}:
         raise UserError(f"{_LENGTHS} is {value!r}, must be {{'inputs': N, 'targets': N}}, or without 'inputs'")

@@ -1,1 +1,1 @@
-"""What everything else stands on: types, trees, limits, devices, processes that speak to each other."""
+"""Foundations: types, pytrees, limits on input files, devices, and communication between processes."""

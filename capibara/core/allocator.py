@@ -1,6 +1,6 @@
-"""The C library's allocator, set for what JAX does on a CPU: glibc's on Linux; elsewhere nothing happens.
+"""Tunes glibc's allocator for JAX on a CPU; on other systems it does nothing.
 
-Imports nothing but the standard library, so that the peers of benchmarks/ can be given the same.
+Imports only the standard library, so that the peers of benchmarks/ can use the same settings.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import functools
 import os
 import sys
 
-# The names in glibc's malloc.h, in capitals with M_.
+# Options of glibc's mallopt (malloc.h), where their names begin with M_.
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
-_MADV_HUGEPAGE = 14  # of Linux
+_MADV_HUGEPAGE = 14  # Linux
 _HUGE_PAGE = 2 * 2**20
-_GUARD = 16 * 2**20  # larger than any hole of a heap that only modules were loaded into
+_GUARD = 16 * 2**20  # larger than any hole in the heap after the imports
 _LARGEST_HEAP = 2**38
 
 
 @functools.cache  # settings hold for the process, and addresses are reserved once
 def keep_freed_memory() -> None:
-    """Makes malloc keep what is freed, and have it in huge pages. Call it before JAX is first used.
+    """Makes malloc keep freed memory, in huge pages. Call it before JAX is first used.
 
-    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step
-    (benchmarks/step_time.py); and in pages of 4 KiB products that stream weights wait for their addresses' translation.
+    By default malloc maps every large buffer anew, and its page faults take 15% of a small model's step
+    (benchmarks/step_time.py). With pages of 4 KiB, matrix products that stream weights also wait for TLB misses.
     """
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallopt"):
@@ -34,17 +34,17 @@ def keep_freed_memory() -> None:
 
 
 def give_back() -> None:
-    """Gives freed memory back to the system once, after something that took much and does not come again soon."""
+    """Returns freed memory to the system once, after a phase that needed much more memory than the next one."""
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
-    """Gives the heap a free piece of half the memory's size, of which pages are taken 2 MiB at a time.
+    """Extends the heap by a free block of half the physical memory that is backed by huge pages (2 MiB).
 
-    Only addresses are reserved: memory is taken when something is written there. Where the system grants no such piece
-    or has huge pages switched off, pages stay as they are.
+    Only addresses are reserved; memory is used when something is written there. If the system refuses the block or huge
+    pages are off, nothing changes.
     """
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -52,7 +52,7 @@ def _use_huge_pages(libc: ctypes.CDLL) -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     size = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _LARGEST_HEAP)
     piece = libc.malloc(size)
-    # Stays: what is freed at the heap's very end, and is larger than any trim threshold, is given back.
+    # The guard is never freed: a free block at the heap's end that exceeds the trim threshold would be returned.
     guard = libc.malloc(_GUARD) if piece else None
     if piece and guard and guard > piece:
         start = -(-piece // _HUGE_PAGE) * _HUGE_PAGE

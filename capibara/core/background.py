@@ -1,8 +1,8 @@
-"""Work beside the training loop that must not be lost."""
+"""Background threads whose errors are not lost and whose work finishes before the interpreter exits."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  its hook at the interpreter's end must be older than ours: the newest runs first
+import concurrent.futures.thread  # noqa: F401  registers its exit hook before ours: the newest hook runs first
 import contextlib
 import queue
 import threading
@@ -12,10 +12,10 @@ from capibara.core.types import TryAgain
 
 
 class Task:
-    """A thread whose fault is raised where it is waited for.
+    """A daemon thread whose exception is raised by `wait`.
 
-    Whoever starts it waits for it, also before the interpreter ends (`before_exit`): one that never ends does not keep the
-    process alive.
+    The caller must wait for it, also before the interpreter exits (`before_exit`): as a daemon it does not keep the process
+    alive.
     """
 
     def __init__(self, fn: Callable[[], None], name: str):
@@ -26,24 +26,24 @@ class Task:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the thread has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def join(self, limit_s: float) -> bool:
-        """Waits, whatever comes out; whether it has ended in time."""
+        """Waits without raising its exception; returns whether the thread has ended in time."""
         self._thread.join(limit_s)
         return self.done
 
     def wait(self, limit_s: float) -> None:
-        """Waits, and raises what it raised.
+        """Waits for the thread and raises its exception, if there was one.
 
         Raises:
           TryAgain: it has not ended in time.
         """
         if not self.join(limit_s):
             raise TryAgain(
-                f"{self._thread.name} has not ended for {limit_s:g} s: a file system or a peer does not answer; run the "
-                "command again"
+                f"{self._thread.name} has not ended within {limit_s:g} s: a file system or another process does not "
+                "answer; run the command again"
             )
         if self._error is not None:
             raise self._error
@@ -56,39 +56,39 @@ class Task:
 
 
 class Worker:
-    """A thread that does what it is given, one after the other; it starts with the first of it."""
+    """A thread that calls submitted functions one after the other; it starts with the first of them."""
 
     def __init__(self, name: str):
         self._name = name
-        self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, fn: Callable[[], None]) -> None:
-        """Hands over what is to be done; an exception of it is shown as that of any thread, and the next is done."""
-        self._given.put(fn)
+        """Queues a function. If one raises, Python prints the traceback, and the next submission starts a new thread."""
+        self._queue.put(fn)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def close(self, limit_s: float) -> bool:
-        """Waits until all is done; False: that takes longer."""
+        """Waits until all functions were called; returns False if that takes longer than `limit_s` seconds."""
         if self._thread is None:
             return True
-        self._given.put(None)
+        self._queue.put(None)
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (fn := self._given.get()) is not None:
+        while (fn := self._queue.get()) is not None:
             fn()
 
 
 @contextlib.contextmanager
 def before_exit(finish: Callable[[], None]) -> Iterator[None]:
-    """Within it, an interpreter that ends calls `finish` while threads can still be started.
+    """A context in which an exiting interpreter calls `finish` while threads can still be started.
 
-    atexit is too late for that, and threads that are waited for at the end cannot start others any more, as TensorStore
-    and asyncio do: a save would be lost without a word.
+    atexit runs too late, and a non-daemon thread that the interpreter waits for cannot start others, as TensorStore and
+    asyncio do: a save would be lost silently.
     """
     wanted = [True]
 

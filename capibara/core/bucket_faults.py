@@ -1,4 +1,4 @@
-"""What went wrong with a bucket, in one line: who may not read it, and who gave up asking."""
+"""Turns errors of bucket libraries (gcsfs, google-cloud, TensorStore) into one line for the user."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _BUCKET = re.compile(r"\bb/([^/\s]+)(?:/o\b|$)|gs://([^/\s]+)")
 
 
 class Denied(UserError):
-    """A store does not let this machine's account read or write there."""
+    """The bucket denies this machine's account access."""
 
 
 def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
-    """What to tell of errors, each the cause of the one before, if one is of a bucket's library; else None.
+    """The error to print for a chain of errors (each the cause of the one before); None: no bucket is involved.
 
-    These libraries have tried several times by then: gcsfs, which reads and lists, and Google's own, by which Orbax writes.
+    The libraries have already retried by then: gcsfs, which reads and lists, and Google's own, with which Orbax writes.
     """
     for error in errors:
         if (fault := refused([error])) is not None:
             return fault
         text = _text(error)
         if isinstance(error, FileNotFoundError) and error.errno is None and re.search(r"(^|/)b/[^/]+/o", text):
-            return UserError(f"a bucket, or what was to be in it, is not there ({text}): make it, or name another path")
+            return UserError(f"a bucket or an object in it does not exist ({text}): create it, or name another path")
     return None
 
 
 def refused(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
-    """The same of a bucket that denies or does not answer: nothing is known of the file that was asked for."""
+    """As `explained`, only where a bucket denies access or does not answer, which says nothing about the file."""
     for error in errors:
-        if isinstance(error, (UserError, TryAgain)):  # in our own words: their causes count
+        if isinstance(error, (UserError, TryAgain)):  # our own: look at their causes
             continue
         room, text = type(error).__module__.partition(".")[0], _text(error)
         code = getattr(error, "code", None) if room in ("gcsfs", "google") else None  # some of them an HTTPStatus
         code = int(code) if isinstance(code, int) or isinstance(code, str) and code.isdigit() else None
-        nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
+        nameless = isinstance(error, OSError) and error.errno is None  # raised by gcsfs; the system's have an errno
         if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
             named = _BUCKET.search(text)
             where = f"gs://{named[1] or named[2]}" if named else "a bucket"
@@ -49,8 +49,7 @@ def refused(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
             )
         if code in _BUSY or room == "aiohttp" or "UNAVAILABLE: " in text and "storage" in text:
             return TryAgain(
-                f"a bucket does not answer, though it was asked several times ({text or type(error).__name__}): run the "
-                "command again"
+                f"a bucket does not answer after several tries ({text or type(error).__name__}): run the command again"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""The devices of this process: emulated ones, those of several hosts, what JAX must know before."""
+"""Prepares JAX's devices: emulated CPU devices, machines without a TPU, the compilation cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from capibara.core.types import UserError
 
 
 def start(device_count: int | None = None) -> None:
-    """What a verb that computes does before JAX is first used: on `device_count` emulated devices, or on what there is."""
+    """Prepares JAX for a verb that computes; call it before JAX is first used.
+
+    Args:
+      device_count: emulated CPU devices; None: the devices of this machine.
+    """
     skip_absent_tpu()
     use_compilation_cache()
     if device_count is not None:
@@ -38,25 +42,25 @@ _EMULATION_FLAGS = {
     # In-process collectives abort when a device thread is starved for long: 64 of them on 2 cores are.
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "300",
     "xla_cpu_collective_call_terminate_timeout_seconds": "1200",
-    # With it XLA's CPU devices may come to independent collectives in different orders, and wait for each other for ever
-    # (jaxlib 0.10.2; the resume tests of tests/training/test_loop.py stand still then).
+    # With this scheduler XLA's CPU devices may reach independent collectives in different orders and deadlock
+    # (jaxlib 0.10.2; the resume tests of tests/training/test_loop.py hang).
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 
 
 def with_emulation_flags(flags: str) -> str:
-    """XLA_FLAGS with what emulated devices need; what `flags` says itself stays."""
+    """Adds the flags that emulated devices need to XLA_FLAGS; a flag that `flags` sets keeps its value."""
     missing = [f"--{name}={value}" for name, value in _EMULATION_FLAGS.items() if name not in flags]
     return " ".join([*flags.split(), *missing])
 
 
-# Of TPUs, as JAX has them; a cloud machine's network card and disks are Google's, too.
+# PCI ids of TPUs, as in JAX. The vendor alone does not identify one: a cloud machine's network card has the same.
 _GOOGLE = "0x1ae0"
 _TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
 
 
 def has_tpu(bus: str = "/sys/bus/pci/devices") -> bool:
-    """Whether this machine has TPU chips, by the vendor and device numbers of what is on its PCI bus."""
+    """Whether this machine has TPU chips, by the vendor and device ids on its PCI bus."""
     for folder in glob.glob(os.path.join(glob.escape(bus), "*")):
         with contextlib.suppress(OSError):
             numbers = [
@@ -68,11 +72,11 @@ def has_tpu(bus: str = "/sys/bus/pci/devices") -> bool:
 
 
 def skip_absent_tpu() -> None:
-    """Keeps JAX from looking for a TPU that is not there. Call it before JAX is first used.
+    """Keeps JAX from looking for a TPU on a machine without one. Call it before JAX is first used.
 
-    With libtpu installed (to compile for slices elsewhere) JAX would load it and ask a metadata server, with seconds of
-    delay and its errors on the terminal. Without it the CPU is named, too: that is how `start` knows that there is no
-    other. Whoever names JAX_PLATFORMS gets what they name.
+    With libtpu installed (to compile for slices elsewhere) JAX would load it and query a metadata server, which takes
+    seconds and prints errors. Without libtpu the platform is set to "cpu" as well, so that `start` knows that there is no
+    accelerator. A value of JAX_PLATFORMS that the user has set is kept.
     """
     others = importlib.metadata.entry_points(group="jax_plugins")
     if not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():

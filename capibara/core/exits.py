@@ -1,4 +1,4 @@
-"""How a process of a verb ends: one line instead of a traceback for a user's mistake, and the exit code."""
+"""Exit codes of the verbs, and one line in place of a traceback for a user's mistake."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from capibara.core.bucket_faults import Denied
 from capibara.core.multihost import peers
 from capibara.core.types import TryAgain, UserError
 
-EXIT_FAULT = 1  # as Python has it after a traceback
+EXIT_FAULT = 1  # Python's after a traceback
 EXIT_USER_ERROR = 2
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_LONGEST = 2000  # characters of a message: what it quotes may come from a foreign file
-_LEAVE_S = 10.0  # that one process of several has for its exit after a fault
-_EXIT_S, _JOINED_EXIT_S = 10.0, 330.0  # that every process has; JAX's own exit waits 300 s for the other processes
+_LONGEST = 2000  # characters of a message, which may quote an untrusted file
+_LEAVE_S = 10.0  # for one process of several to exit after a fault
+_EXIT_S, _JOINED_EXIT_S = 10.0, 330.0  # for any process to exit; JAX's own exit waits 300 s for the other processes
 
 
 def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns its exit code.
 
     A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
-    exception is a fault of ours and keeps its traceback. One process of several that ends so does not wait for the rest,
-    and tells them why.
+    exception is a fault of capibara and keeps its traceback. If this is one process of several, it reports the error to
+    the others and does not wait for them.
 
     Args:
-      main: the verb, given the arguments after its name (None: sys.argv); returns an exit code or None for 0.
+      main: the verb; takes the arguments after its name (None: sys.argv) and returns an exit code, or None for 0.
       argv: passed to `main`.
     """
     try:
         with _interrupts_that_arrive():
             code = main(argv) or 0
-            peers.leave()
+            peers.begin_exit()
             return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _leaving_peers(EXIT_INTERRUPTED, "interrupted")
-    except BrokenPipeError:  # the reader of our output has had enough, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its exit
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
         return EXIT_BROKEN_PIPE
     except Exception as error:
         sys.stdout.flush()
-        if (known := _told(error)) is not None:
+        if (known := _expected(error)) is not None:
             print(f"error: {known}", file=sys.stderr)
             return _leaving_peers(EXIT_HUNG if isinstance(known, TryAgain) else EXIT_USER_ERROR, str(known))
         if not peers.is_joined():
@@ -60,7 +60,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         if (fault := peers.told()) is not None:
             print(f"error: {fault.line}", file=sys.stderr)
             return _leaving_peers(fault.code, fault.line)
-        if (lost := peers.lost(_chain(error))) is not None:
+        if (lost := peers.peer_lost(_chain(error))) is not None:
             print(f"error: {lost}", file=sys.stderr)
             return _leaving_peers(EXIT_HUNG, str(lost))
         traceback.print_exc()
@@ -68,7 +68,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
 
 
 def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
-    """As `run_verb`, in a process of the verb's own, which ends soon after it, whatever threads are left.
+    """Runs a verb in a process of its own: as `run_verb`, but the process then exits even if other threads still run.
 
     Use it as `sys.exit(run_process(main))`.
     """
@@ -76,7 +76,7 @@ def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
     try:
         code = run_verb(main, argv)
     finally:
-        if peers.is_joined() and peers.has_told():
+        if peers.is_joined() and peers.has_reported():
             peers.end(code)
         _leave(code)
     return code
@@ -84,7 +84,7 @@ def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
 
 @contextlib.contextmanager
 def _interrupts_that_arrive() -> Iterator[None]:
-    """Python drops what is raised in a callback of its garbage collector, and JAX has one: ctrl-C comes again after it."""
+    """Raises KeyboardInterrupt again where Python would lose it, in JAX's callback of the garbage collector."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if frame is None or frame.f_code.co_name != "_xla_gc_callback":
@@ -106,16 +106,17 @@ def _interrupts_that_arrive() -> Iterator[None]:
 
 
 def _leave(code: int) -> None:
-    """Ends the process soon, with this exit code.
+    """Makes the process exit with this code within a time limit.
 
-    All that is ours is closed when a verb returns. What others have left, such as the thread of a logger that waits for its
-    server, must not keep the process.
+    Everything of capibara's is closed when a verb returns. A thread of another library, such as a tracker that waits for
+    its server, must not keep the process alive.
     """
     limit_s = _JOINED_EXIT_S if peers.is_joined() else _EXIT_S
 
     def leave() -> None:
         alive = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-        print(f"note: the process ends though it is not done: {', '.join(alive) or 'its exit'} hangs", file=sys.stderr)
+        what = f"thread {', '.join(alive)}" if alive else "Python's exit"
+        print(f"note: {what} does not end within {limit_s:g} s: the process exits without it", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -127,10 +128,10 @@ def _leave(code: int) -> None:
 
 
 def _leaving_peers(code: int, message: str) -> int:
-    """The exit code; one process of several tells the others why it ends, and does so soon, whatever its exit waits for.
+    """Returns the exit code; one process of several first reports why it ends, and starts a timer for its exit.
 
-    JAX's own exit waits minutes for all processes to come to theirs, while they wait for this one in the midst of a step.
-    In the end it aborts them all, and the exit code is lost.
+    JAX's own exit waits minutes for all processes to exit, while they wait for this one in the middle of a step. In the
+    end it aborts them all, and the exit code is lost.
     """
     if peers.is_joined():
         peers.tell(code, message)
@@ -140,13 +141,13 @@ def _leaving_peers(code: int, message: str) -> int:
     return code
 
 
-def _told(error: BaseException) -> UserError | TryAgain | None:
-    """What to print in place of a traceback: the error is the user's to mend, or it may work when it is tried again."""
+def _expected(error: BaseException) -> UserError | TryAgain | None:
+    """The error to print as one line, without a traceback; None: it is a fault of capibara."""
     error = unwrap(error)
     if isinstance(error, TryAgain):
         return error
     if isinstance(error, UserError):
-        # Who reads a file may take any error for a fault of the file: what a bucket says of itself is the cause.
+        # A reader may blame the file for any error: where a bucket has refused access, that is the cause.
         if not isinstance(error, Denied) and (fault := bucket_faults.refused(_chain(error))) is not None:
             return fault
         text = " ".join(str(error).split("\n"))
@@ -161,7 +162,7 @@ def _told(error: BaseException) -> UserError | TryAgain | None:
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The exception as it was raised: Gin re-raises a proxy whose message it lengthened, one per configurable."""
+    """The exception as it was raised first: Gin re-raises it as a proxy with a longer message, once per configurable."""
     while error.__suppress_context__ and (raised := error.__context__) is not None:
         if type(error).__bases__ != (type(raised),) or type(error).__name__ != type(raised).__name__:
             break

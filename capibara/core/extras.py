@@ -1,4 +1,4 @@
-"""Optional dependencies: one way to import them, one clear hint where they are missing."""
+"""Imports optional dependencies, with an install hint where one is missing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from capibara.core.types import UserError
 
 
 def require(package: str, *, extra: str | None = None, why: str = "") -> types.ModuleType:
-    """Imports and returns `package` (a dotted module name), which capibara does not install by itself.
+    """Imports and returns `package` (a dotted module name), an optional dependency.
 
     Args:
       package: what to import, such as "datasets" or "jax.experimental.topologies".
-      extra: the extra of capibara that brings it ("hf", "seqio", "tpu", "gcs", "encryption", ...); None for the
-        base install, or where no extra does.
+      extra: the extra of capibara that installs it ("hf", "seqio", "tpu", "gcs", "encryption", ...); None: none does.
       why: what needs it, for the message: "a Hugging Face source".
 
     Raises:
-      UserError: it is not installed; the message holds the command that installs it. A package that is installed
-        and fails while it is imported keeps its own error.
+      UserError: it is not installed; the message holds the command that installs it. If the package is installed but
+        fails while it is imported, its own error is raised.
     """
     try:
         return importlib.import_module(package)
@@ -34,7 +33,7 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
 
 
 def version(package: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """The installed version of a distribution; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Checks the fields of a config dataclass against their annotations, and says what would have been right.
+"""Checks the fields of a config dataclass against their annotations; errors suggest the right value.
 
-Gin files hold plain literals, so a few conversions are made: int to float, list to tuple, str to Enum or Path.
+Gin files hold plain literals, so these are converted: int to float, list to tuple, str to Enum or Path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Mismatch(Exception):
 
 
 class _WrongChoice(_Mismatch):
-    """A string that is none of the choices: their type is nothing to the user."""
+    """A string that is none of the choices; the message does not mention their type."""
 
     def __init__(self, value: str, hint: str):
         super().__init__(hint)
@@ -47,16 +47,16 @@ class _WrongChoice(_Mismatch):
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
-    """Up to three of `choices` that `name` may have been meant to be, best first, ignoring case."""
+    """Up to three of `choices` that are most similar to `name`, best first, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     ratios = {match: difflib.SequenceMatcher(None, match, name.lower()).ratio() for match in matches}
-    # A near miss has one right answer; only choices about as close are worth naming beside it.
+    # Usually one choice was meant: name others only if they are about as similar.
     return [by_lower[match] for match in matches if ratios[match] > ratios[matches[0]] - 0.08]
 
 
 def did_you_mean(name: str, choices: Iterable[str], known: str = "known") -> str:
-    """The end of an error about an unknown name: ": did you mean a or b?", or the choices where they are few."""
+    """The end of an error about an unknown name: ": did you mean a or b?", or all choices if there are few."""
     choices = sorted(set(choices))
     if close := nearest(name, choices):
         return f": did you mean {' or '.join(close)}?"
@@ -93,7 +93,7 @@ def short(value: Any) -> str:
 
 @functools.cache
 def annotations_of(cls: type) -> dict[str, Any]:
-    """The resolved annotations of a dataclass's fields; Any where a name is known to type checkers only."""
+    """The resolved annotations of a dataclass's fields; Any where a name is only imported for type checkers."""
     try:
         return typing.get_type_hints(cls)
     except (NameError, AttributeError, TypeError):
@@ -112,10 +112,10 @@ def _resolve(cls: type, name: str) -> Any:
 
 
 def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
-    """Makes a dataclass call `check(self)` when an instance is made, before its own __post_init__."""
+    """Makes a dataclass call `check(self)` when an instance is created, before its own __post_init__."""
     validate = getattr(cls, "__post_init__", None)
     if getattr(validate, "_checks_fields", False):
-        return  # inherited from a class that does
+        return  # inherited from a class that already checks
     if validate is not None:
 
         @functools.wraps(validate)
@@ -127,7 +127,7 @@ def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
         type.__setattr__(cls, "__post_init__", __post_init__)
         return
 
-    # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
+    # dataclass() calls __post_init__ only if it was defined before: wrap __init__ instead.
     init: Callable[..., None] = inspect.getattr_static(cls, "__init__")
 
     @functools.wraps(init)
@@ -140,10 +140,10 @@ def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
 
 
 def check(instance: Any) -> None:
-    """Checks every field of a dataclass instance, replacing values that had to be converted (also when frozen).
+    """Checks every field of a dataclass instance and replaces converted values, also in a frozen dataclass.
 
     Raises:
-      FieldError: a value does not fit; the message names the field, the value, its type and the wanted type.
+      FieldError: a value does not fit; the message names the field, the value, its type and the expected type.
     """
     cls: type = type(instance)
     hints = annotations_of(cls)
@@ -180,7 +180,7 @@ def _kind(value: Any) -> str:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation` wants it: the value itself, or the same thing in the wanted type.
+    """Converts a value to the type of an annotation; returns the value itself if it fits already.
 
     Raises:
       _Mismatch: it does not fit.
@@ -204,7 +204,7 @@ def convert(value: Any, annotation: Any) -> Any:
         return _convert_container(value, origin, args)
     if isinstance(annotation, type):
         return _convert_class(value, annotation)
-    return value  # a construct of typing that says nothing about values
+    return value  # another construct of typing: not checked
 
 
 def _expect(fits: bool, value: Any, hint: str = "") -> Any:
@@ -221,7 +221,7 @@ def _convert_union(value: Any, args: tuple[Any, ...]) -> Any:
         except _Mismatch as mismatch:
             mismatches.append(mismatch)
             continue
-        if candidate is value:  # fits as it is: better than any conversion
+        if candidate is value:  # fits without conversion
             return value
         converted.append(candidate)
     if converted:
@@ -240,7 +240,7 @@ def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
     if not issubclass(origin, (tuple, list, collections.abc.Set, collections.abc.Iterable)):
         return _convert_class(value, origin)
     if not isinstance(value, (tuple, list, collections.abc.Set)):
-        # Iterators and objects of the wanted class are taken as they are; a lone string is never a sequence of names.
+        # Iterators and instances of the expected class are kept; a single string is never a sequence of names.
         hint = f"write ({short(value)},)" if isinstance(value, (str, int, float)) else ""
         fits = isinstance(value, origin) and not isinstance(value, (str, bytes, collections.abc.Mapping))
         return _expect(fits, value, hint)
@@ -290,6 +290,8 @@ def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:
     for member in cls:
         if type(member.value) is type(value) and member.value == value or member.name == value:
             return member
+    if isinstance(value, str) and (renamed := cls._missing_(value)) is not None:  # an old name of a member
+        return renamed
     _refuse_choice(value, (str(member.value) for member in cls))
 
 
@@ -303,7 +305,7 @@ def _refuse_choice(value: Any, choices: Iterable[str]) -> NoReturn:
 
 
 def _of_text(text: str) -> str:
-    """What to do about text in place of a number."""
+    """A hint for text where a number is expected."""
     try:
         return "leave out the quotes" if math.isfinite(float(text)) else "give a finite number"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint; what takes longer than a step is left."""
+"""Ctrl-C and SIGTERM end a run after the current step, with a checkpoint; longer work, such as evaluation, is aborted."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 
 
 class Interrupted(Exception):
-    """The run was told to stop in the middle of what takes long, and can be done again."""
+    """The run was signalled to stop during long work that can be repeated, such as an evaluation."""
 
 
 class StopRequest:
     """Within `with`, the first SIGINT or SIGTERM only sets `signal_number`; a second SIGINT interrupts at once.
 
     Args:
-      agree_every: where there are several hosts, they ask each other every so many steps whether one was signalled:
-        each must do the same number of steps. It costs a wait for the devices.
+      agree_every: with several hosts, steps between two exchanges of whether one was signalled, since each host must run
+        the same number of steps. An exchange waits for the devices.
     """
 
     def __init__(self, agree_every: int = 1) -> None:
         self._agree_every = agree_every
         self.signal_number: int | None = None
-        self._agreed: int | None = None  # where there are several hosts
+        self._agreed: int | None = None  # with several hosts: the signal on which all have agreed
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
@@ -41,15 +41,15 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self, step: int) -> int | None:
-        """The signal for which to stop after `step`, or None; the same on every host, and from then on at any step."""
+        """The signal because of which to stop after `step`, or None; the same on every host, and for all later steps."""
         return self._found(step, self._agree_every)
 
     def check(self, done: int, every: int = 1) -> None:
-        """Within what takes long, before each of its parts, alike on every host.
+        """Raises if the run is to stop; call it before each part of long work, on every host.
 
         Args:
-          done: the parts that were done.
-          every: where there are several hosts, they ask each other every so many parts.
+          done: the number of finished parts.
+          every: with several hosts, parts between two exchanges.
 
         Raises:
           Interrupted: the run is to stop.

@@ -1,7 +1,8 @@
-"""What a file from elsewhere may be and hold before it is read: kind, size, names, JSON, archives, regular expressions.
+"""Limits on untrusted files, checked before they are read: type, size, names, JSON, archives, regular expressions.
 
-Every reader of foreign files asks here first, so that a file is refused by what it declares and not by what it costs.
-A Refused has no file's name yet: the reader that knows it says it. Needs nothing but Python: it is loaded everywhere.
+Every reader of downloaded files checks them here first, so that a hostile file is refused by what it declares, before it
+costs time or memory. The message of a Refused has no file name: the reader adds it. Imports only the standard library,
+because every verb loads this module.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, BinaryIO, Protocol
 from capibara.core.types import UserError
 
 MIB = 1 << 20
-TEXT_BYTES = 64 * MIB  # of a JSON file, or another that is read whole; the largest tokenizer.json known has 34 MB
-SMALL_BYTES = 4 * MIB  # of a configuration
-LINE_BYTES = 32 * MIB  # of a line of JSON lines
-DEPTH = 128  # of JSON, as serde has it
+TEXT_BYTES = 64 * MIB  # of a file that is read whole, such as JSON; the largest known tokenizer.json has 34 MB
+SMALL_BYTES = 4 * MIB  # of a configuration file
+LINE_BYTES = 32 * MIB  # of a line of a JSON lines file
+DEPTH = 128  # nesting of JSON; serde's default
 VALUES = 4_000_000  # in a JSON file, counted by its brackets, commas and colons
 NUMBER_CHARACTERS = 400  # tokenizers' model_max_length is 10 ** 30, a float has at most 310 digits before its point
 _SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes({*range(256)} - {*b"[]{}"})
@@ -32,11 +33,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PAIRS = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")  # and escaped backslashes
 _DIRECTORY_BYTES, _TAIL_BYTES = 16 * MIB, 1 << 17  # of a zip archive: some 150,000 members; its comment and end
 
-Json = Any  # what JSON can say: the reader checks the types that it needs
+Json = Any  # a parsed JSON value: the reader checks the types that it needs
 
 
 class Refused(Exception):
-    """What a file holds is over a limit; says which, in words that go on after the file's name."""
+    """The content of a file exceeds a limit; the message names it and is to follow the file's name."""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -44,14 +45,15 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a regular file to read: no pipe, no device, no folder, and never waits for a writer.
+    """Opens a regular file for reading; never blocks on a pipe.
 
     Args:
-      most: bytes that it may have; None: any number.
+      path: the file.
+      most: the largest size in bytes; None: any.
 
     Raises:
-      UserError: it is another thing, too large, or a link that leads to itself.
-      FileNotFoundError: there is none: whether that is a mistake the caller knows.
+      UserError: it is a pipe, device or folder, is too large, or is a link to itself.
+      FileNotFoundError: it does not exist.
     """
     shown = os.fspath(path)
     try:
@@ -67,7 +69,7 @@ def opened(path: str | os.PathLike[str], most: int | None = None) -> Iterator[Bi
         raise UserError(f"{shown} is {_kind(about.st_mode)}, must be a regular file: put a copy in its place")
     with open(descriptor, "rb") as file:
         if most is not None and about.st_size > most:
-            raise UserError(f"{shown} has {about.st_size:,} bytes, must have at most {most:,}: it is no such file")
+            raise UserError(f"{shown} has {about.st_size:,} bytes, must have at most {most:,}: name another file")
         yield file
 
 
@@ -77,7 +79,7 @@ def _kind(mode: int) -> str:
 
 
 def check_file(path: str | os.PathLike[str], most: int | None = None) -> int:
-    """The size of a regular file, for a library that opens it by its name; raises as `opened`."""
+    """Checks a file that a library opens by its name, and returns its size in bytes; raises as `opened`."""
     with opened(path, most) as file:
         return os.fstat(file.fileno()).st_size
 
@@ -90,13 +92,13 @@ def read(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> bytes:
             content = file.read(size + 1)
         except OSError as error:
             raise UserError(f"{os.fspath(path)} cannot be read ({error.strerror}): copy it again") from None
-    if len(content) > size:  # as those in /proc
-        raise UserError(f"{os.fspath(path)} has more than the {size:,} bytes that it says: put a copy in its place")
+    if len(content) > size:  # such as files in /proc
+        raise UserError(f"{os.fspath(path)} has more bytes than its size of {size:,} says: put a copy in its place")
     return content
 
 
 def read_text(path: str | os.PathLike[str], most: int = SMALL_BYTES) -> str:
-    """The text of a regular file; raises as `read`, and UserError where it is no UTF-8."""
+    """The text of a regular file; raises as `read`, and UserError where it is no text in UTF-8."""
     try:
         return read(path, most).decode()
     except UnicodeDecodeError as error:
@@ -105,15 +107,16 @@ def read_text(path: str | os.PathLike[str], most: int = SMALL_BYTES) -> str:
 
 
 def inside(folder: str, name: str, of: str, *, links: bool = True) -> str:
-    """The path of a name that a file gives for another beside it.
+    """The path of a file in `folder` that another file refers to by name.
 
     Args:
-      folder: in which it must be.
-      of: the file that names it, for the message.
-      links: whether links may lead out of the folder, as in the cache of Hugging Face's hub.
+      folder: the folder that must contain it.
+      name: its name, as the other file says it.
+      of: the file that refers to it, for the message.
+      links: whether symbolic links may lead out of the folder, as in the cache of the Hugging Face hub.
 
     Raises:
-      UserError: it is absolute, leads out of the folder, or is no name.
+      UserError: the name is absolute, leads out of the folder, or is not a valid file name.
     """
     parts = name.replace("\\", "/").split("/")
     if not _is_name(name) or os.path.isabs(name) or os.pardir in parts or "://" in name:
@@ -129,7 +132,7 @@ def inside(folder: str, name: str, of: str, *, links: bool = True) -> str:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a file system may have a file of that name."""
+    """Whether it is valid as a file name."""
     try:
         return 0 < len(os.fsencode(name)) <= 1024 and "\0" not in name
     except UnicodeEncodeError:  # half a character
@@ -137,11 +140,11 @@ def _is_name(name: str) -> bool:
 
 
 def own_file(folder: str, name: str) -> str:
-    """The path of a file in a folder, whose content is copied to wherever the model goes.
+    """The path of a file of a model folder that is copied wherever the model is saved.
 
     Raises:
-      UserError: it is a link out of the folder, and not into the hub's cache that the folder is in: what it leads to
-        would be copied unseen.
+      UserError: it is a symbolic link out of the folder (other than into the hub's cache that contains the folder): the
+        file that it leads to would be copied without the user's notice.
     """
     path = os.path.join(folder, name)
     if os.path.islink(path):
@@ -157,7 +160,7 @@ def own_file(folder: str, name: str) -> str:
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """A foreign value on one line, cut."""
+    """The repr of an untrusted value on one line, truncated."""
     try:
         text = repr(value[: most + 1] if isinstance(value, (str, bytes)) else value)
     except (ValueError, RecursionError):  # an integer of more than 4,300 digits
@@ -166,12 +169,12 @@ def shortened(value: object, most: int = 80) -> str:
 
 
 def cause(error: BaseException, most: int = 160) -> str:
-    """What an error says, on one line."""
+    """The message of an error on one line, truncated."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def host_bytes() -> int:
-    """The memory of this host, or of the container that we are in."""
+    """Memory in bytes of this host, or of the container where it has a limit."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
         found = min(found, int(file.read()))
@@ -182,15 +185,15 @@ def host_bytes() -> int:
 
 
 def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = True) -> Json:
-    """What a JSON text says.
+    """Parses JSON within limits.
 
     Args:
-      content: its size is bounded by who has read it.
-      values: how many it may hold.
-      finite: whether NaN, infinity, endless numbers and lone surrogates are refused: of a configuration, not of data.
+      content: the text; the caller has checked its size.
+      values: the largest number of values.
+      finite: refuse NaN, infinity, overlong numbers and lone surrogates; for configuration files, not for data.
 
     Raises:
-      ValueError: it is no JSON, or too deep, or holds too much; says so in words that fit "cannot be read (...)".
+      ValueError: it is not JSON, is nested too deep, or has too many values; the message fits "cannot be read (...)".
     """
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:4]:
@@ -204,7 +207,7 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
         encoding = "utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8"
         text = data.decode(encoding, "strict" if finite else "surrogatepass")
         if finite and _SURROGATE.search(data) and _SURROGATE.search(_PAIRS.sub(b"", data)):
-            raise ValueError("it has half a character, a lone surrogate")
+            raise ValueError("it has a lone surrogate, half a character")
         return (_STRICT if finite else _LENIENT).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8: {error.reason} at byte {error.start}") from None
@@ -213,18 +216,18 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
 
 
 def _structure(data: bytes, characters: bytes) -> int:
-    """How often characters are outside of strings."""
+    """Counts the characters outside of JSON strings."""
     plain = _STRINGS.sub(b"", data)
     return sum(plain.count(bytes([character])) for character in characters)
 
 
 def _depth(data: bytes) -> int:
-    """How deep it is; up to somewhere beyond DEPTH."""
+    """The nesting depth; counting stops above DEPTH."""
     brackets, inner = _STRINGS.sub(b"", data).translate(_SQUARE, _NO_BRACKETS), 0
     while inner <= DEPTH and len(outer := brackets.replace(b"[]", b"")) < len(brackets):  # a level at a time
         brackets, inner = outer, inner + 1
     depth = deepest = 0
-    for bracket in brackets if inner <= DEPTH else b"":  # those that have no other end
+    for bracket in brackets if inner <= DEPTH else b"":  # unmatched brackets are left
         depth += 1 if bracket == ord("[") else -1
         if depth > deepest:
             deepest = depth
@@ -255,11 +258,11 @@ _LENIENT = json.JSONDecoder()  # Python's own limit of an integer is 4,300 digit
 
 
 def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: int = VALUES) -> dict[str, Json]:
-    """What a file says that holds one JSON object.
+    """Reads a file that contains one JSON object.
 
     Raises:
-      UserError: it cannot be read, is over a limit, or holds something else.
-      FileNotFoundError: there is none.
+      UserError: it cannot be read, exceeds a limit, or is not a JSON object.
+      FileNotFoundError: it does not exist.
     """
     content = read(path, most)
     try:
@@ -272,13 +275,13 @@ def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: i
 
 
 def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without their ends and without those in which there is nothing.
+    """The non-empty lines of a file, without line ends, and their numbers from 1.
 
-    None is held that is longer than `most` by more than a block.
+    An overlong line is refused before more than a block beyond `most` bytes of it is in memory.
 
     Raises:
-      UserError: a line is longer; as `opened`.
-      FileNotFoundError: there is none.
+      UserError: a line has more than `most` bytes; as `opened`.
+      FileNotFoundError: the file does not exist.
     """
     with opened(path) as file:
         yield from lines_of(file, os.fspath(path), most)
@@ -286,7 +289,7 @@ def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tupl
 
 def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """`lines` of an open file."""
-    number, begun, size = 0, [], 0  # the blocks that a line has begun in, and their bytes
+    number, begun, size = 0, [], 0  # begun: the blocks of an unfinished line; size: its bytes
     while block := file.read(MIB):
         size += block.find(b"\n") if b"\n" in block else len(block)
         check_line(size, f"{name}:{number + 1}", most)
@@ -306,9 +309,9 @@ def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tupl
 
 
 def check_line(size: int, where: str, most: int = LINE_BYTES) -> None:
-    """Raises UserError where a line is too long to be read."""
+    """Raises UserError if a line has more than `most` bytes."""
     if size > most:
-        raise UserError(f"{where} is longer than {most:,} bytes: put it on several lines, or name another file")
+        raise UserError(f"{where} is longer than {most:,} bytes: split the line, or name another file")
 
 
 # --- archives --------------------------------------------------------------------------------------------------------
@@ -321,10 +324,10 @@ class Readable(Protocol):
 
 
 class Bounded(io.RawIOBase):
-    """A stream that gives no more than a number of bytes, whatever it unpacks to."""
+    """A stream that raises once more than `most` bytes were read; guards against decompression bombs."""
 
     def __init__(self, inner: Readable, most: int, name: str, damage: tuple[type[Exception], ...] = (OSError,)):
-        """Args beyond a stream's: damage: what the stream raises where it is corrupted; that becomes a UserError."""
+        """`damage`: the exceptions that `inner` raises where it is corrupted; they become a UserError."""
         self._inner, self._left, self._most, self._name, self._damage = inner, most, most, name, damage
 
     def readable(self) -> bool:
@@ -339,13 +342,15 @@ class Bounded(io.RawIOBase):
             raise UserError(f"{self._name} is cut short or corrupted ({cause(error)}): get it again") from None
         self._left -= len(content)
         if self._left < 0:
-            raise UserError(f"{self._name} unpacks to more than {self._most:,} bytes: it is refused, unpack it by hand")
+            raise UserError(
+                f"{self._name} unpacks to more than {self._most:,} bytes: unpack it by hand if you trust it"
+            )
         buffer[: len(content)] = content
         return len(content)
 
 
 class _Directory:
-    """A file whose reads are bounded while a zip archive's directory is read, which is read whole."""
+    """Bounds the reads of a file while zipfile reads an archive's directory, which it reads whole."""
 
     def __init__(self, file: BinaryIO):
         self._file, self.most = file, _DIRECTORY_BYTES
@@ -363,10 +368,10 @@ class _Directory:
 
 @contextlib.contextmanager
 def zip_archive(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
-    """A zip archive whose directory is of a usual size.
+    """Opens a zip archive whose directory has at most 16 MiB.
 
     Raises:
-      zipfile.BadZipFile: it is none, or has more members than that.
+      zipfile.BadZipFile: it is not a zip archive, or its directory is larger.
     """
     bounded = _Directory(file)
     try:
@@ -387,17 +392,18 @@ _REPEATS, _LOOSE, _CHOICES = 1024, 16, 8
 
 
 def check_pattern(pattern: str, *, unbounded: int = 4, most: int = 4096) -> None:
-    """Refuses a regular expression that may take more than polynomial time, or much of that.
+    """Refuses a regular expression that may backtrack exponentially, or to a high polynomial degree.
 
-    A part that is repeated without end must not itself hold a choice or a repetition: the rule of safe-regex. All
-    patterns of known tokenizers keep it.
+    A part with an unbounded repetition must not itself contain a choice or a repetition: the rule of safe-regex. The
+    patterns of all known tokenizers satisfy it.
 
     Args:
-      unbounded: how many parts in a row may be repeated without end.
-      most: characters that it may have.
+      pattern: the regular expression.
+      unbounded: how many parts in a row may have an unbounded repetition.
+      most: the largest length in characters.
 
     Raises:
-      Refused: it breaks a rule; says which.
+      Refused: it breaks a rule; the message says which.
     """
     if len(pattern) > most:
         raise Refused(f"a regular expression of {len(pattern):,} characters, must have at most {most:,}")
@@ -405,13 +411,13 @@ def check_pattern(pattern: str, *, unbounded: int = 4, most: int = 4096) -> None
 
 
 class _Pattern:
-    """Reads a pattern of Oniguruma or Python as far as its groups, choices and repetitions."""
+    """Parses the groups, choices and repetitions of a pattern in the syntax of Oniguruma or Python."""
 
     def __init__(self, text: str, unbounded: int):
         self._text, self._at, self._unbounded = text, 0, unbounded
 
     def alternatives(self, depth: int) -> tuple[bool, int]:
-        """Up to the end of a group: whether it holds a choice or repetition, and its unbounded parts in a row."""
+        """Parses up to a group's end; returns whether it has a choice or repetition, and its unbounded parts in a row."""
         if depth > 32:
             raise self._refused("is nested too deep")
         varies, row, most, loose = False, 0, 0, 0
@@ -450,11 +456,11 @@ class _Pattern:
         if found is None:
             raise self._refused("ends in a backslash")
         if found[0][1] in "123456789kg":
-            raise self._refused("refers back to what it has matched")
+            raise self._refused("has a backreference")
         self._at = found.end()
 
     def _class(self) -> None:
-        """A class in brackets; Oniguruma's may hold others."""
+        """Parses a character class; in Oniguruma one may contain others."""
         open_ = 0
         while self._at < len(self._text):
             character = self._text[self._at]
@@ -480,7 +486,7 @@ class _Pattern:
         if head is not None:
             self._at = head.end()
         elif self._text[self._at : self._at + 1] == "?":
-            raise self._refused("has a group of a kind that is not known here")
+            raise self._refused("has an unsupported kind of group")
         found = self.alternatives(depth + 1)
         if self._text[self._at : self._at + 1] != ")":
             raise self._refused("has a group that does not end")
@@ -488,7 +494,7 @@ class _Pattern:
         return found
 
     def _quantifier(self, times: int) -> tuple[bool, bool, bool]:
-        """Whether a part may be repeated or left out, without end, and possessively."""
+        """Parses a quantifier; returns whether the part varies in number, is unbounded, and is possessive."""
         repeated = endless = possessive = False
         many = 1
         while (found := _QUANTIFIER.match(self._text, self._at)) is not None:

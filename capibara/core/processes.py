@@ -1,4 +1,4 @@
-"""The processes of this machine: when they started, and where their ids mean the same."""
+"""Processes of this machine: start times, lock holders, and the boot and namespace in which a process id is unique."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Seconds since this process was started; 0 where /proc is missing."""
     try:
         with open("/proc/uptime", encoding="ascii") as file:
             up_s, start = float(file.read().split()[0]), start_of(os.getpid())
@@ -19,7 +19,7 @@ def age_s() -> float:
 
 
 def start_of(pid: Any) -> str | None:
-    """When a process of this host started, in the kernel's ticks; None: there is none."""
+    """When a process of this host started, in the kernel's ticks; None: it does not exist."""
     fields = _stat(pid)
     if fields is None:
         return _alive_without_proc(pid)
@@ -27,7 +27,7 @@ def start_of(pid: Any) -> str | None:
 
 
 def _stat(pid: Any) -> list[str] | None:
-    """What follows the name in /proc/PID/stat; None: there is none."""
+    """The fields after the name in /proc/PID/stat; None: the process does not exist."""
     try:
         with open(f"/proc/{int(pid)}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -41,7 +41,7 @@ def is_stopped(pid: Any) -> bool:
 
 
 def lock_holder(descriptor: int) -> int | None:
-    """The process that holds the lock (flock) of a file that is open here; None: it cannot be told."""
+    """The process that holds the lock (flock) of an open file; None: unknown."""
     about = os.fstat(descriptor)
     device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
     try:
@@ -52,7 +52,7 @@ def lock_holder(descriptor: int) -> int | None:
     # "1: FLOCK ADVISORY WRITE 4242 fe:01:131 0 EOF"; "1: -> FLOCK ..." waits for it.
     held = [fields for fields in lines if len(fields) > 5 and fields[1] == "FLOCK"]
     exact = [int(fields[4]) for fields in held if fields[5] == f"{device}:{about.st_ino}"]
-    # Some file systems (btrfs, overlays) have another device there than for fstat.
+    # Some file systems (btrfs, overlayfs) report another device in /proc/locks than by fstat.
     similar = [int(fields[4]) for fields in held if fields[5].rpartition(":")[2] == str(about.st_ino)]
     for pid in [*exact, *similar]:
         if pid > 0 and start_of(pid) is not None:
@@ -61,7 +61,7 @@ def lock_holder(descriptor: int) -> int | None:
 
 
 def _opener(about: os.stat_result) -> int | None:
-    """A process that has a locked file open: what took the lock has ended, and left it to a child."""
+    """A process that has a locked file open: the one that locked it has ended, and a child inherited the lock."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{name}/fd") if int(name) != os.getpid() else ():
@@ -72,7 +72,7 @@ def _opener(about: os.stat_result) -> int | None:
 
 
 def boot_id() -> str | None:
-    """Names this boot of this machine's kernel, alike in all its containers; "" on macOS, None: it cannot be told."""
+    """Identifies this boot of the kernel, the same in all containers; "" on macOS, None: unknown."""
     if not sys.platform.startswith("linux"):
         return ""
     try:
@@ -83,11 +83,11 @@ def boot_id() -> str | None:
 
 
 def pid_namespace() -> str | None:
-    """Names what a process id counts in, the container as a rule; "" on macOS, None: it cannot be told."""
+    """Identifies the namespace of process ids, usually the container's; "" on macOS, None: unknown."""
     if not sys.platform.startswith("linux"):
         return ""
     try:
-        # A /proc that was mounted outside has other ids than ours: `start_of` would tell of another's process.
+        # A /proc of another namespace has other ids than ours: `start_of` would find the wrong process.
         if os.readlink("/proc/self") != str(os.getpid()):
             return None
         return os.readlink("/proc/self/ns/pid")

@@ -46,7 +46,7 @@ def param_count(tree: PyTree) -> int:
 
 
 def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, Any]:
-    """The entries of nested dicts whose whole name is kept, without the dicts that are left empty."""
+    """The leaves of nested dicts whose full name `keep` accepts; dicts that would be empty are left out."""
     inner = {
         key: part(value, keep, f"{prefix}{key}/") if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -56,14 +56,14 @@ def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, 
 
 
 def joined(first: Any, second: Any) -> Any:
-    """Two nested dicts as one; of an entry that both have, the first one's."""
+    """Merges two nested dicts; where both have an entry, the first one's is kept."""
     if not isinstance(first, dict) or not second:
         return first
     return {key: joined(first[key], second.get(key)) if key in first else second[key] for key in {**first, **second}}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts of leaves by their names."""
+    """Nested dicts from a flat mapping of names with slashes to leaves."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *owners, last = name.split("/")

@@ -1,7 +1,7 @@
-"""The user's own modules: reward functions, metrics and SeqIO tasks that a Gin file or a flag names.
+"""Imports the user's own modules: reward functions, metrics and SeqIO tasks that a Gin file or a flag names.
 
-The folders they are looked for in come last on sys.path, and only once such a module is asked for: whoever opens a
-foreign file imports nothing that lies beside it.
+Their folders are appended to sys.path only when such a module is requested: opening a downloaded file imports nothing
+from its folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def search(*folders: str | os.PathLike) -> None:
 
 
 def add_folders() -> None:
-    """Puts them on sys.path, at its end: the user has named a module to import."""
+    """Appends the folders to sys.path; call it when the user has named a module to import."""
     known = {*map(os.path.abspath, sys.path)}
     sys.path += [folder for folder in dict.fromkeys(_folders) if folder not in known]
 
@@ -30,17 +30,17 @@ def load(name: str) -> types.ModuleType:
     """Imports a module that the user has named.
 
     Raises:
-      ModuleNotFoundError: there is none of that name.
+      ModuleNotFoundError: there is no module of that name.
     """
     add_folders()
     return importlib.import_module(name)
 
 
 def without_working_directory() -> None:
-    """Takes the working directory off sys.path, where `python -m capibara.VERB` has put it before everything else.
+    """Removes the working directory from the head of sys.path, where `python -m capibara.VERB` puts it.
 
-    A file there, next to a model that was downloaded, would be imported in place of a module of the same name. It stays
-    where capibara itself is found there alone.
+    Otherwise a file beside a downloaded model would be imported in place of a module of the same name. The directory stays
+    if capibara itself can only be imported from there.
     """
     asked = sys.orig_argv[1:]
     module = next(

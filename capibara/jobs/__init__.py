@@ -1,1 +1,1 @@
-"""Starting runs, and starting them again."""
+"""Starts runs in one or several processes and restarts them after a failure."""

@@ -1,8 +1,8 @@
-"""Ends what a launcher has started when the launcher itself is gone: a stopped or stuck process would outlive it.
+"""Ends the worker processes of a launcher that was killed, also those that are stopped or stuck.
 
-The kernel sends the workers SIGTERM then (prctl), which a stopped process does not take and a stuck one does not obey. So
-a small process beside the launcher waits for its end and sees to the rest. It is run as a file, and imports nothing of
-capibara: it must be there at once and hold little memory.
+When the launcher is gone the kernel sends the workers SIGTERM (prctl), but a stopped process does not receive it and a
+stuck one ignores it. So a small guard process waits for the launcher's end and ends the workers. It is run as a file and
+imports nothing of capibara, so that it starts at once and needs little memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import time
 from collections.abc import Sequence
 
 LOOK_S = 0.2
-_LEFT_S = 5.0  # that the others have when one worker has ended
-_IDLE_S = 15.0  # without any use of a processor: nobody saves like that
-_IDLE_SHARE = 0.02  # of one processor, below which a worker does nothing but look at its watch
-_THAWS = 3  # how often one that is stopped is continued
+_LEFT_S = 5.0  # for the others to end after one worker has ended
+_IDLE_S = 15.0  # without CPU time: the worker is not saving a checkpoint
+_IDLE_SHARE = 0.02  # of a CPU; a worker that uses less is idle
+_THAWS = 3  # how often a stopped worker is continued
 _START_S = 10.0
-_SCAN_SHARE = 50.0  # how much longer than a look at all processes there is none
+_SCAN_SHARE = 50.0  # the pause after a scan of all processes, as a multiple of its duration
 
 
 @dataclasses.dataclass(frozen=True)
 class Stat:
-    """What /proc says of a process: its state ("T": stopped, "t": by a debugger), its group, its start, its CPU ticks."""
+    """A process in /proc: its state ("T": stopped, "t": by a debugger), group, start time and CPU ticks."""
 
     pid: int
     state: str
@@ -38,7 +38,7 @@ class Stat:
 
 
 def stat_of(pid: int) -> Stat | None:
-    """None: there is no such process, or no /proc to say so."""
+    """Reads /proc for a process; None: there is no such process, or no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -48,7 +48,7 @@ def stat_of(pid: int) -> Stat | None:
 
 
 def members(groups: Sequence[int]) -> list[Stat]:
-    """The processes of these groups that have not ended; without /proc none."""
+    """The running processes of these groups; empty without /proc."""
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -58,17 +58,17 @@ def members(groups: Sequence[int]) -> list[Stat]:
 
 
 class Members:
-    """The processes of some groups, looked at again and again.
+    """Tracks the processes of some groups.
 
-    Those that are known are looked at each time; new ones are looked for among all processes of the machine, of which there
-    may be very many: that takes a small share of the time.
+    Known processes are checked at each call. New ones are found by a scan of all processes of the machine, which may be
+    many: scans are limited to a small share of the time.
     """
 
     def __init__(self, groups: Sequence[int]):
         self._groups, self._known, self._next_s = list(groups), set(groups), 0.0
 
     def look(self) -> list[Stat]:
-        """Those that have not ended."""
+        """The processes that are still running."""
         began_s = time.monotonic()
         if began_s < self._next_s:
             found = [stat for stat in map(stat_of, sorted(self._known)) if stat is not None]
@@ -81,17 +81,17 @@ class Members:
 
 
 def send(groups: Sequence[int], *numbers: int) -> None:
-    """Signals to all processes of these groups."""
+    """Sends signals to all processes of these groups."""
     for group in groups:
         for number in numbers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS if all have ended
                 os.killpg(group, number)
 
 
 class Guard:
-    """The launcher's end of it: within `with` a guard is there, which knows the groups given to `watch`.
+    """The launcher's side: within `with` a guard process runs, which ends the groups passed to `watch`.
 
-    The guard is nobody's child, so that whoever counts the launcher's children finds the workers alone.
+    The guard is not a child of the launcher, whose only children are the workers.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Guard:
             except subprocess.TimeoutExpired:
                 starting.kill()
             self._pipe = write
-        except OSError:  # no more processes: the workers' own prctl is left
+        except OSError:  # the process limit is reached: only the workers' prctl is left
             os.close(write)
         finally:
             os.close(read)
@@ -121,37 +121,37 @@ class Guard:
             self._pipe = None
 
     def watch(self, groups: Sequence[int], grace_s: float) -> None:
-        """From now on these process groups end with us; `grace_s` seconds after SIGTERM at the latest."""
+        """Makes the guard end these process groups after the launcher, at most `grace_s` seconds after SIGTERM."""
         stats = [(group, stat_of(group)) for group in groups]
         self._tell({"groups": [(group, stat.start if stat else 0) for group, stat in stats], "grace_s": grace_s})
 
     def _tell(self, message: dict[str, object] | None) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
 class _Ending:
-    """The processes of a launcher that is gone, and for how long they may still be there."""
+    """Ends the worker groups of a launcher that is gone, within a time limit."""
 
     def __init__(self, groups: Sequence[tuple[int, int]], grace_s: float):
         self._groups, now_s = dict(groups), time.monotonic()
         self._until_s = now_s + grace_s
-        self._left_s: float | None = None  # once a worker has ended
+        self._left_s: float | None = None  # time left, set once a worker has ended
         self._thaws, self._busy_s, self._ticks = 0, now_s, 0
         self._members = Members(list(self._groups))
 
     def run(self) -> None:
-        """Until all have ended."""
+        """Returns when all processes have ended."""
         if not sys.platform.startswith("linux"):
-            send(self._mine(), signal.SIGTERM)  # on Linux the kernel has done that
+            send(self._mine(), signal.SIGTERM)  # on Linux the kernel has sent it already
         while (groups := self._mine()) and (alive := self._alive(groups)):
             self._thaw(alive)
             self._look(alive, groups)
             time.sleep(LOOK_S)
 
     def _mine(self) -> list[int]:
-        """The groups whose number has not gone to somebody else meanwhile."""
+        """The groups whose number was not reused by other processes meanwhile."""
         found = [(group, start, stat_of(group)) for group, start in self._groups.items()]
         return [group for group, start, stat in found if stat is None or not start or stat.start == start]
 
@@ -166,7 +166,7 @@ class _Ending:
         return alive
 
     def _thaw(self, alive: Sequence[Stat]) -> None:
-        """A stopped process takes SIGTERM only when it is continued; one that is stopped over and over is killed."""
+        """Continues stopped processes, which only then receive SIGTERM; kills one that is stopped again and again."""
         if stopped := [stat.pid for stat in alive if stat.state == "T"]:
             self._thaws += 1
             for pid in stopped:
@@ -174,7 +174,7 @@ class _Ending:
                     os.kill(pid, signal.SIGCONT if self._thaws <= _THAWS else signal.SIGKILL)
 
     def _look(self, alive: Sequence[Stat], groups: Sequence[int]) -> None:
-        """Where a worker has ended, or none does anything, the long time that a save may take is not needed."""
+        """Shortens the time limit, which allows for a save, once a worker has ended or all are idle."""
         now_s, there = time.monotonic(), {stat.pid for stat in alive}
         if self._left_s is None and not there.issuperset(self._groups):
             self._left_s = now_s + _LEFT_S
@@ -188,7 +188,7 @@ class _Ending:
 
 
 def main() -> None:
-    """Waits for the end of whoever holds the other end of standard input; None is their last word where all is well."""
+    """Waits until the launcher closes the pipe at standard input, after "null" if it has ended normally."""
     if os.fork():
         os._exit(0)
     os.chdir("/")

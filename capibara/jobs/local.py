@@ -1,4 +1,4 @@
-"""Runs a verb on this machine, in one process or several, and starts it again when it dies."""
+"""Runs a verb on this machine, in one process or several, and restarts it after a failure."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from capibara.jobs import workers
 from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
 
-_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
-# Where a file that lets `train --start_over` rename the run folder once; no restart does it again.
+_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before the first, second, ... restart; the last for all further ones
+# Names a file that permits `train --start_over` to rename the run folder once, not again after a restart.
 PERMIT = "CAPIBARA_START_OVER"
 _TO_ANYONE, _LOWEST_PORT = "/proc/sys/net/ipv4/ip_local_port_range", 10_000
-_WELL_S = 10.0  # what has run that long is started again after the first pause
+_WELL_S = 10.0  # a command that has run this long is restarted after the first pause again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """Keeps a command running until it has ended well.
+    """Runs a command and restarts it until it succeeds.
 
-    An end with exit code 0 is well; with 2, a mistake in what was given, no restart would mend it. After any other the
-    command is started again: `train` resumes from its last verified checkpoint. Where one of several processes
-    ends, the others are stopped, and all are started again. A worker that is stopped (SIGSTOP) is continued, and where
-    that does not help it counts as hung, as does one that shows no sign of life. What is left of the workers ends with
-    us, also where we are killed.
+    Exit code 0 is success; after exit code 2, a mistake in the user's input, a restart would not help. After any other
+    code the command is restarted: `train` resumes from its last verified checkpoint. If one of several processes ends, the
+    others are stopped and all are restarted. A worker that is stopped (SIGSTOP) is continued; if that fails, or if a
+    worker sends no heartbeats, it counts as hung. All worker processes end with the launcher, even if that is killed.
 
     Attributes:
       command: program and arguments.
-      processes: how many; more than one are joined by jax.distributed on loopback.
-      restarts: at most.
+      processes: how many to start; several are connected by jax.distributed on loopback.
+      restarts: the largest number of restarts.
       grace_s: seconds that processes have to save and end after SIGTERM before they are killed.
-      crash_grace_s: seconds that the others have to end once one has crashed.
-      stopped_s: seconds that a worker may be stopped.
-      silent_s: seconds without a sign of life, from a worker that trains, after which it counts as hung.
+      crash_grace_s: seconds that the others have to end after one has crashed.
+      stopped_s: seconds that a worker may be stopped before it is continued.
+      silent_s: seconds without a heartbeat after which a training worker counts as hung.
       pauses_s: seconds before the first, second, ... restart of a command that runs for less than 10 s.
-      say: called with each line about what happens.
+      say: called with each line of the log.
     """
 
     command: Sequence[str]
@@ -59,7 +58,7 @@ class Supervisor:
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def run(self) -> int:
-        """Runs it to its end; returns its exit code, or 128 + the signal that stopped us."""
+        """Runs the command to its end; returns its exit code, or 128 + the signal that stopped the launcher."""
         with _Signals() as stop, Guard() as guard, tempfile.TemporaryDirectory(prefix="capibara-launch-") as folder:
             permit = os.path.join(folder, "start_over")
             open(permit, "w").close()
@@ -74,7 +73,7 @@ class Supervisor:
                 lived_s = time.monotonic() - began_s
                 lived = f"after {lived_s:.0f} s with {meaning(code)}"
                 if restarts == self.restarts:
-                    self.say(f"ended {lived}; not started again: --restarts={self.restarts} are used up")
+                    self.say(f"ended {lived}; not restarted: --restarts={self.restarts} are used up")
                     return code if code > 0 else 128 - code
                 in_a_row = 0 if lived_s > _WELL_S else in_a_row
                 pause_s = self.pauses_s[min(in_a_row, len(self.pauses_s) - 1)]
@@ -85,10 +84,10 @@ class Supervisor:
                     return 128 + stop.number
 
     def _once(self, stop: _Signals, guard: Guard, permit: str) -> int:
-        """Runs all processes until one has failed, all have ended or we are to stop; the exit code that counts."""
+        """Runs all processes until one has failed, all have ended or a signal arrived; returns the exit code."""
         started: list[Worker] = []
         stop.workers = started
-        grace_s = 0.0  # of a start that failed half-way
+        grace_s = 0.0  # if the start itself fails
         try:
             address = free_address() if self.processes > 1 else None
             for index in range(self.processes):
@@ -104,7 +103,7 @@ class Supervisor:
                 self.say(f"process {left[0]} does not end even after SIGKILL: it waits for a device or a file system")
 
     def _watch(self, started: Sequence[Worker], stop: _Signals) -> int | None:
-        """The exit code that counts, _GIVEN_UP for a worker that hangs; None: we are to stop."""
+        """Waits; returns the exit code, _GIVEN_UP for a worker that hangs, or None if a signal arrived."""
         health, ended_s = Health(started, self.stopped_s, self.silent_s, self.say), None
         while not stop.wait(workers.LOOK_S):
             codes = [worker.code for worker in started]
@@ -116,7 +115,7 @@ class Supervisor:
             if why is None and codes.count(None) < len(codes):
                 ended_s = ended_s or time.monotonic()
                 late = time.monotonic() - ended_s > self.grace_s
-                why = f"process {codes.index(None)} does not end, {self.grace_s:g} s after another" if late else None
+                why = f"process {codes.index(None)} still runs {self.grace_s:g} s after another ended" if late else None
             if why is not None:
                 self.say(f"{why}: all are ended")
                 return _GIVEN_UP
@@ -129,13 +128,13 @@ class Supervisor:
         return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": str(index)}
 
 
-_GIVEN_UP = 1 << 8  # no exit code of a process
+_GIVEN_UP = 1 << 8  # larger than any exit code
 
 
 class _Signals:
-    """Within `with`, SIGTERM and SIGINT only set `number`, and the latter are counted in `interrupts`.
+    """Within `with`, SIGTERM and SIGINT only set `number`; `interrupts` counts the latter.
 
-    Ctrl-Z stops `workers` with us, and they go on with us.
+    Ctrl-Z stops the launcher and `workers` together, and they continue together.
     """
 
     def __init__(self) -> None:
@@ -146,7 +145,7 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
-        if os.getpgrp() != os.getsid(0):  # else there is no shell that would continue us
+        if os.getpgrp() != os.getsid(0):  # else no shell could continue us
             self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_ctrl_z)
         return self
 
@@ -155,7 +154,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has come within so many seconds."""
+        """Waits up to so many seconds; returns whether a signal has arrived."""
         return self._came.wait(seconds)
 
     def _on(self, number: int, _: object) -> None:
@@ -172,9 +171,9 @@ class _Signals:
 
 
 def free_address() -> str:
-    """An address on loopback that nobody listens on, at a port that the system gives to nobody who asks for any.
+    """A free address on loopback, at a port outside the range of ephemeral ports.
 
-    Until whoever is told it listens there, a connection of another process could take a port of that range.
+    An ephemeral port could be taken by a connection of another process before the worker listens there.
     """
     ports = []
     with contextlib.suppress(OSError), open(_TO_ANYONE, encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""The processes that a launcher starts: how each begins, whether it is well, and how it ends."""
+"""The worker processes of a launcher: start, health checks, end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from capibara.core import exits
 from capibara.jobs import guard
 
 LOOK_S = 0.1
-BEAT = "CAPIBARA_BEAT"  # "FD:PID", where a worker tells its launcher, process PID, that it lives
-_HEALTH_S = 0.5  # between two looks at what the system says of the workers
-_THAWS, _STAYS_S = 3, 2.0  # a worker that did not run for that long after each of so many SIGCONT is given up
-_REAP_S = 10.0  # after SIGKILL; a process that waits for a device takes it later
+BEAT = "CAPIBARA_BEAT"  # "FD:PID": the file descriptor at which a worker sends heartbeats to its launcher, process PID
+_HEALTH_S = 0.5  # between two health checks
+_THAWS, _STAYS_S = 3, 2.0  # a worker that does not keep running for so long after any of so many SIGCONT is given up
+_REAP_S = 10.0  # wait after SIGKILL; a process that waits for a device dies later
 _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """One process in a group of its own, with all that it starts.
+    """A process, and its children, in a process group of its own.
 
     Args:
-      index: which of the workers.
+      index: of the worker, from 0.
       command: program and arguments.
-      environment: beside ours.
+      environment: variables in addition to ours.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -40,8 +40,8 @@ class Worker:
         os.set_blocking(self.beats, False)
         os.set_blocking(write, False)
         try:
-            # A group of its own: ctrl-C comes to us, who pass it on once. Such a group is stopped where it reads from
-            # the terminal, so it has none to read from.
+            # A group of its own, so that ctrl-C reaches only the launcher, which forwards it once. Reading from the
+            # terminal would stop such a group, so its stdin is closed.
             self._process = subprocess.Popen(
                 list(command),
                 env={**os.environ, **environment, BEAT: f"{write}:{os.getpid()}"},
@@ -58,14 +58,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is the number of its group."""
+        """Its process id, which is also the id of its group."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code, minus the signal's number where one ended it; None: it runs.
+        """Its exit code, or minus the signal's number; None: it runs.
 
-        It is not waited for: until `reap` nobody else gets its number, nor that of its group.
+        The process is not reaped here: until `reap` its process id and group id cannot be reused.
         """
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
@@ -75,12 +75,12 @@ class Worker:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def send(self, *numbers: int) -> None:
-        """Signals to its group."""
+        """Sends signals to its group."""
         if self._process.returncode is None:
             guard.send([self.pid], *numbers)
 
     def reap(self) -> bool:
-        """Kills whatever is left of its group and waits for its end; False: it does not come."""
+        """Kills what is left of its group and waits for the process; returns False if it does not die."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.close(self.beats)
@@ -93,18 +93,18 @@ class Worker:
 
 @dataclasses.dataclass
 class Health:
-    """Finds out which workers are stopped or silent; those that are stopped it continues.
+    """Finds workers that are stopped or silent, and continues those that are stopped.
 
-    A group that is stopped (SIGSTOP, or a read from the terminal) is continued after `stopped_s`: nothing is lost by
-    that, where ending it would cost all workers what they did since their last checkpoint. One that does not stay
-    continued is given up. What a debugger holds is left alone. Time in which we did not run ourselves (a machine that
-    was suspended, a whole job that was stopped) does not count.
+    A group that is stopped (SIGSTOP, or a read from the terminal) is continued after `stopped_s`: ending it would cost all
+    workers their steps since the last checkpoint. One that does not stay continued is given up. A process that a debugger
+    has stopped is left alone. Time in which the launcher itself did not run (a suspended machine, a stopped job) does not
+    count.
 
     Attributes:
-      workers: all of them.
+      workers: all workers.
       stopped_s: seconds that a worker may be stopped.
-      silent_s: seconds that one may be silent that has said before that it lives.
-      say: called with each line about what was found.
+      silent_s: seconds between heartbeats, for a worker that has sent one.
+      say: called with each line of the log.
     """
 
     workers: Sequence[Worker]
@@ -116,12 +116,12 @@ class Health:
         self._looked_s = time.monotonic()
         self._members = guard.Members([worker.pid for worker in self.workers])
         self._stopped_s = collections.defaultdict[int, float](float)  # by the worker's index
-        self._silent_s: dict[int, float] = {}  # of those that have told us that they live
+        self._silent_s: dict[int, float] = {}  # for workers that have sent a heartbeat
         self._thawed_s: dict[int, float] = {}
-        self._thaws = collections.Counter[int]()  # of each, those in a row that did not help
+        self._thaws = collections.Counter[int]()  # unsuccessful SIGCONTs in a row, by index
 
     def look(self) -> str | None:
-        """Why a worker is given up, None: all are well or may still become so."""
+        """Checks all workers; returns why one is given up, or None."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _HEALTH_S:
             return None
@@ -149,7 +149,7 @@ class Health:
         self._stopped_s[index] += passed_s
         if self._stopped_s[index] < self.stopped_s:
             return None
-        which = "" if worker.pid in stopped else f", or rather process {stopped[0]} that it started,"
+        which = "" if worker.pid in stopped else f", that is its child process {stopped[0]},"
         self.say(f"process {index} (pid {worker.pid}){which} was stopped (SIGSTOP) for {self.stopped_s:g} s: continued")
         self._thawed_s[index], self._stopped_s[index] = now_s, 0.0
         self._thaws[index] += 1
@@ -160,33 +160,33 @@ class Health:
         try:
             said = os.read(worker.beats, 1 << 16)
             self._silent_s[worker.index] = 0.0
-            if not said or said.endswith(b"-"):  # it has nothing more to say
+            if not said or said.endswith(b"-"):  # it sends no more heartbeats
                 del self._silent_s[worker.index]
         except BlockingIOError:
             if worker.index in self._silent_s:
                 self._silent_s[worker.index] += passed_s
         if self._silent_s.get(worker.index, 0.0) < self.silent_s:
             return None
-        return f"has shown no sign of life for {self.silent_s:g} s"
+        return f"has sent no heartbeat for {self.silent_s:g} s"
 
 
 def end(workers: Sequence[Worker], grace_s: float, crash_grace_s: float, hurry: Callable[[], bool]) -> list[int]:
-    """Asks all that still run to end, and kills those that do not, with all that any of them has started.
+    """Sends SIGTERM to all running workers, and kills those that do not end, with all their children.
 
     Args:
-      workers: all of them.
-      grace_s: seconds that they have, for a save.
-      crash_grace_s: seconds that are left once one has ended badly, or `hurry` says so: there will be no save.
-      hurry: asked again and again.
+      workers: all workers.
+      grace_s: seconds that they have to save and end.
+      crash_grace_s: seconds that they have once one has failed or `hurry` returns True: there will be no save.
+      hurry: polled.
 
     Returns:
-      The process ids of those that even SIGKILL has not ended.
+      The process ids of workers that did not die even by SIGKILL.
     """
     began_s, short_s = time.monotonic(), None
     members = guard.Members([worker.pid for worker in workers])
     for worker in workers:
         if worker.code is None:
-            worker.send(signal.SIGTERM, signal.SIGCONT)  # what is stopped takes the first when it goes on
+            worker.send(signal.SIGTERM, signal.SIGCONT)  # a stopped process receives the first when it continues
     while None in (codes := [worker.code for worker in workers]):
         now_s = time.monotonic()
         badly = any(code not in (None, 0, 128 + signal.SIGTERM, 128 + signal.SIGINT) for code in codes)
@@ -206,14 +206,14 @@ def _continue(pids: Iterable[int]) -> None:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What a child does first, on Linux: it asks for SIGTERM when its parent, however that is ended, is no more."""
+    """A function for a child to call first, on Linux: the kernel is to send it SIGTERM when its parent ends."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was quicker
+        if os.getppid() != parent:  # the parent has already ended
             os.kill(os.getpid(), signal.SIGTERM)
 
     return ask

@@ -42,7 +42,7 @@ def draw(
       width, height: characters of the area inside the axes.
 
     Returns:
-      The rows of text, top first, axes and their numbers included; none where there is nothing to draw.
+      The lines of text, top first, including axes and labels; empty if there is nothing to draw.
     """
     xs, ys = np.concatenate([line[0], marks[0]]), np.concatenate([line[1], marks[1]])
     if not len(xs):
@@ -92,7 +92,7 @@ def _characters(dots: np.ndarray) -> list[list[str]]:
 
 
 def _x_labels(low: float, high: float, width: int, column: Callable[[float, int], np.ndarray]) -> str:
-    """Round numbers, each centred below its place on the axis, as many as fit."""
+    """Labels of the x axis: round numbers, each centred below its tick, as many as fit."""
     text = ""
     for x in ticks(low, high, max(2, width // 10)):
         label = f"{x:,.0f}" if x == round(x) else f"{x:g}"

@@ -30,12 +30,11 @@ _TERMINAL_TRAIN, _TERMINAL_EVAL = "cyan", "red"  # named colours follow the term
 
 @configurable
 class LossCurve(Callback):
-    """Draws loss_curve.png and a terminal chart when a run ends; place it after MetricsFile, whose file it reads.
+    """Draws loss_curve.png and a terminal chart when a run ends; put it after MetricsFile, whose file it reads.
 
     Args:
-      baseline_bits_per_byte: drawn as a dashed line, where evaluations have bits per byte; None: the evaluations'
-        `unigram_bits_per_byte` if they have it.
-      baseline_label: what the line is.
+      baseline_bits_per_byte: a dashed line, if evaluations report bits per byte; None: their `unigram_bits_per_byte`.
+      baseline_label: the line's label.
       terminal: whether to print the chart.
       console: where to print it; None: standard output.
     """
@@ -59,7 +58,7 @@ class LossCurve(Callback):
     def on_train_begin(self, run: RunInfo) -> None:
         self._model_dir = run.model_dir
         path = os.path.join(run.model_dir, CURVE_FILE)
-        if os.path.isdir(path):  # said now, not after the last step
+        if os.path.isdir(path):  # raise now, not after the last step
             raise folder_error(path)
 
     def on_train_end(self, step: int, reason: str) -> None:
@@ -73,17 +72,17 @@ class LossCurve(Callback):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What is drawn: finite losses by step, as a rule in nats per token, and what the title says.
+    """Data of the chart: finite losses by step, usually in nats per token, and numbers for the title.
 
     Attributes:
       train_steps, train_loss, eval_steps, eval_loss: [points] each.
-      bits_per_byte: of the last evaluation; None where it is not known.
-      bits_per_nat: bits per byte of a loss of one nat per token on the validation text; None as above.
+      bits_per_byte: of the last evaluation; None: unknown.
+      bits_per_nat: bits per byte on the validation text for a loss of one nat per token; None: unknown.
       baseline: loss of the baseline in nats per token; None: none.
-      baseline_label: what it is.
+      baseline_label: label of the baseline.
       resumed: steps at which the run resumed.
-      param_count, tokens: of the model, and read in training so far; None where the file does not say.
-      unit: what is said of the loss's; nothing of one that is no cross entropy.
+      param_count, tokens: parameters of the model, tokens trained on so far; None: not in the file.
+      unit: the end of the loss's label; empty for a loss that is not a cross entropy.
     """
 
     train_steps: np.ndarray
@@ -101,10 +100,10 @@ class Curves:
 
 
 def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline_label: str = "unigram") -> Curves:
-    """Reads the curves of a whole run, over all its starts, from its metrics.jsonl.
+    """Reads the curves of a run, over all its starts, from its metrics.jsonl.
 
     Raises:
-      UserError: there is no such file.
+      UserError: the file does not exist.
     """
     try:
         records = read_metrics(path)
@@ -137,7 +136,7 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over about a twentieth of the points, narrower towards both ends so that it has no lag."""
+    """Centred running mean over about 5% of the points; the window narrows towards both ends to avoid a lag."""
     count = len(values)
     index = np.arange(count)
     half = np.minimum(count // 40, np.minimum(index, count - 1 - index))
@@ -146,10 +145,10 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def save_png(curves: Curves, path: str) -> None:
-    """Draws the curves to a PNG file; the old picture stays until the new one is whole.
+    """Writes the curves to a PNG file atomically.
 
     Raises:
-      UserError: a folder has the file's name.
+      UserError: `path` is a folder.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -168,7 +167,7 @@ def save_png(curves: Curves, path: str) -> None:
 
 
 def print_chart(curves: Curves, console: Console) -> None:
-    """Prints the curves in characters."""
+    """Prints the curves as a chart of characters."""
     from rich.text import Text
 
     width = max(20, min(72, console.width - 14))
@@ -225,7 +224,7 @@ def _figure(curves: Curves) -> Any:
     left = min([*curves.train_steps[:1], *curves.eval_steps[:1]])
     right = axes.get_xlim()[1]
     left = 0 if left <= 0.1 * right else left
-    axes.set_xlim(left, max(right, left + 1))  # a single point after a resumption has no width of its own
+    axes.set_xlim(left, max(right, left + 1))  # a single point after a resumption has no extent
     _label_ends(axes, curves)
     figure.text(0.075, 0.93, f"Loss{curves.unit}", fontsize=13, color=_INK, weight="bold", va="center")
     figure.text(0.075, 0.878, _subtitle(curves), fontsize=9.5, color=_FAINT, va="center")
@@ -248,7 +247,7 @@ def _draw_lines(axes: Any, curves: Curves) -> None:
 
 
 def _label_ends(axes: Any, curves: Curves) -> None:
-    """Names each line at its right end, in its colour, moved apart where two would touch."""
+    """Labels each line at its right end, in its colour; labels that would overlap are moved apart."""
     labels: list[tuple[float, str, str]] = []
     if len(curves.eval_loss):
         labels.append((curves.eval_loss[-1], f"validation {curves.eval_loss[-1]:.3f}", _EVAL))
@@ -258,19 +257,19 @@ def _label_ends(axes: Any, curves: Curves) -> None:
     if curves.baseline is not None:
         labels.append((curves.baseline, f"{curves.baseline_label} {curves.baseline:.3f}", _INK))
     low, high = axes.get_ylim()
-    places = spread([(y - low) / (high - low) for y, _, _ in labels], gap=0.05)
-    for place, (_, text, colour) in zip(places, labels, strict=True):
+    heights = spread([(y - low) / (high - low) for y, _, _ in labels], gap=0.05)
+    for height, (_, text, colour) in zip(heights, labels, strict=True):
         axes.annotate(
-            text, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", color=colour,
+            text, (1, height), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", color=colour,
             fontsize=10, va="center", annotation_clip=False,
         )  # fmt: skip
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """The places moved apart to at least `gap`, each group of touching ones staying centred, in the order given."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Moves heights apart to at least `gap`; overlapping ones stay centred as a group. Keeps their order."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
     groups: list[list[int]] = []
-    centre = lambda group: sum(places[i] for i in group) / len(group)
+    centre = lambda group: sum(heights[i] for i in group) / len(group)
     for i in order:
         groups.append([i])
         while len(groups) > 1:
@@ -278,7 +277,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
             if centre(above) - centre(below) >= gap * (len(above) + len(below)) / 2:
                 break
             groups[-2:] = [below + above]
-    result = [0.0] * len(places)
+    result = [0.0] * len(heights)
     for group in groups:
         for rank, i in enumerate(group):
             result[i] = centre(group) + gap * (rank - (len(group) - 1) / 2)

@@ -1,4 +1,4 @@
-"""Which callbacks a run has."""
+"""The callbacks of a run: the usual ones, or those of its Gin file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Monitoring:
     """The callbacks of a run.
 
     Attributes:
-      callbacks: None: the usual ones (metrics file, TensorBoard, progress line, loss curve).
-      more: called after them.
+      callbacks: the callbacks; None: the usual ones (metrics file, TensorBoard, progress line, loss curve).
+      more: additional callbacks, called after them.
     """
 
     callbacks: tuple[Callback, ...] | None = None
@@ -32,7 +32,7 @@ class Monitoring:
 
 
 class ConfigFile(Callback):
-    """Writes config.gin into the run folder: only once the run has started, so a refused change leaves it as it was."""
+    """Writes config.gin into the run folder when training starts, so that a refused change does not overwrite it."""
 
     def on_train_begin(self, run: RunInfo) -> None:
         folder = run_manifest.folder_of(run.model_dir)
@@ -41,7 +41,7 @@ class ConfigFile(Callback):
 
 
 class Seal(Callback):
-    """Keeps the hashes of what the other callbacks write in the run folder's manifest.json; it comes after them."""
+    """Updates the hashes in the run folder's manifest.json after the other callbacks have written their files."""
 
     def __init__(self) -> None:
         self._model_dir = ""
@@ -57,5 +57,5 @@ class Seal(Callback):
 
 
 def usual() -> list[Callback]:
-    """What a run has when its Gin file says nothing."""
-    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]  # the metrics first: the others read them
+    """The default callbacks of a run."""
+    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]  # MetricsFile first: the others read its file

@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's time in which it made progress, and what took the rest, over all its starts.
+"""Goodput: the share of a run's time, over all its starts, that was spent on steps that count, and the causes of the rest.
 
-The categories follow what Google Cloud's ML productivity goodput counts as badput: start, set-up, restore, data, saves,
-steps that were lost to an interruption.
+The categories are those that Google Cloud's ML productivity goodput counts as badput: start, set-up, restore, data, saves,
+and steps that an interruption lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from capibara.monitoring.trackers.loggers import AGAIN
 
-# The order in which they are shown.
+# In the order in which they are printed.
 CATEGORIES = (
     *("productive", "data_wait", "rollout", "evaluate", "save", "start", "set_up", "restore", "reference"),
     *("lost", "down", "other"),
@@ -21,7 +21,7 @@ CATEGORIES = (
 
 @dataclasses.dataclass
 class _Life:
-    """One start of a run, or what follows going back: its records, to the last before the next."""
+    """The records between one start of a run, or roll-back, and the next."""
 
     records: list[Mapping[str, Any]]
 
@@ -43,13 +43,13 @@ class _Life:
 
 
 def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by category, and all of them as "total".
+    """Seconds by category, and their sum as "total".
 
     Args:
       records: all lines of metrics.jsonl in the order in which they were written (loggers.all_records).
 
     Returns:
-      Nothing where no run was started.
+      An empty dict if no run was started.
     """
     lives: list[_Life] = []
     for record in records:
@@ -72,7 +72,7 @@ def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
-    """Adds a life's seconds; of its steps those after `kept_steps` were lost: the next life made them again."""
+    """Adds the seconds of one life; its steps after `kept_steps` count as lost, since the next life repeats them."""
     step = life.first_step
     for record in life.records:
         if record["kind"] == "train":
@@ -89,7 +89,7 @@ def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
 
 
 def line(spent: Mapping[str, float]) -> str | None:
-    """The account in one line; None where there is none."""
+    """The account in one line; None: it is empty."""
     if not spent or spent["total"] <= 0:
         return None
     shares: Sequence[str] = [

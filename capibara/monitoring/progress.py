@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: one live line, or plain lines where the output is no terminal."""
+"""Progress of a run in the terminal: one live line, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-_LIVE_EVERY_S = 0.2  # how often the live line may change within an evaluation or a rollout
-_LINE_EVERY_S = 30.0  # how long there may be no line where there is no live one
+_LIVE_EVERY_S = 0.2  # least time between updates of the live line during an evaluation or a rollout
+_LINE_EVERY_S = 30.0  # time between plain lines
 _WAITING = "waiting for the first step"
-_SPEED_MEMORY = 0.8  # weight of the past in the time a step takes, for the time that is left
+_SPEED_MEMORY = 0.8  # decay of the moving average of the step time, which gives the remaining time
 
 
 @configurable
@@ -29,7 +29,7 @@ class ProgressLine(Callback):
     """Shows step, loss, learning rate, speed, MFU and the time left; evaluations and samples as lines of their own.
 
     Args:
-      sample_characters: longest sample that is shown; the whole text is in metrics.jsonl.
+      sample_characters: samples are truncated to this length; the whole text is in metrics.jsonl.
       console: where to print; None: standard output.
     """
 
@@ -37,9 +37,9 @@ class ProgressLine(Callback):
         self._sample_characters = sample_characters
         self._given_console = console
         self._live: Live | None = None
-        self._run: RunInfo  # from on_train_begin on
+        self._run: RunInfo  # set by on_train_begin
         self._began = self._last_time = 0.0
-        self._shown_s = 0.0  # when anything was
+        self._shown_s = 0.0  # time of the last output
         self._line, self._evaluated = _WAITING, False
         self._last_step = 0
         self._seconds_per_step: float | None = None
@@ -128,7 +128,7 @@ class ProgressLine(Callback):
         if "grad_norm" in metrics:
             parts.append(f"grad {metrics['grad_norm']:.3g}")
         if metrics.get("skipped"):
-            parts.append(f"{_count(int(metrics['skipped']), 'update')} left out")
+            parts.append(f"{_count(int(metrics['skipped']), 'update')} skipped")
         if "tokens_per_s" in metrics:
             parts.append(f"{quantity(metrics['tokens_per_s'])} tokens/s")
         step_s = metrics.get("step_s", 0.0)
@@ -148,14 +148,14 @@ class ProgressLine(Callback):
 
     def _print(self, line: str, style: str = "") -> None:
         self._shown_s = time.perf_counter()
-        # Text, not markup: a path or a sample may hold square brackets. Long lines are the terminal's to wrap.
+        # Text, not markup: a path or a sample may contain square brackets. The terminal wraps long lines.
         from rich.text import Text
 
         self._console.print(Text(line, style), soft_wrap=True)
 
 
 def make_console() -> Console:
-    """A console on standard output; characters that its encoding does not have are shown escaped."""
+    """A console on standard output; characters that its encoding does not have are escaped."""
     import sys
 
     from rich.console import Console
@@ -177,7 +177,7 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: 42s, 3m05s, 2h10m, 3d04h."""
+    """A duration in its two largest units: 42s, 3m05s, 2h10m, 3d04h."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -210,20 +210,20 @@ def _live_line(console: Console) -> Live:
     live = Live(
         Text(_WAITING),
         console=console,
-        auto_refresh=False,  # no thread: the line changes when a step is logged, and the step's cores stay free
+        auto_refresh=False,  # no thread, which would take CPU time from the step: refresh when a step is logged
         transient=True,
-        redirect_stderr=sys.stderr.isatty(),  # else errors would land on standard output
+        redirect_stderr=sys.stderr.isatty(),  # otherwise errors would go to standard output
     )
-    atexit.register(live.stop)  # after a fault the cursor must come back
+    atexit.register(live.stop)  # shows the cursor again after a fault
     return live
 
 
 def _nothing_left(run: RunInfo, reason: str) -> str:
     if reason == "early_stopping":
-        return f"nothing to do: the run stopped early at step {run.start_step}; raise Evaluation.patience to go on"
+        return f"nothing to do: the run stopped early at step {run.start_step}; raise Evaluation.patience to continue"
     return (
         f"nothing to do: the run is at step {run.start_step} of {run.total_steps} already; raise TRAIN_STEPS "
-        "(--gin.TRAIN_STEPS=...) to go on"
+        "(--gin.TRAIN_STEPS=...) to continue"
     )
 
 

@@ -1,4 +1,4 @@
-"""One line on standard error that says what a long job does; plain lines, few of them, where it is no terminal."""
+"""A status line on standard error for long jobs; a few plain lines if it is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PLAIN_AFTER_S, _PLAIN_EVERY_S = 2.0, 30.0
 
 
 class StatusLine:
-    """Shows the latest text; a context manager, which leaves the line empty.
+    """Shows the latest text; as a context manager it clears the line at the end.
 
     Args:
-      stream: where; None: standard error.
+      stream: where to write; None: standard error.
     """
 
     def __init__(self, stream: IO[str] | None = None):
@@ -28,12 +28,12 @@ class StatusLine:
         self._write("\r\x1b[K" if self._live else "")
 
     def show(self, topic: str, detail: str) -> None:
-        """Shows `topic, detail`; without a terminal not at once, only a new topic, and the same one every half minute."""
+        """Shows `topic, detail`; if it is not a terminal, only a new topic, and the same one again every 30 seconds."""
         now_s = time.monotonic()
         if self._live:
             self._write(f"\r\x1b[K{topic}, {detail}")
         elif now_s - self._begun_s < _PLAIN_AFTER_S:
-            return  # no long job so far
+            return  # the job has not taken long yet
         elif topic != self._topic or now_s - self._said_s >= _PLAIN_EVERY_S:
             self._topic, self._said_s = topic, now_s
             self._write(f"{topic}, {detail}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
@@ -20,19 +21,27 @@ Metrics = dict[str, jax.Array]
 
 
 class Normalization(enum.StrEnum):
-    """What a sum of losses, and so the gradient, is divided by.
+    """The divisor of the summed loss, and so of the gradient.
 
-    tokens: the real targets' weights, so that each token weighs the same wherever it lies (T5X: NUM_REAL_TARGET_TOKENS).
-    places: all places of the batch, padding too (T5X: NUM_TOTAL_TARGET_TOKENS).
-    documents: each document's loss by its own tokens, and the sum of these by how many they are (T5X:
+    tokens: the sum of the targets' weights, so that every token counts the same (T5X: NUM_REAL_TARGET_TOKENS).
+    positions: the number of target positions of the batch, padding included (T5X: NUM_TOTAL_TARGET_TOKENS).
+    documents: each document's loss is divided by its tokens, and their sum by the number of documents (T5X:
       AVERAGE_PER_SEQUENCE).
-    sum: nothing (T5X: None).
+    sum: none (T5X: None).
     """
 
     TOKENS = "tokens"
-    PLACES = "places"
+    POSITIONS = "positions"
     DOCUMENTS = "documents"
     SUM = "sum"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Normalization | None:
+        if value != "places":
+            return None
+        line = 'note: the loss normalization "places" is now "positions": the next version does not know the old name'
+        print(line, file=sys.stderr)
+        return cls.POSITIONS
 
 
 class Objective(NamedTuple):
@@ -117,7 +126,7 @@ def of_cross_entropy(
         match normalization:
             case Normalization.TOKENS | Normalization.DOCUMENTS:
                 return weight
-            case Normalization.PLACES:
+            case Normalization.POSITIONS:
                 return float(math.prod(batch["targets"].shape))
             case Normalization.SUM:
                 return 1.0

@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules by name, and the logical axes of an optimizer's state.
 
-`axes` is everywhere a tree like the parameters whose leaves are tuples of logical axis names, one name (or None) per
+In this package `axes` is a tree like the parameters whose leaves are tuples of logical axis names, one name (or None) per
 dimension: ("layers", "embed", "mlp"), ("vocab", "embed"), ("layers", "embed").
 """
 
@@ -63,25 +63,25 @@ class Optimizer(StandardOptimizer):
     learning rate is relative to the root mean square of each weight unless parameter_scale is False; lion (Chen et
     al. 2023, arXiv:2302.06675); muon (Jordan 2024; scaled as in Liu et al. 2025, arXiv:2502.16982, so that AdamW's
     learning rates fit) for the matrices of the hidden layers, AdamW for embeddings, output head, biases and norms;
-    sgd with momentum. Stacked layers are treated as separate weights by all of them.
+    sgd with momentum. All of them treat stacked layers as separate weights.
 
     Attributes:
       name: the update rule.
       schedule: the learning rate.
-      weight_decay: share of a weight that the update takes away, times the learning rate. Only weights that map one
-        space to another decay: biases and norm scales do not.
+      weight_decay: weight decay, multiplied by the learning rate. Only matrices decay; biases and norm scales do not.
       b1: decay of the first moment: adamw, lion, and adamw inside muon.
-      b2: decay of the second moment, for lion of the momentum; None is 0.95, for lion 0.99.
-      eps: what adamw and muon add to denominators.
-      momentum: muon (None is 0.95), sgd (None is 0.9), adafactor (None is without; of updates, learning rate included).
-      nesterov: whether muon and sgd look ahead along their momentum.
-      muon_rms: root mean square of muon's update before the learning rate; 0.2 is what AdamW's is.
-      factored_min_size: adafactor keeps row and column moments where both sides of a weight, as a matrix, have this
-        size; heads and their features are one side. Adafactor.factoring has other rules.
+      b2: decay of the second moment (lion: of the momentum); None: 0.95 (lion: 0.99).
+      eps: added to denominators by adamw and muon.
+      momentum: muon (None: 0.95), sgd (None: 0.9), adafactor (None: no momentum; otherwise of the updates after the
+        learning rate).
+      nesterov: whether muon and sgd use Nesterov momentum.
+      muon_rms: root mean square of muon's update before the learning rate; AdamW's is about 0.2.
+      factored_min_size: adafactor factors the second moment of a weight if both sides of it, as a matrix, have at least
+        this size; heads and their features are one side. Adafactor.factoring has other rules.
       parameter_scale: whether adafactor's update is relative to the weight.
-      adafactor: what else adafactor has.
-      clip_norm: gradients are scaled down to this global norm; None is no limit.
-      state_dtype: how the moments of weights are stored between updates. Adafactor's are small by themselves.
+      adafactor: further options of adafactor.
+      clip_norm: gradients are scaled down to this global norm; None: no clipping.
+      state_dtype: how the moments of weights are stored between updates; not for adafactor, whose moments are small.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
@@ -109,13 +109,13 @@ class Optimizer(StandardOptimizer):
             raise UserError(f"Optimizer.factored_min_size is {self.factored_min_size}, must be at least 2: try 128")
         if self.name is OptimizerName.ADAFACTOR and self.state_dtype is not StateDtype.FLOAT32:
             raise UserError(
-                f"Optimizer.state_dtype is {self.state_dtype}, which adafactor's row and column moments do not take: "
-                "set float32, or another Optimizer.name"
+                f"Optimizer.state_dtype is {self.state_dtype}, but adafactor's moments must be float32: set float32, or "
+                "another Optimizer.name"
             )
         if self.name is OptimizerName.ADAFACTOR and self.weight_decay and self.adafactor.decays:
             raise UserError(
-                f"Optimizer.weight_decay ({self.weight_decay}) and Adafactor.weight_decay_rate are two ways to decay: set "
-                "Optimizer.weight_decay = 0.0, or take the other out"
+                f"Optimizer.weight_decay ({self.weight_decay}) and Adafactor.weight_decay_rate exclude each other: set "
+                "Optimizer.weight_decay = 0.0, or remove the other"
             )
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
@@ -125,7 +125,7 @@ class Optimizer(StandardOptimizer):
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
         if self.name is OptimizerName.ADAFACTOR and dtype is not self.state_dtype:
-            raise UserError("with Optimizer.name adafactor, which keeps float32 sums only")
+            raise UserError("with Optimizer.name adafactor, whose moments are float32 only")
         return super().with_state_dtype(dtype)
 
     def rule(self, axes: PyTree) -> optax.GradientTransformation:
@@ -141,12 +141,12 @@ class Optimizer(StandardOptimizer):
                 hidden = jax.tree.map(lambda a: "muon" if hidden_matrix(a) else "adamw", axes, is_leaf=is_axes)
                 muon = _muon(axes, _default(self.momentum, 0.95), self.eps, self.nesterov, self.muon_rms)
                 return optax.partition({"muon": muon, "adamw": adam}, hidden)
-        raise ValueError(f"{self.name} has a rule of its own")
+        raise ValueError(f"{self.name} does not use `rule`")
 
     def _adafactor(self, axes: PyTree, schedule: StepFunction) -> list[optax.GradientTransformation]:
-        """From gradients to updates, weight decay and learning rate included.
+        """The transformations from gradients to updates, including weight decay and learning rate.
 
-        Where there is no momentum the parts, and so the state, are in the order that they always had.
+        Without momentum their order, and so the structure of the state, is that of older checkpoints.
         """
         own, old = self.adafactor, self.adafactor.factoring is Factoring.DIMENSIONS
         rule = adafactor.Rule(own, axes, min_size=self.factored_min_size, parameter_scale=self.parameter_scale)
@@ -169,9 +169,9 @@ class Optimizer(StandardOptimizer):
 
 
 def hidden_matrix(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which dimensions of a weight are a matrix's inputs and outputs; None for everything but hidden matrices.
+    """The input and output dimensions of a hidden matrix (see `matrices.sides`); None: the weight is not one.
 
-    Which they are says `matrices.sides`. Stack axes hold independent matrices.
+    Along stack axes there are independent matrices.
     """
     sides = matrices.sides(axes)
     if sides is None or set(axes) & set(matrices.LOOKUP_AXES):
@@ -189,10 +189,10 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
 
     Returns:
       A tree like `jax.eval_shape(tx.init, abstract_params)` whose leaves are tuples with one entry per dimension:
-      the parameter's axes where a leaf mirrors a parameter (the scales of 8-bit blocks too, though one dimension of
-      theirs is shorter and may not divide over its mesh axes), what a node that has axes of its own says (HasAxes),
-      None (replicated) for every dimension of anything else, () for scalars. Containers of the state are tuples
-      too: map it beside the abstract state, `jax.tree.map(fn, state, axes)`, or with `is_leaf=is_axes`.
+      for a leaf that mirrors a parameter, the parameter's axes (also for the scales of 8-bit blocks, though their shorter
+      dimension may not divide over its mesh axes); for a node with `HasAxes`, what it returns; for other leaves None
+      (replicated) in every dimension, () for scalars. Containers of the state are tuples, too: map the tree beside the
+      abstract state, `jax.tree.map(fn, state, axes)`, or with `is_leaf=is_axes`.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
     named = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
@@ -218,7 +218,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
 
 
 def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float) -> optax.GradientTransformation:
-    """Momentum, orthogonalised matrix by matrix, then scaled to root mean square `rms`."""
+    """Muon's update: momentum, orthogonalised matrix by matrix, then scaled to root mean square `rms`."""
     numbers = jax.tree.map(lambda a: hidden_matrix(a) or optax.MaskedNode(), axes, is_leaf=is_axes)
 
     def scale(updates: optax.Updates, params: Params | None) -> optax.Updates:

@@ -1,8 +1,8 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) of weights with any number of dimensions, as T5X has it.
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) for weights with any number of dimensions, as in T5X.
 
-A weight's second moment is kept as the means of its rows and of its columns. A kernel of attention, [embed, heads,
-head_dim], is a matrix from `embed` to all the heads' features: its columns are two dimensions, and how large one head is
-says nothing of whether it is factored.
+A weight's second moment is stored as the means of its rows and of its columns. An attention kernel [embed, heads,
+head_dim] is a matrix from `embed` to the features of all heads: two dimensions are its columns, so the size of one head
+does not decide whether it is factored.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Moments = tuple[jax.Array, jax.Array, jax.Array]  # v_row, v_col and v of a para
 
 
 class Factoring(enum.StrEnum):
-    """Which weights have row and column moments in place of a moment for each of their values.
+    """Which weights have a factored second moment (row and column means).
 
-    matrices: those whose two sides, [embed] and [heads x head_dim], both have Optimizer.factored_min_size: what T5X does
-    where each layer is a parameter of its own.
+    matrices: weights of which both sides, such as [embed] and [heads x head_dim], have at least
+    Optimizer.factored_min_size; T5X's rule if each layer is a parameter of its own.
 
-    stacked: of weights that are stacked over layers every matrix, the others as by "matrices": what T5X does where
-    layers are scanned (`scan_layers`).
+    stacked: every matrix that is stacked over layers; other weights as "matrices". T5X's rule if layers are scanned
+    (`scan_layers`).
 
-    dimensions: those whose two largest dimensions both have that size, whatever they are, which leaves the attention of
-    heads below it unfactored; and a momentum of updates before the learning rate. The rule of runs that were begun
-    before there were others.
+    dimensions: weights whose two largest dimensions, whatever they are, have that size, so attention with smaller heads
+    is not factored; momentum is of the updates before the learning rate. The rule of runs that were started before the
+    others existed.
     """
 
     MATRICES = "matrices"
@@ -54,26 +54,26 @@ class Factoring(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """What Adafactor has beside the fields of Optimizer, by T5X's names.
+    """Options of Adafactor beyond the fields of Optimizer, with T5X's names.
 
     T5X's beta1 is Optimizer.momentum, its min_dim_size_to_factor Optimizer.factored_min_size, its
     multiply_by_parameter_scale Optimizer.parameter_scale, its global_norm_clip_threshold Optimizer.clip_norm.
 
     Attributes:
-      factoring: which weights have row and column moments.
-      factor_map: (pattern, roles) of parameters by name ("layers/attention/query"): the first pattern found in a name says
-        what each of its dimensions is, "row", "column", "batch" (weights of their own are stacked along it) or "none".
-        Roles without rows or columns: not factored. Holds whatever the sizes are.
+      factoring: which weights are factored.
+      factor_map: (pattern, roles) for parameter names ("layers/attention/query"): the first pattern found in a name gives
+        the role of each dimension, "row", "column", "batch" (independent weights are stacked along it) or "none".
+        Without rows and columns the parameter is not factored. It overrides the rule of sizes.
       decay_rate: the second moments' decay at update t is 1 - t ** -decay_rate.
-      step_offset: updates before the first of this kind, for fine-tuning that continues to count the steps.
-      clipping_threshold: updates of a weight are scaled down to this root mean square; None is no limit.
-      epsilon1: is added to squared gradients.
-      epsilon2: the least scale of a parameter.
-      max_parameter_scale: the largest one; None is no limit.
-      parameter_scale_map: (pattern, whether) of parameters by name, in place of Optimizer.parameter_scale.
-      weight_decay_rate: the share of every parameter, norm scales too, that an update takes away, whatever the learning
-        rate; None is none. Optimizer.weight_decay is the other way, for weights and times the learning rate.
-      weight_decay_rate_lr_exponent: weight_decay_rate (None: 1) is times the learning rate to this power.
+      step_offset: steps before the first update of this optimizer, for fine-tuning that continues to count steps.
+      clipping_threshold: a weight's update is scaled down to this root mean square; None: no clipping.
+      epsilon1: added to squared gradients.
+      epsilon2: the smallest scale of a parameter.
+      max_parameter_scale: the largest scale of a parameter; None: no limit.
+      parameter_scale_map: (pattern, flag) for parameter names; overrides Optimizer.parameter_scale.
+      weight_decay_rate: decay of every parameter, including norm scales, independent of the learning rate; None: none.
+        Optimizer.weight_decay is the alternative, for matrices and multiplied by the learning rate.
+      weight_decay_rate_lr_exponent: weight_decay_rate (None: 1) is multiplied by the learning rate to this power.
     """
 
     factoring: Factoring = Factoring.MATRICES
@@ -111,16 +111,16 @@ class Adafactor:
                 )
             if ("row" in roles) != ("column" in roles):
                 raise UserError(
-                    f"Adafactor.factor_map has {roles} for {pattern!r}, must have rows and columns, or neither"
+                    f"Adafactor.factor_map has {roles} for {pattern!r}, must have both rows and columns, or neither"
                 )
 
     @property
     def decays(self) -> bool:
-        """Whether it decays parameters in T5X's way."""
+        """Whether parameters decay by weight_decay_rate."""
         return self.weight_decay_rate is not None or bool(self.weight_decay_rate_lr_exponent)
 
     def decay_of(self, learning_rate: jax.Array) -> jax.Array | float:
-        """The share of a parameter that an update with this learning rate takes away."""
+        """The factor by which an update with this learning rate decays a parameter."""
         if not self.weight_decay_rate_lr_exponent:
             return self.weight_decay_rate or 0.0
         return (self.weight_decay_rate or 1.0) * learning_rate**self.weight_decay_rate_lr_exponent
@@ -128,11 +128,11 @@ class Adafactor:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What the dimensions of a parameter are.
+    """The roles of a parameter's dimensions.
 
     Attributes:
-      rows, columns: () both: it is not factored.
-      own: those of one of the weights that are stacked in it.
+      rows, columns: dimensions of the matrix; both empty: it is not factored.
+      own: all dimensions but those along which independent weights are stacked.
     """
 
     rows: Dims
@@ -143,14 +143,14 @@ class Parts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FactoredState:
-    """State of `scale_by_factored_rms`; what a parameter has not is a zero of the shape [1].
+    """State of `scale_by_factored_rms`; a moment that a parameter does not have is a zero of shape [1].
 
     Attributes:
-      count: updates done, int32.
-      v_row: tree like the parameters, of the means over columns: a parameter's shape without these dimensions.
-      v_col: of the means over rows.
-      v: of the second moments of those that are not factored.
-      parts: of each parameter, in the order of jax.tree.leaves.
+      count: number of updates, int32.
+      v_row: tree like the parameters: second moments averaged over columns (the shape without these dimensions).
+      v_col: tree like the parameters: second moments averaged over rows.
+      v: tree like the parameters: second moments of those that are not factored.
+      parts: roles of the dimensions of each parameter, in the order of jax.tree.leaves.
     """
 
     count: jax.Array
@@ -160,7 +160,7 @@ class FactoredState:
     parts: tuple[Parts, ...] = dataclasses.field(metadata={"static": True})
 
     def axes_of(self, axes: PyTree) -> FactoredState:
-        """The logical axes of every leaf, by those of the parameters."""
+        """The logical axes of every leaf, from those of the parameters."""
         names, structure = jax.tree.flatten(axes, is_leaf=tree.is_axes)
 
         def without(dropped: Callable[[Parts], Dims]) -> PyTree:
@@ -174,26 +174,26 @@ class FactoredState:
 
 
 class Rule:
-    """Adafactor for parameters with these axes, in parts that an optimizer chains.
+    """The transformations of Adafactor for parameters with these axes; an optimizer chains them.
 
     Args:
-      config: its own options.
+      config: options.
       axes: tree like the parameters, of tuples of logical axis names.
-      min_size: of a side, or of a dimension, that is factored.
-      parameter_scale: whether updates are relative to the parameter, where config.parameter_scale_map says nothing.
+      min_size: smallest size of a side (or dimension) that is factored.
+      parameter_scale: whether updates are relative to the parameter, if config.parameter_scale_map has no match.
     """
 
     def __init__(self, config: Adafactor, axes: PyTree, *, min_size: int, parameter_scale: bool):
         self.config, self.axes, self.min_size, self.parameter_scale = config, axes, min_size, parameter_scale
 
     def parts(self, params: PyTree) -> tuple[Parts, ...]:
-        """Of each parameter (or what has its shape)."""
+        """The roles of the dimensions of each parameter (arrays or shapes), in the order of jax.tree.leaves."""
         names = jax.tree.leaves(self.axes, is_leaf=tree.is_axes)
         named = zip(tree.path_names(params), jax.tree.leaves(params), names, strict=True)
         return tuple(self._parts(name, leaf.shape, axes) for name, leaf, axes in named)
 
     def scale_by_factored_rms(self) -> optax.GradientTransformation:
-        """Gradients over the root of their second moments."""
+        """Divides gradients by the root of their second moments."""
         config = self.config
 
         def init(params: Params) -> FactoredState:
@@ -208,7 +208,7 @@ class Rule:
         ) -> tuple[optax.Updates, FactoredState]:
             del params
             t = jnp.asarray(state.count - config.step_offset + 1, jnp.float32)
-            if config.step_offset:  # before it, as at the first update, moments are those of the gradient at hand
+            if config.step_offset:  # up to it, as at the first update, the moments are those of the current gradient
                 t = jnp.maximum(t, 1.0)
             decay = 1.0 - t ** (-config.decay_rate)
             leaves, structure = jax.tree.flatten(grads)
@@ -224,14 +224,14 @@ class Rule:
         return optax.GradientTransformation(init, update)
 
     def clip_by_rms(self) -> optax.GradientTransformation:
-        """Updates scaled down to a root mean square of `clipping_threshold`, weight by weight."""
+        """Scales updates down to a root mean square of `clipping_threshold`, weight by weight."""
         limit = self.config.clipping_threshold
         return self._stateless(
             lambda u, _p, own, _n: u if limit is None else u / jnp.maximum(1.0, _rms(u, own) / limit)
         )
 
     def scale_by_parameter_rms(self) -> optax.GradientTransformation:
-        """Updates times their parameter's root mean square, within `epsilon2` and `max_parameter_scale`."""
+        """Multiplies updates by their parameter's root mean square, clipped to [`epsilon2`, `max_parameter_scale`]."""
         least, most = self.config.epsilon2, self.config.max_parameter_scale
 
         def scaled(update: jax.Array, param: jax.Array, own: Dims, name: str) -> jax.Array:
@@ -274,17 +274,17 @@ class Rule:
             return Parts((), (), own)
         stacked = len(own) < len(shape) and self.config.factoring is Factoring.STACKED
         small = min(math.prod(shape[i] for i in side) for side in sides) < self.min_size
-        if small and not stacked or stacked and "position" in axes:  # T5X factors no relative positions
+        if small and not stacked or stacked and "position" in axes:  # T5X does not factor relative positions
             return Parts((), (), own)
         inputs, outputs = sides
         return Parts(outputs, inputs, own) if axes[outputs[-1]] == "embed" else Parts(inputs, outputs, own)
 
 
 def decay(rate: Callable[[jax.Array], jax.Array | float], mask: PyTree | None) -> optax.GradientTransformation:
-    """Takes a share of the parameters away, after everything else.
+    """Weight decay that is applied after all other transformations.
 
     Args:
-      rate: updates done before -> the share.
+      rate: (number of earlier updates) -> the factor of decay.
       mask: tree like the parameters, of bools: which of them decay; None: all.
     """
 
@@ -315,7 +315,7 @@ def _empty(param: jax.Array, parts: Parts) -> Moments:
 def _scaled(
     grad: jax.Array, kept: list[jax.Array], parts: Parts, decay: jax.Array, epsilon: float
 ) -> tuple[jax.Array, Moments]:
-    """A gradient over the root of its second moment, and the new v_row, v_col and v."""
+    """Divides a gradient by the root of its second moment; also returns the new v_row, v_col and v."""
     (v_row, v_col, v), square = kept, jnp.square(grad) + epsilon
     mix = lambda old, new: (decay * old + (1.0 - decay) * new).astype(grad.dtype)  # noqa: E731
     nothing = jnp.zeros((1,), grad.dtype)
@@ -332,7 +332,7 @@ def _scaled(
 
 
 def _rms(x: jax.Array, own: Dims) -> jax.Array:
-    """Root mean square of each of the weights stacked in `x`; its other dimensions are 1."""
+    """Root mean square of each of the weights stacked in `x`; the dimensions `own` become 1."""
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
 
 
@@ -341,7 +341,7 @@ def _left(values: tuple[_T, ...], dropped: Dims) -> tuple[_T, ...]:
 
 
 def _transposed(structure: jax.tree_util.PyTreeDef, each: Sequence[Moments]) -> tuple[PyTree, PyTree, PyTree]:
-    """From a triple of each leaf three trees."""
+    """Three trees from one triple for each leaf."""
     v_row, v_col, v = (jax.tree.unflatten(structure, [of[i] for of in each]) for i in range(3))
     return v_row, v_col, v
 
@@ -355,5 +355,5 @@ def _check_pattern(field: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise UserError(
-            f"Adafactor.{field} has the pattern {pattern!r}, which is no regular expression ({error})"
+            f"Adafactor.{field} has the pattern {pattern!r}, must be a regular expression ({error})"
         ) from None

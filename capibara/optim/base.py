@@ -1,7 +1,7 @@
-"""What `Trainer.optimizer` takes: how gradients become updates, as a class that a Gin file binds.
+"""The interface of `Trainer.optimizer`: a class that a Gin file binds and that builds an optax transformation.
 
-A new optimizer is a frozen dataclass marked `capibara.config.configurable`: a `StandardOptimizer` where only the update
-rule is new, else an `OptimizerConfig`. examples/extend/my_optimizer.py is one.
+A new optimizer is a frozen dataclass marked `capibara.config.configurable`: a `StandardOptimizer` if only the update rule
+is new, otherwise an `OptimizerConfig`. See examples/extend/my_optimizer.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from capibara.optim.state_dtypes import StateDtype
 class OptimizerConfig(abc.ABC):
     """Configuration of an optimizer.
 
-    The state that `build(...).init` makes is sharded like the parameters where its leaves mirror them
-    (`optim.state_axes`); a node of the state with other shapes says its axes itself: see `HasAxes`.
+    Leaves of the state from `build(...).init` that mirror parameters are sharded like them (`optim.state_axes`). A node of
+    the state with other shapes must declare its axes: see `HasAxes`.
 
     Attributes:
-      schedule: the learning rate, which is logged too.
+      schedule: the learning rate; it is also logged.
       state_dtype: how the state's moments are stored between updates.
     """
 
@@ -45,21 +45,21 @@ class OptimizerConfig(abc.ABC):
           axes: tree like the parameters, of tuples of logical axis names.
 
         Returns:
-          A transformation from gradients to what is added to the parameters.
+          A transformation from gradients to the updates that are added to the parameters.
 
         Raises:
           UserError: the schedule does not fit into the run.
         """
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
-        """The same optimizer with its moments stored otherwise, for the planner, which weighs what memory that takes.
+        """The same optimizer with moments stored in another dtype; the planner compares their memory.
 
         Raises:
-          UserError: its moments cannot be stored so.
+          UserError: its moments cannot have this dtype.
         """
         if dtype is self.state_dtype:
             return self
-        raise UserError(f"with @{type(self).__name__}(), which stores its state in {self.state_dtype} alone")
+        raise UserError(f"with @{type(self).__name__}(), which stores its state only in {self.state_dtype}")
 
 
 @runtime_checkable
@@ -67,18 +67,17 @@ class HasAxes(Protocol):
     """A node of an optimizer's state whose arrays do not have the shapes of the parameters."""
 
     def axes_of(self, axes: PyTree) -> Self:
-        """The node with the logical axes of each array in its place, by those of the parameters."""
+        """The node with each array replaced by its logical axes, from those of the parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StandardOptimizer(OptimizerConfig):
-    """An update rule between a global-norm clip and decoupled, masked weight decay; a subclass gives the rule.
+    """Global-norm clip, an update rule that a subclass implements, and decoupled, masked weight decay.
 
     Attributes:
       schedule: the learning rate.
-      weight_decay: share of a weight that the update takes away, times the learning rate. Only weights that map one
-        space to another decay: biases and norm scales do not.
-      clip_norm: gradients are scaled down to this global norm; None is no limit.
+      weight_decay: weight decay, multiplied by the learning rate. Only matrices decay; biases and norm scales do not.
+      clip_norm: gradients are scaled down to this global norm; None: no clipping.
       state_dtype: how the moments of weights are stored between updates.
     """
 
@@ -96,9 +95,10 @@ class StandardOptimizer(OptimizerConfig):
 
     @abc.abstractmethod
     def rule(self, axes: PyTree) -> optax.GradientTransformation:
-        """From clipped gradients to updates, before weight decay and learning rate.
+        """The transformation from clipped gradients to updates, before weight decay and learning rate.
 
-        Its state's moments are trees like the parameters, so that they can be sharded and stored in `state_dtype`.
+        The moments in its state must be trees like the parameters, so that they can be sharded and stored in
+        `state_dtype`.
         """
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
@@ -116,8 +116,8 @@ class StandardOptimizer(OptimizerConfig):
 
 
 def decay_mask(axes: PyTree) -> PyTree:
-    """True for the weights that decay: those with at least two spaces beside the stack axes.
+    """True for the weights that decay: those with at least two spaces (see `matrices.spaces`), i.e. matrices.
 
-    A bias of attention heads, ("heads", "head_dim"), has one space (the heads' features): it does not decay.
+    A bias of attention heads, ("heads", "head_dim"), has one space, the features of all heads: it does not decay.
     """
     return jax.tree.map(lambda a: matrices.sides(a) is not None, axes, is_leaf=is_axes)

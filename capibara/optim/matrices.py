@@ -1,6 +1,7 @@
-"""Which dimensions of a weight are one space, and which of its spaces a matrix maps to which.
+"""Groups the dimensions of a weight into vector spaces, and finds the input and output side of a matrix.
 
-Axes are a tuple of logical names, one (or None) per dimension: ("layers", "embed", "heads", "head_dim").
+Axes are a tuple of logical names, one (or None) per dimension: ("layers", "embed", "heads", "head_dim"). The dimensions
+"heads" and "head_dim" together are one space: the features of all heads.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ Axes = tuple[str | None, ...]
 Dims = tuple[int, ...]
 
 STACK_AXES = ("layers", "stage", "expert")  # leading axes over which independent weights are stacked
-HEAD_AXES = ("heads", "kv_heads", "head_dim")  # neighbours among these are one space: all the heads' features
+HEAD_AXES = ("heads", "kv_heads", "head_dim")  # adjacent ones are one space: the features of all heads
 LOOKUP_AXES = ("vocab", "position")  # tables of embeddings and the output head
 
 
 def spaces(axes: Axes) -> list[list[int]]:
-    """Dimensions after the leading stack axes, grouped: neighbouring head axes are one space."""
+    """The dimensions of each space, after the leading stack axes."""
     first = next((i for i, name in enumerate(axes) if name not in STACK_AXES), len(axes))
     found: list[list[int]] = []
     for i in range(first, len(axes)):
@@ -26,10 +27,10 @@ def spaces(axes: Axes) -> list[list[int]]:
 
 
 def sides(axes: Axes) -> tuple[Dims, Dims] | None:
-    """A matrix's input dimensions and its output dimensions; None: biases, norm scales.
+    """The input and the output dimensions of a matrix; None: a bias or norm scale.
 
     The inputs are the first space after the stack axes and the outputs the rest; in a projection back to "embed" the
-    inputs are all but the last. Stack axes hold independent matrices.
+    outputs are the last space. Along stack axes there are independent matrices.
     """
     found = spaces(axes)
     if len(found) < 2:
@@ -40,6 +41,6 @@ def sides(axes: Axes) -> tuple[Dims, Dims] | None:
 
 
 def own_dims(axes: Axes) -> Dims:
-    """The dimensions of one of the weights that are stacked: all after the leading stack axes."""
+    """All dimensions after the leading stack axes, along which independent weights are stacked."""
     found = spaces(axes)
     return tuple(range(found[0][0], len(axes))) if found else ()

@@ -1,4 +1,4 @@
-"""Learning rates by the number of updates done: a warm-up and a shape, or T5X's products of factors."""
+"""Learning-rate schedules: a warm-up followed by a shape, or T5X's products of factors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from capibara.core.types import UserError
 
 StepFunction = Callable[[jax.typing.ArrayLike], jax.Array]  # updates done before -> a float32 scalar
 
-MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: what is above is a slip of the pen
+MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: a larger value is a typo
 
 
 class ScheduleConfig(abc.ABC):
-    """Configuration of a learning rate over a run; examples/extend/my_schedule.py is a new one."""
+    """Configuration of a learning-rate schedule; for a new one see examples/extend/my_schedule.py."""
 
     @abc.abstractmethod
     def build(self, total_steps: int) -> StepFunction:
-        """The learning rate as a function of the number of updates done before (0 for the first).
+        """The learning rate as a function of the number of earlier updates (0 for the first).
 
         Args:
           total_steps: updates in the whole run.
@@ -34,12 +34,12 @@ class ScheduleConfig(abc.ABC):
           A function of an int or a traced int32 scalar to a float32 scalar.
 
         Raises:
-          UserError: it does not fit into the run.
+          UserError: the schedule is longer than the run.
         """
 
 
 class ScheduleKind(enum.StrEnum):
-    """How the learning rate goes on after the warm-up."""
+    """The shape of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"
@@ -51,11 +51,11 @@ class ScheduleKind(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule(ScheduleConfig):
-    """A learning rate for every step: a linear warm-up to the peak, then what `kind` says.
+    """A linear warm-up to the peak, followed by the shape `kind`.
 
     constant stays at the peak. cosine and linear fall to `final_fraction` of it. wsd (warm-up, stable, decay; Hu et
     al. 2024, arXiv:2404.06395) stays at the peak and falls linearly over the last steps of the run. rsqrt falls as
-    sqrt(warm-up / step), without an end (T5).
+    sqrt(warm-up / step) without end (T5).
 
     Attributes:
       kind: the shape after the warm-up.
@@ -97,16 +97,16 @@ class Schedule(ScheduleConfig):
             )
 
     def build(self, total_steps: int) -> StepFunction:
-        """The learning rate as a function of the number of updates done before (0 for the first).
+        """The learning rate as a function of the number of earlier updates (0 for the first).
 
         Args:
           total_steps: updates in the whole run.
 
         Returns:
-          A function of an int or a traced int32 scalar to a float32 scalar; constant beyond the end of its decay.
+          A function of an int or a traced int32 scalar to a float32 scalar; constant after the end of its decay.
 
         Raises:
-          UserError: the warm-up, or the warm-up and wsd's decay, do not fit into the run.
+          UserError: the warm-up, or the warm-up and wsd's decay together, are longer than the run.
         """
         warmup, decay = self._lengths(total_steps)
         final = self.final_fraction
@@ -144,7 +144,7 @@ class Schedule(ScheduleConfig):
             return warmup, self.decay_steps or max(1, total_steps - warmup)
         decay = self.decay_steps or max(1, round(self.decay_fraction * total_steps))
         if not self.warmup_steps and self.decay_steps is None:
-            return warmup, min(decay, max(1, total_steps - warmup))  # the shares fit, but each was rounded
+            return warmup, min(decay, max(1, total_steps - warmup))  # rounding may make the two too long together
         if warmup + decay > total_steps:
             first = "warmup_steps" if self.warmup_steps else f"warmup_fraction = {self.warmup_fraction}"
             last = "decay_steps" if self.decay_steps else f"decay_fraction = {self.decay_fraction}"
@@ -156,7 +156,7 @@ class Schedule(ScheduleConfig):
 
 
 class Factor(enum.StrEnum):
-    """The factors of a `FactorSchedule`, by T5X's names."""
+    """The factors of a `FactorSchedule`, with T5X's names."""
 
     CONSTANT = "constant"
     LINEAR_WARMUP = "linear_warmup"
@@ -170,14 +170,14 @@ class Factor(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorSchedule(ScheduleConfig):
-    """The learning rate of T5X's `create_learning_rate_scheduler`: a product of factors, each by its own rule.
+    """The learning rate of T5X's `create_learning_rate_scheduler`: a product of factors.
 
     constant: base_learning_rate.
     linear_warmup: step / warmup_steps, up to 1.
-    linear_decay: base_learning_rate times the less of step / warmup_steps and 1 - decay_factor * (step - warmup_steps);
-      with this factor leave out the two above.
-    rsqrt_decay: 1 / sqrt(step), of the steps up to warmup_steps 1 / sqrt(warmup_steps): the flat warm-up of T5.
-    rsqrt_normalized_decay: the same times sqrt(warmup_steps), so 1 until then.
+    linear_decay: base_learning_rate * min(step / warmup_steps, 1 - decay_factor * (step - warmup_steps)); use it without
+      the two factors above.
+    rsqrt_decay: 1 / sqrt(max(step, warmup_steps)): flat during the warm-up, as in T5.
+    rsqrt_normalized_decay: the same times sqrt(warmup_steps), so 1 during the warm-up.
     decay_every: decay_factor ** (step // steps_per_decay).
     cosine_decay: half a cosine from 1 to 0 in every steps_per_cycle after warmup_steps.
 
@@ -186,10 +186,10 @@ class FactorSchedule(ScheduleConfig):
 
     Attributes:
       factors: names with `*` between them.
-      base_learning_rate: of constant and linear_decay.
-      warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: of the factors that name them.
-      step_offset: updates before the first that this counts.
-      min_learning_rate: there is no less.
+      base_learning_rate: used by constant and linear_decay.
+      warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: used by the factors above that mention them.
+      step_offset: subtracted from the step.
+      min_learning_rate: lower bound of the result.
     """
 
     factors: str = "constant * linear_warmup * rsqrt_decay"
@@ -221,7 +221,7 @@ class FactorSchedule(ScheduleConfig):
             )
 
     def build(self, total_steps: int) -> StepFunction:
-        """The learning rate as a function of the number of updates done before (0 for the first).
+        """The learning rate as a function of the number of earlier updates (0 for the first).
 
         Args:
           total_steps: updates in the whole run, at least 1; the learning rate does not depend on it.

@@ -1,7 +1,7 @@
-"""Optimizer moments in bfloat16 or 8 bits between updates; every update computes in float32.
+"""Stores optimizer moments in bfloat16 or 8 bits between updates; every update computes in float32.
 
-The moments of weights (at least two spaces: see optim.decay_mask) are stored so; those of biases and norm scales, a
-thousandth of the whole, stay float32.
+This applies to the moments of matrices (see optim.base.decay_mask). Those of biases and norm scales, a thousandth of the
+whole, stay float32.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ _EMBED = ("embed", "expert_embed")
 class StateDtype(enum.StrEnum):
     """How moments are stored between updates.
 
-    float32: as they are.
+    float32: unchanged.
 
-    bfloat16: rounded stochastically, up or down with the probability that makes it exact on average. Rounding to the
-    nearest would lose a second moment's decay: with b2 0.999 an update changes it by a thousandth, a quarter of what
-    bfloat16 can tell apart, so it would only ever grow.
+    bfloat16: rounded stochastically, so that the mean is exact. Rounding to nearest would lose the decay of a second
+    moment: with b2 0.999 an update changes it by a thousandth, a quarter of bfloat16's resolution, so it would only grow.
 
     int8: blocks of about 128 values share a float32 scale, their largest magnitude (Dettmers et al. 2021,
-    arXiv:2110.02861). The 8 bits are the signed fourth root of value / scale, which spends the codes on many orders of
-    magnitude as their dynamic map does, at a similar error and without a look-up for every value. They are rounded
-    stochastically too, and a second moment's never to zero, which would be a division by nothing (Li et al. 2023,
+    arXiv:2110.02861). A code is the signed fourth root of value / scale, which covers many orders of magnitude as their
+    dynamic map does, with a similar error and without a table look-up per value. Codes are rounded stochastically, too;
+    those of a second moment never to zero, which would make the update a division by zero (Li et al. 2023,
     arXiv:2309.01507).
     """
 
@@ -52,7 +51,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       codes: int8, or uint8 where no value is negative; the moment's shape.
-      scales: float32, the largest magnitude of each block; the moment's shape but for the dimension of the blocks.
+      scales: float32, the largest magnitude of each block; the moment's shape with one entry per block.
     """
 
     codes: jax.Array
@@ -60,7 +59,7 @@ class Blocks(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """State of `stored`: updates done, int32, and the inner state with its moments as they are stored."""
+    """State of `stored`: the number of updates, int32, and the inner state with its moments in the storage dtype."""
 
     count: jax.Array  # type: ignore[assignment]  # checkpoints have it by this name; no state is asked for tuple.count
     inner: optax.OptState
@@ -70,10 +69,10 @@ def stored(inner: optax.GradientTransformation, dtype: StateDtype, axes: PyTree)
     """The same transformation with the moments of weights kept in `dtype` between updates.
 
     Args:
-      inner: whose state has float32 leaves shaped like the parameters (the moments) under their paths.
-      dtype: how these are stored.
-      axes: tree like the parameters, of the logical axes of each weight whose moments are to be stored so; None
-        (no leaf) for every other parameter.
+      inner: a transformation whose state has the moments as float32 trees like the parameters.
+      dtype: the storage dtype.
+      axes: tree like the parameters, of the logical axes of each weight whose moments are stored in `dtype`; None
+        (no leaf) for all others.
     """
     if dtype is StateDtype.FLOAT32:
         return inner
@@ -94,9 +93,9 @@ def stored(inner: optax.GradientTransformation, dtype: StateDtype, axes: PyTree)
 
 
 def parameter_path(path: Path, parameters: Container[Path]) -> Path | None:
-    """The path, among `parameters`, of the parameter that a leaf of an optimizer's state belongs to, else None.
+    """The path in `parameters` of the parameter to which a leaf of an optimizer's state belongs; None: to none.
 
-    Optimizers keep trees like the parameters inside their states, so a leaf's path ends with its parameter's.
+    The state contains trees like the parameters, so a leaf's path ends with its parameter's path.
     """
     if path and getattr(path[-1], "name", None) in Blocks._fields:
         path = path[:-1]
@@ -104,15 +103,15 @@ def parameter_path(path: Path, parameters: Container[Path]) -> Path | None:
 
 
 def block_dimension(axes: tuple[str | None, ...]) -> int:
-    """The dimension along which a weight's blocks lie: the last that is not of embeddings.
+    """The dimension along which a weight is split into blocks: the last one that is not "embed".
 
-    That one is sharded over many devices (fsdp, context and expert together), and a block must lie on one.
+    A block must be on one device, and "embed" is sharded over many (fsdp, context and expert together).
     """
     return next((i for i in reversed(range(len(axes))) if axes[i] not in _EMBED), len(axes) - 1)
 
 
 def block_size(size: int) -> int | None:
-    """Values in a block along a dimension of this size, a divisor of it; None where there is no fitting one."""
+    """The size of a block along a dimension of this size, a divisor of it; None: none is suitable."""
     if size <= _BLOCK:
         return size
     divisors = [d for d in range(_SMALLEST_BLOCK, _LARGEST_BLOCK + 1) if size % d == 0]
@@ -120,7 +119,7 @@ def block_size(size: int) -> int | None:
 
 
 def quantize(x: jax.Array, dim: int, seed: jax.typing.ArrayLike, *, signed: bool) -> Blocks:
-    """Rounds a float32 array to 8 bits in blocks along `dim`, stochastically by `seed`."""
+    """Rounds a float32 array stochastically to 8 bits in blocks along `dim`."""
     largest_code, smallest_code = (_SIGNED, 0) if signed else (_UNSIGNED, 1)
     size = block_size(x.shape[dim])
     blocked = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
@@ -133,7 +132,7 @@ def quantize(x: jax.Array, dim: int, seed: jax.typing.ArrayLike, *, signed: bool
 
 
 def dequantize(blocks: Blocks) -> jax.Array:
-    """The float32 array that `quantize` rounded."""
+    """The float32 values of `blocks`."""
     codes, scales = blocks
     dim = next((i for i in range(codes.ndim) if codes.shape[i] != scales.shape[i]), codes.ndim - 1)
     signed = codes.dtype == jnp.int8
@@ -144,8 +143,8 @@ def dequantize(blocks: Blocks) -> jax.Array:
 
 
 def round_to_bfloat16(x: jax.Array, seed: jax.typing.ArrayLike) -> jax.Array:
-    """Rounds a float32 array to one of the two neighbours in bfloat16, stochastically by `seed`."""
-    # bfloat16 is the upper half of float32: noise added to the lower half carries over with the right probability.
+    """Rounds a float32 array stochastically to bfloat16."""
+    # bfloat16 is the upper half of float32: noise added to the lower half carries into it with the right probability.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_bits(x.shape, seed) >> 16)
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
@@ -198,15 +197,15 @@ def _uniform(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _bits(shape: tuple[int, ...], seed: jax.typing.ArrayLike) -> jax.Array:
-    """uint32, evenly distributed: a hash of the place and the seed.
+    """Uniform uint32: a hash of the element's index and the seed.
 
-    Fused into the rounding it costs a few operations a value, where jax.random's threefry costs a hundred; and like it,
-    it gives every mesh the same bits.
+    Fused into the rounding it costs a few operations per value, while jax.random's threefry costs a hundred. Like that, it
+    does not depend on the mesh.
     """
-    place = jnp.zeros((), jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    return _mixed(place + _mixed(jnp.asarray(seed).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    return _mixed(index + _mixed(jnp.asarray(seed).astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
 
 
 def _mixed(h: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Where arrays live: the plan, the mesh, and the one table from logical axes to mesh axes.
+"""Sharding: the plan, the mesh, and the rules that map logical axes to mesh axes.
 
-Parameters and activations carry logical axis names; model code never names a mesh axis. `Rules` maps one to the other.
+Parameters and activations have logical axis names; model code never names a mesh axis. `Rules` maps one to the other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from capibara.core.fields import did_you_mean
 from capibara.core.projections import Axes
 from capibara.core.types import Batch, PyTree, UserError
 
-# From the outermost to the innermost: what talks most lies closest together on the chips.
+# From outermost to innermost: the axes that communicate most get neighbouring chips.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 class Remat(enum.StrEnum):
     """What the backward pass recomputes of each layer.
 
-    none: nothing. dots: all but matmul results. minimal: all but the results of projections, so attention and
-    what is element by element. save: all but the results named in Plan.remat_names. offload: the same, but the named
-    results wait in the host's memory. full: everything, from the layer's input.
+    none: nothing. dots: all but matmul results. minimal: all but the results of projections, that is attention and
+    elementwise operations. save: all but the results named in Plan.remat_names. offload: the same, with the named
+    results kept in host memory. full: everything, from the layer's input.
     """
 
     NONE = "none"
@@ -45,7 +45,7 @@ class Remat(enum.StrEnum):
     FULL = "full"
 
 
-# Names that layers give to their intermediate results; MoE layers have those of the experts in place of the MLP's.
+# Names of layers' intermediate results; MoE layers have those of the experts in place of the MLP's.
 REMAT_NAMES = (*projections.QKV, projections.ATTENDED, *(n for n in projections.RESULTS if n not in projections.QKV))
 
 
@@ -60,11 +60,11 @@ class RematPolicy:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axis -> mesh axes. `batch` and names that begin with `act_` are of activations, the others of parameters.
+    """Logical axis -> mesh axes. `batch` and names with `act_` are axes of activations, the others of parameters.
 
-    Parameters are sharded over every axis along which they would else be copies (ZeRO-3), those of experts over
-    their own axis first. `act_residual` is the time of the residual stream between blocks: with the tensor axis in it
-    (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198) norms and residuals are not computed twice.
+    Parameters are sharded over every axis that would otherwise replicate them (ZeRO-3), those of experts over the expert
+    axis first. `act_residual` is the time axis of the residual stream between blocks: with the tensor axis in it (sequence
+    parallelism, Korthikanti et al. 2022, arXiv:2205.05198) norms and residuals are not computed redundantly.
     """
 
     embed: tuple[str, ...] = ("fsdp", "expert", "context")
@@ -132,7 +132,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Stages of consecutive layers, the microbatches that go through them, and how often each does."""
+    """A pipeline: its stages of consecutive layers, its microbatches, and how often each passes the stages."""
 
     stages: int
     microbatches: int
@@ -147,16 +147,16 @@ class Plan:
     Attributes:
       batch_size: rows of the global batch, all accumulation steps together.
       data, fsdp, expert, context, tensor, stage: sizes of the mesh axes; one of them may be -1 and takes the devices
-        that are left. data: copies of the parameters; fsdp: rows with sharded parameters (ZeRO-3); expert: rows too,
-        and experts; context: places of a row; tensor: heads and hidden units; stage: layers, as a pipeline.
+        that are left. data: rows, with replicated parameters; fsdp: rows, with sharded parameters (ZeRO-3); expert:
+        rows, and experts; context: the tokens of a row; tensor: heads and hidden units; stage: layers, as a pipeline.
       accumulation: micro-batches per step; gradients are averaged over all their real tokens.
-      pipeline_microbatches: parts of a micro-batch that are in the pipeline; None: two for each stage.
-      pipeline_repeats: how often a row passes each stage (circular schedule): more of them, shorter bubbles.
+      pipeline_microbatches: parts of a micro-batch that pass through the pipeline; None: two for each stage.
+      pipeline_repeats: how often a row passes each stage (circular schedule); more repeats shorten the bubble.
       remat: what the backward pass recomputes.
       remat_names: what `save` and `offload` keep.
       rules: logical axes -> mesh axes.
-      slice: the TPU slice the plan is meant for ("v5e-64"): where the Gin files bind it and no mesh axis, `train` takes
-        the planner's mesh. None for whatever is there.
+      slice: the TPU slice of the plan ("v5e-64"). If the Gin files bind it and no mesh axis, `train` uses the planner's
+        mesh. None: the devices of this run.
     """
 
     batch_size: int
@@ -196,7 +196,7 @@ class Plan:
         return RematPolicy(self.remat, self.remat_names)
 
     def pipeline(self, mesh: Mesh | AbstractMesh) -> Pipeline | None:
-        """The pipeline over the mesh's stage axis; None where that has one device.
+        """The pipeline over the mesh's stage axis; None: the axis has size 1.
 
         Raises:
           UserError: a repeat needs at least as many microbatches as stages.
@@ -216,7 +216,7 @@ class Plan:
 
         Args:
           device_count: devices of the whole mesh.
-          of: the slice that has them, for errors; None: this run.
+          of: name of the slice, for errors; None: the devices of this run.
 
         Raises:
           UserError: the sizes do not multiply to the number of devices.
@@ -259,8 +259,8 @@ class Plan:
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a plan; on a TPU slice JAX orders the devices by the slice's real topology.
 
-    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls. Of several slices
-    each has an equal part of the first of the axes data, stage and fsdp that divides.
+    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls. Several slices split
+    the first of the axes data, stage and fsdp whose size they divide.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = plan.mesh_shape(len(devices))
@@ -270,10 +270,10 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the mesh's shape, neighbours on the innermost axes."""
+    """The devices in the mesh's shape, with neighbours along the innermost axes."""
     from jax.experimental import mesh_utils
 
-    # jax.make_mesh lets axes share a torus axis on v5e alone: on a v6e-256 it has no mesh with a tensor axis of 4.
+    # jax.make_mesh lets mesh axes share a torus axis only on v5e: for v6e-256 it finds no mesh with a tensor axis of 4.
     sizes, options = tuple(shape.values()), {"allow_split_physical_axes": True}
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
@@ -296,7 +296,7 @@ def shardings(mesh: Mesh, rules: Rules, axes: PyTree, shapes: PyTree | None = No
       mesh: the mesh.
       rules: logical axes -> mesh axes.
       axes: tree of tuples of logical names.
-      shapes: the same tree of things with `.shape`, to check that every dimension divides; None: no check.
+      shapes: the same tree with `.shape` leaves, to check that every dimension divides; None: no check.
 
     Raises:
       UserError: a dimension does not divide over its mesh axes; names parameter, dimension and fix.
@@ -319,7 +319,7 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
         if size % shards:
             where = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
             common = math.gcd(size, shards)  # divides the devices too, since the axes of the mesh do
-            if name == "layers":  # a stage without its layers has nothing to do: keeping them whole is no way out
+            if name == "layers":  # replicated layers are no alternative: each stage needs its own
                 raise UserError(
                     f"num_layers ({size}) must be a multiple of {shards} ({where}): try {-(-size // shards) * shards} "
                     f"layers, or Plan.{' x Plan.'.join(mesh_axes)} = {common} ({path})"
@@ -331,14 +331,14 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Sharding of a [B, T] array of a batch: whole rows, as hosts read them."""
+    """Sharding of a [B, T] array of a batch by rows, as hosts read them."""
     return NamedSharding(mesh, rules.spec(("batch",)))
 
 
 def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
-    """For each process, which of the equal parts of a global batch its devices need.
+    """For each process, the index of the part of a global batch that its devices hold; parts have equal sizes.
 
-    Processes whose devices hold the same rows (a tensor, context or stage axis that spans hosts) have the same number.
+    Processes whose devices hold the same rows (a tensor, context or stage axis that spans hosts) have the same index.
 
     Raises:
       UserError: the rows of two processes overlap but differ.
@@ -352,8 +352,8 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     if sorted(sum(parts, ())) != list(range(rows)) or len({len(part) for part in parts}) > 1:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         raise UserError(
-            f"Plan ({sizes}) gives the {len(held)} hosts rows that overlap or are no equal runs: each host must hold "
-            "whole batch shards, choose axis sizes that divide the devices of a host or are multiples of them"
+            f"Plan ({sizes}) splits the batch so that the rows of the {len(held)} hosts overlap or differ in number: each "
+            "host must hold whole batch shards, choose axis sizes that divide the devices of a host or are multiples"
         )
     return [parts.index(tuple(sorted(held[process]))) for process in sorted(held)]
 
@@ -364,7 +364,7 @@ def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Ar
 
 
 def balanced(batch: Batch) -> dict[str, jax.Array]:
-    """The batch in the order in which each context shard has an early and a late part of every row (traceable).
+    """Reorders the columns so that each context shard has an early and a late part of every row (traceable).
 
     Under a causal mask the last shard of a row in its own order would do twice the mean work. Attention and the capacity
     of experts depend on the order: for them the new entry `row_positions` [T] holds each column's index in the row
@@ -399,7 +399,7 @@ _current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("activ
 
 @contextlib.contextmanager
 def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iterator[None]:
-    """Within this context (at trace time) `constrain` applies to this mesh and layers run in this pipeline."""
+    """A context, for trace time, in which `constrain` uses this mesh and layers run in this pipeline."""
     token = _current.set(_Active(mesh, rules, pipeline))
     try:
         yield
@@ -420,25 +420,26 @@ def active_pipeline() -> Pipeline | None:
 
 
 def platform() -> str:
-    """What the traced program is for: "cpu", "gpu" or "tpu".
+    """The platform that the traced program will run on: "cpu", "gpu" or "tpu".
 
-    Inside `activate` that of the mesh's devices, of a mesh of one device too: a program for a TPU slice can be lowered
-    in a process that has only a CPU. Elsewhere that of JAX's default devices.
+    Inside `activate` it is that of the mesh's devices, since a program for a TPU slice can be lowered in a process that
+    has only a CPU. Elsewhere it is that of JAX's default devices.
     """
     current = _current.get()
     return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
 
 
 def device_kind() -> str:
-    """Of the devices that the traced program is for, JAX's name ("TPU v5 lite"); where as in `platform`."""
+    """JAX's name for the kind of device that the traced program will run on ("TPU v5 lite"); see `platform`."""
     current = _current.get()
     return (jax.devices() if current is None else current.mesh.devices.flat)[0].device_kind
 
 
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """jax.lax.psum, for shard_map beside axes that the partitioner keeps.
+    """jax.lax.psum for a shard_map in which other axes stay automatic.
 
-    XLA's CPU compiler dies of such a sum in 16 bits ("Invalid binary instruction opcode copy"): there it is in float32.
+    On CPUs it sums in float32: XLA's CPU compiler crashes on such a sum in 16 bits ("Invalid binary instruction opcode
+    copy").
     """
     if platform() == "cpu" and x.dtype.itemsize < 4:
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -454,9 +455,10 @@ def psum_scatter(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is.
+    """Constrains the sharding of an activation; outside `activate` it returns `x` as it is.
 
-    A dimension keeps only the first of its mesh axes that divide it: one key/value head stays whole on a tensor axis.
+    A dimension is sharded only over the leading mesh axes of its rule that divide it: a single key/value head is
+    replicated over a tensor axis.
     """
     current = active()
     if current is None:
@@ -465,14 +467,14 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def lying(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-    """How `constrain` lays an array of this shape on a mesh."""
+    """The sharding that `constrain` gives an array of this shape."""
     spec = rules.spec(axes)
     parts = [dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape)]
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
 def dividing(mesh: Mesh, part: Any, size: int) -> Any:
-    """The first mesh axes of one dimension's part of a PartitionSpec that divide the dimension; None: none does."""
+    """The leading mesh axes of one dimension's entry of a PartitionSpec that divide the dimension; None: none does."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part
     kept: list[str] = []

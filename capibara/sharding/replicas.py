@@ -1,4 +1,4 @@
-"""Whether all devices that should hold the same bits do: a chip that computes wrongly says nothing of it."""
+"""Checks that replicas of an array are bit for bit the same: a chip may compute wrong results without an error."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from capibara.core.types import PyTree
 
 
 class SilentCorruption(RuntimeError):
-    """Devices hold different bits where they must hold the same; names the arrays and the devices."""
+    """Devices hold different bits of a replicated array; the message names the arrays and the devices."""
 
 
 class ReplicaCheck:
-    """Compares the copies of arrays on a mesh by the sums of their bits.
+    """Compares the replicas of arrays on a mesh by checksums.
 
-    One bit that differs always shows: it changes the sum, which is taken modulo 2**32, by a power of two below that.
+    A checksum is the sum of an array's bits as integers modulo 2**32. It detects any single flipped bit, which changes the
+    sum by a power of two below 2**32.
 
     Args:
-      arrays: with the shardings of the arrays that will be checked; jax.ShapeDtypeStruct will do.
-      mesh: the one they lie on.
+      arrays: the arrays to check, or jax.ShapeDtypeStructs with their shardings.
+      mesh: the mesh of their shardings.
 
     Attributes:
-      sums: (the arrays, one by one) -> uint32 [*mesh shape, arrays]: the sum of the bits of each that a device holds; jitted.
+      sums: jitted (*arrays) -> uint32 [*mesh shape, arrays]: the checksum of each device's part of each array.
     """
 
     def __init__(self, arrays: PyTree, mesh: Mesh):
@@ -39,11 +40,11 @@ class ReplicaCheck:
 
     @property
     def copies(self) -> int:
-        """The most devices that hold the same part of an array: with one there is nothing to compare."""
+        """The largest number of devices that hold the same part of an array; 1: there is nothing to compare."""
         return max((self._mesh.size // _parts(self._mesh, spec) for spec in self._specs), default=1)
 
     def check(self, arrays: PyTree) -> None:
-        """Raises SilentCorruption where copies differ; the same on every process. It waits for the devices."""
+        """Raises SilentCorruption, on every process, if replicas differ. It waits for the devices."""
         from jax.experimental import multihost_utils
 
         sums = self.sums(*jax.tree.leaves(arrays))
@@ -54,38 +55,38 @@ class ReplicaCheck:
             more = f" and {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
             raise SilentCorruption(
                 f"silent data corruption: {self._names[first]}{more} differs on {', '.join(map(str, devices))} from the "
-                "other copies: this run's state is not worth keeping; start it again from its last checkpoint, without "
-                "that device if it happens again"
+                "other replicas: this run's state is wrong; resume from the last checkpoint, without that device if it "
+                "happens again"
             )
 
 
 def disagreements(sums: np.ndarray, specs: Sequence[PartitionSpec], mesh: Mesh) -> list[tuple[int, list[jax.Device]]]:
-    """(index of an array, the devices whose copy differs from that of most).
+    """Finds the replicas that differ: (index of an array, the devices whose checksum is not the most common one).
 
     Args:
-      sums: uint32 [*mesh shape, arrays].
-      specs: of the arrays.
-      mesh: its devices are named.
+      sums: checksums, uint32 [*mesh shape, arrays].
+      specs: PartitionSpecs of the arrays.
+      mesh: the mesh of the devices.
     """
     found = []
     for index, spec in enumerate(specs):
         split = {name for names in spec if names for name in ((names,) if isinstance(names, str) else names)}
         kept = [axis for axis, name in enumerate(mesh.axis_names) if name in split]
         groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for place in itertools.product(*map(range, mesh.devices.shape)):
-            groups.setdefault(tuple(place[axis] for axis in kept), []).append(place)
+        for indices in itertools.product(*map(range, mesh.devices.shape)):
+            groups.setdefault(tuple(indices[axis] for axis in kept), []).append(indices)
         devices = []
-        for places in groups.values():
-            values = [int(sums[(*place, index)]) for place in places]
+        for group in groups.values():
+            values = [int(sums[(*indices, index)]) for indices in group]
             usual, _ = Counter(values).most_common(1)[0]
-            devices += [mesh.devices[place] for place, value in zip(places, values) if value != usual]
+            devices += [mesh.devices[indices] for indices, value in zip(group, values) if value != usual]
         if devices:
             found.append((index, sorted(devices, key=lambda device: device.id)))
     return found
 
 
 def _checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[..., jax.Array]:
-    """(arrays) -> uint32 [*mesh shape, arrays]: the sum of the bits that each device holds of each array."""
+    """Makes a function (*arrays) -> uint32 [*mesh shape, arrays] of the checksums of each device's parts."""
 
     def local(*parts: jax.Array) -> jax.Array:
         return jnp.stack([_bit_sum(part) for part in parts]).reshape(*(1 for _ in mesh.axis_names), len(parts))

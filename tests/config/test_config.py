@@ -241,7 +241,7 @@ class TestMistakes:
             "Herd.folder has no value: bind it in a Gin file or with --gin.Herd.folder=VALUE"
         )
         text = "MODEL_DIR = %gin.REQUIRED\nHerd.folder = %MODEL_DIR"
-        assert mistake(text) == "Herd.folder has no value: give it with --gin.MODEL_DIR=VALUE"
+        assert mistake(text) == "Herd.folder has no value: set it with --gin.MODEL_DIR=VALUE"
         assert "--gin.Herd.folder=VALUE" in mistake("Herd.folder = %gin.REQUIRED")
 
     @pytest.mark.parametrize(

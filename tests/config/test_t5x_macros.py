@@ -45,7 +45,7 @@ MACROS = {
     "LOSS_NORMALIZING_FACTOR": ("NUM_REAL_TARGET_TOKENS", "loss_normalization", "tokens"),
     "NUM_MODEL_PARTITIONS": (2, "plan.tensor", 2),
     "NUM_EXPERT_PARTITIONS": (2, "plan.expert", 2),
-    "TRAIN_STEPS_RELATIVE": (5, None, "give TRAIN_STEPS, which counts from the first step"),
+    "TRAIN_STEPS_RELATIVE": (5, None, "set TRAIN_STEPS, which counts from the first step"),
     "USE_HARDWARE_RNG": (False, None, "take it out"),
     "VOCABULARY": ("x", None, "a task brings its own"),
     "OUTPUT_FEATURES": ("x", None, "a task brings its own"),
@@ -66,8 +66,8 @@ MACROS = {
     "MODEL_NAME": ("x", None, "capibara convert --to"),
     "TF_EXAMPLE_FILE_PATHS": ("x", None, "make a task of the files"),
     "TF_EXAMPLE_FILE_TYPE": ("x", None, "make a task of the files"),
-    "MIXTURE_NAME": ("x", None, "give MIXTURE_OR_TASK_NAME"),
-    "FEATURE_LENGTHS": ({"inputs": 4}, None, "give TASK_FEATURE_LENGTHS"),
+    "MIXTURE_NAME": ("x", None, "set MIXTURE_OR_TASK_NAME"),
+    "FEATURE_LENGTHS": ({"inputs": 4}, None, "set TASK_FEATURE_LENGTHS"),
     "BEAM_SIZE": (4, None, "BeamSearch.num_decodes"),
     "ARCHITECTURE": ("x", None, "bind Trainer.model"),
     "INFER_EVAL_DATASET_CFG": ("x", None, "bind Evaluation.task_metrics"),
@@ -164,7 +164,9 @@ def test_none_is_what_t5x_has_by_default(built):
 def test_the_later_value_holds_or_is_told(built):
     assert built("Trainer.z_loss = 0.5\nZ_LOSS = 0.25").z_loss == 0.25
     assert built("Z = 0.5\nTrainer.z_loss = %Z\nZ_LOSS = 0.25").z_loss == 0.25
-    told = r"run.gin:\d+: Z_LOSS gives Trainer.z_loss, which has another value after it \(.*run.gin:\d+\): put Z_LOSS below"
+    told = (
+        r"run.gin:\d+: Z_LOSS sets Trainer.z_loss, which a later line binds again \(.*run.gin:\d+\): put Z_LOSS below"
+    )
     for lines in ("Z_LOSS = 0.25\nTrainer.z_loss = 0.5", "Trainer.z_loss = %Z\nZ_LOSS = 0.25\nZ = 0.5"):
         with pytest.raises(UserError, match=told):
             built(lines)

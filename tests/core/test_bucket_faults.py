@@ -26,7 +26,7 @@ aiohttp = pytest.importorskip("aiohttp.client_exceptions")
         (google.ServiceUnavailable("503 POST http://storage/upload"), TryAgain, "does not answer"),
         (google.BadRequest("400 POST http://storage/upload"), None, ""),
         (ValueError("PERMISSION_DENIED: reading gs://x/y"), UserError, "permission denied in gs://x ("),
-        (FileNotFoundError("b/no-such/o/run"), UserError, "is not there"),
+        (FileNotFoundError("b/no-such/o/run"), UserError, "does not exist"),
         (gcsfs.HttpError({"code": 429, "message": "slow down"}), TryAgain, "does not answer"),
         (gcsfs.HttpError({"code": "503", "message": "busy"}), TryAgain, "does not answer"),
         (aiohttp.ServerDisconnectedError(), TryAgain, "does not answer"),

@@ -83,7 +83,7 @@ def test_of_two_runs_that_begin_at_once_exactly_one_writes(gs):
 def test_a_bucket_that_never_answers_is_one_line(program, bucket_server):
     with bucket_server.failing(lambda method, path: 503 if "/b/bucket" in path else None):
         done = program("-m", "capibara", "convert", "list", "gs://bucket/busy")
-    assert_one_line(done, 75, "a bucket does not answer, though it was asked several times")
+    assert_one_line(done, 75, "a bucket does not answer after several tries")
 
 
 @pytest.mark.heavy

@@ -69,8 +69,8 @@ def test_who_does_not_come_is_named_to_all(address, monkeypatch):
     assert time.monotonic() - began_s < 2.0 + roll_call._LINGER_S + 1.0
     for error in told.values():
         assert isinstance(error, TryAgain)
-        assert "process 2 of 4 did not come within 2 s (those that did: 0 on host-0, " in str(error)
-    assert any("waiting for process 2: 3 of 4 processes have come" in line for line in said)
+        assert "process 2 of 4 did not connect within 2 s (connected: 0 on host-0, " in str(error)
+    assert any("waiting for process 2: 3 of 4 processes have connected" in line for line in said)
 
 
 @pytest.mark.fault(65)
@@ -98,7 +98,7 @@ def test_a_process_that_comes_twice_is_refused_and_the_others_go_on(address):
 def test_one_that_came_twice_in_place_of_another_is_named_with_it(address):
     one = all_of(3)
     told, _ = calls(address, one[0], one[1], Process(1, 3, FACTS, host="host-2"), timeout_s=2.0)
-    assert "process 2 of 3 did not come" in str(told[0]) and "one of them must be another process" in str(told[0])
+    assert "process 2 of 3 did not connect" in str(told[0]) and "give one of them another index" in str(told[0])
 
 
 @pytest.mark.fault(65)

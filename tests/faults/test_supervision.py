@@ -204,7 +204,7 @@ def test_one_without_a_sign_of_life_is_ended(tmp_path):
     )
     ended, lines, took_s = supervise(tmp_path, code, silent_s=1.0)
     assert ended == 0 and took_s < 20
-    assert "has shown no sign of life for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
+    assert "has sent no heartbeat for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_time_in_which_the_launcher_did_not_run_does_not_count(sleeper, monkeypa
     for now_s[0] in (5002.0, 5003.0):
         assert health.look() is None
     now_s[0] = 5004.0
-    assert "process 1 (pid 1073741824) has shown no sign of life for 5 s" in health.look()
+    assert "process 1 (pid 1073741824) has sent no heartbeat for 5 s" in health.look()
     os.close(read)
     os.close(write)
 
@@ -595,5 +595,5 @@ def test_a_save_that_never_ends_does_not_keep_the_process(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     argv = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "error: capibara-save has not ended for 0.5 s" in done.stderr, done.stderr
+    assert done.returncode == 1 and "error: capibara-save has not ended within 0.5 s" in done.stderr, done.stderr
     assert time.monotonic() - began_s < 30 and not (tmp_path / "checkpoints" / NAME).exists()

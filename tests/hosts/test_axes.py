@@ -114,7 +114,7 @@ def test_a_process_that_decides_otherwise_ends_all_and_is_named(cluster, tmp_pat
     here = socket.gethostname()
     said = f"process 1 on {here}: save after step 2; process 0 on {here}: the next step"
     assert [one.code for one in ends] == [1, 1], [one.err[-2000:] for one in ends]
-    assert all(f"the processes of this run do not decide alike: {said}" in one.err for one in ends)
+    assert all(f"the processes of this run took different decisions: {said}" in one.err for one in ends)
 
 
 @pytest.mark.heavy

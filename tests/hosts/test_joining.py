@@ -190,5 +190,5 @@ def test_what_is_wrong_with_a_host_is_one_line_on_every_host(cluster, shell):
         assert "has another configuration than process 0" in one.err and "'Trainer.seed = 1'" in one.err
     for one in hosts.ends(absent):
         assert one.code == 75 and one.err.count("\n") == 1, one.err
-        assert "process 1 of 3 did not come within 10 s" in one.err
+        assert "process 1 of 3 did not connect within 10 s" in one.err
     assert not (shell.folder / "no").exists()

@@ -87,7 +87,7 @@ BEGUN = {"t5_offset": 1000}  # updates before the first, where there were some
 NORMALIZATIONS = {
     "sum": None,
     "tokens": "NUM_REAL_TARGET_TOKENS",
-    "places": "NUM_TOTAL_TARGET_TOKENS",
+    "positions": "NUM_TOTAL_TARGET_TOKENS",
     "documents": "AVERAGE_PER_SEQUENCE",
     "233.0": 233.0,
 }
@@ -144,7 +144,7 @@ def _batch_of_decoder() -> dict[str, np.ndarray]:
     """The first row has two documents."""
     rng = np.random.default_rng(11)
     targets, shifted, prefix, segments, weights, positions = (np.zeros((2, 20), int) for _ in range(6))
-    at = [(0, 0, 7, 5, 1), (0, 12, 4, 3, 2), (1, 0, 9, 6, 1)]  # row, place, inputs, targets, document
+    at = [(0, 0, 7, 5, 1), (0, 12, 4, 3, 2), (1, 0, 9, 6, 1)]  # row, position, inputs, targets, document
     for row, begin, inputs, own, document in at:
         ids, end = rng.integers(2, 64, inputs + own), begin + inputs + own
         targets[row, begin:end] = ids

@@ -281,10 +281,10 @@ def test_smoothed_and_normalized_losses_are_those_of_t5x(name, case, tmp_path):
     step = jax.jit(make_train_step(model, tx, lambda step: 0.0, plan, mesh, objective=objective))
     state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
     _, metrics = step(state, batch(case))
-    tokens, places, documents = (17, 20, 2) if case == "t5_options" else (14, 40, 3)
+    tokens, positions, documents = (17, 20, 2) if case == "t5_options" else (14, 40, 3)
     assert metrics["tokens"] == tokens
     weight = documents if name == "documents" else tokens
-    divisor = {"sum": 1, "places": places, "233.0": 233}.get(name, weight)
+    divisor = {"sum": 1, "positions": positions, "233.0": 233}.get(name, weight)
     loss = float(metrics["smoothed_loss"] + metrics["z_loss"]) * weight / divisor
     want = T5X[t5x_peer.NORMALIZED_CASES[case]][name]
     np.testing.assert_allclose([loss, metrics["grad_norm"]], want, rtol=RTOL)

@@ -70,7 +70,7 @@ def test_a_mistake_is_not_tried_again(tmp_path):
 def test_restarts_are_used_up(tmp_path, end, code):
     found, lines = supervise(counting(tmp_path / "n", [end] * 9), restarts=2)
     assert found == code and (tmp_path / "n").read_text() == "xxx"
-    assert lines[-1].endswith("not started again: --restarts=2 are used up")
+    assert lines[-1].endswith("not restarted: --restarts=2 are used up")
 
 
 def test_where_one_of_several_ends_all_are_started_again(tmp_path):

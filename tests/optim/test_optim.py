@@ -343,7 +343,7 @@ class TestRules:
             (dict(name="adam"), "did you mean 'adamw'"),
             (
                 dict(name="adafactor", adafactor=Adafactor(weight_decay_rate=0.1)),
-                "two ways to decay: set Optimizer.weight",
+                "exclude each other: set Optimizer.weight",
             ),
         ],
     )
@@ -361,7 +361,7 @@ class TestAdafactorFields:
             (dict(weight_decay_rate=-1.0), "weight_decay_rate is -1.0"),
             (dict(factor_map=(("(", ("row", "column")),)), "no regular expression"),
             (dict(factor_map=(("q", ("row", "col")),)), "the role 'col' for 'q', must be one of row, column"),
-            (dict(factor_map=(("q", ("row", "none")),)), "must have rows and columns, or neither"),
+            (dict(factor_map=(("q", ("row", "none")),)), "must have both rows and columns, or neither"),
             (dict(factoring="dimensions", factor_map=(("q", ("none",)),)), "no effect with factoring 'dimensions'"),
             (dict(factoring="matrix"), "did you mean 'matrices'"),
         ],

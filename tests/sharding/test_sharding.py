@@ -155,7 +155,7 @@ def test_a_host_is_told_which_rows_its_devices_need():
     assert shards([0, 0, 1, 1], tensor=4) == [0, 0]  # both hold every row
     assert shards([0, 1, 2, 3], fsdp=2, tensor=2) == [0, 0, 1, 1]
     assert shards([0, 0, 1, 1], stage=2, fsdp=2) == [0, 0]
-    with pytest.raises(UserError, match="rows that overlap or are no equal runs"):
+    with pytest.raises(UserError, match="the rows of the . hosts overlap or differ"):
         shards([0, 0, 0, 1], fsdp=4)
 
 

@@ -12,6 +12,7 @@ from capibara.models import api
 from capibara.models.moe.moe import Moe
 from capibara.models.moe.router import Hints
 from capibara.monitoring.defaults import Monitoring
+from capibara.objectives.base import Normalization
 from capibara.training import setup as run
 from capibara.training.trainer import Trainer
 
@@ -27,6 +28,11 @@ from capibara.training.trainer import Trainer
 def test_options_of_the_cross_entropy(make_trainer, fields, told):
     with pytest.raises(UserError, match=told):
         make_trainer(**fields)
+
+
+def test_a_normalization_is_known_by_its_old_name(make_trainer, capsys):
+    assert make_trainer(loss_normalization="places").loss_normalization is Normalization.POSITIONS
+    assert '"places" is now "positions"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])

@@ -1,8 +1,8 @@
-"""A line from process 0 to each of the others: messages in their order, and the news when one of them is gone.
+"""A TCP connection from process 0 to each other process: ordered messages, and prompt notice when a process is gone.
 
-JAX's own ways are for what is rare: on two processes of one machine a message through the coordinator's store and its
-answer took 1.3 ms, most of it processor time, a broadcast by the devices 4.1 ms, and this 0.02 ms. Whoever waits for a
-message costs nothing. A process that ends is known to be gone at once, a host that does so after half a minute.
+JAX's own means are too slow for frequent messages: between two processes of one machine a message and its answer took
+1.3 ms through the coordinator's store, most of it CPU time, 4.1 ms by a broadcast of the devices, and 0.02 ms here.
+Waiting for a message uses no CPU. The end of a process is noticed at once, that of a host after half a minute.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from capibara.core.multihost.peers import Fault
 from capibara.core.types import TryAgain
 
 _KEY = "channel"
-_OPEN_S = 120.0  # for all to connect; all are there when it begins
+_OPEN_S = 120.0  # for all to connect; all processes have started by then
 _HELLO_S = 10.0
 _MOST_BYTES = 64 << 20  # of a message: the longest prompts of many requests
-_LAST_S = 1.0  # for a message that is being sent
-_OWN_S = 2.0  # for an end of our own after another's, which says more
-_ALIKE_S = 5.0  # and where all do the same: often they meet the same fault
-_STOP_S = 10.0  # for an end after the last message
+_LAST_S = 1.0  # wait for a message that is being sent before the last one
+_OWN_S = 2.0  # for this process to fail by itself after another is gone: its own error says more
+_ALIKE_S = 5.0  # the same where all processes run the same program and often meet the same fault
+_STOP_S = 10.0  # for this process to end after the last message
 _AGAIN = "start the command again on every host"
 _GONE = 75  # EX_TEMPFAIL, as cli.EXIT_HUNG
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -42,30 +42,31 @@ Message = Mapping[str, Any]
 
 
 def connect() -> Leader | Follower | None:
-    """The line of this process, once JAX has joined them; all processes call it. None: this one is alone.
+    """Connects the processes after jax.distributed has; all processes call it. Returns None if there is only one.
 
     Raises:
-      TryAgain: not all of them have connected in time.
+      TryAgain: not all processes have connected in time.
     """
-    if not peers.is_joined() or peers.place()[1] == 1:
+    if not peers.is_joined() or peers.process_info()[1] == 1:
         return None
-    index, count, host = peers.place()
+    index, count, host = peers.process_info()
     return Leader(count) if index == 0 else Follower(index, host)
 
 
 def watch() -> Leader | Follower | None:
-    """From now on, where a process is gone, the others end soon with a line that names it; all processes call it.
+    """Connects the processes so that, if one is gone, the others exit soon and name it; all processes call it.
 
-    JAX would find it after its heartbeat, or at a failed computation, with a stack trace that names nobody. For processes
-    that end together, at JAX's own exit, and send nothing. One that cannot connect is left out, with a note.
+    JAX would notice after its heartbeat, or by a failed computation, with a stack trace that does not name the process.
+    For processes that send no messages and end together at JAX's own exit. A process that cannot connect is left out,
+    with a note.
     """
-    if not peers.is_joined() or peers.place()[1] == 1:
+    if not peers.is_joined() or peers.process_info()[1] == 1:
         return None
-    index, count, host = peers.place()
+    index, count, host = peers.process_info()
     try:
         line = Leader(count, needed=False) if index == 0 else Follower(index, host)
     except TryAgain as error:
-        print(f"note: {error}; until then a process that is gone is found by JAX's heartbeat", file=sys.stderr)
+        print(f"note: {error}; without it only JAX's heartbeat notices a process that is gone", file=sys.stderr)
         return None
     if isinstance(line, Leader):
         line.on_gone = lambda fault: _OWN_S if fault.code == _GONE else _ALIKE_S
@@ -74,7 +75,10 @@ def watch() -> Leader | Follower | None:
 
 @contextlib.contextmanager
 def leading(line: Leader | None, first: Message) -> Iterator[Callable[[Message], None] | None]:
-    """Sends a first message, and gives what sends more; the last one where all went well. Without a line, None."""
+    """Sends a first message and yields the function that sends more; closes the line unless an exception is raised.
+
+    Yields None if there is no line (one process).
+    """
     if line is None:
         yield None
         return
@@ -84,24 +88,25 @@ def leading(line: Leader | None, first: Message) -> Iterator[Callable[[Message],
 
 
 class Leader:
-    """Process 0's end of all lines.
+    """Process 0's end of all connections.
 
     Attributes:
-      on_gone: told in a thread of its own when a process is gone; gives the seconds in which this one ends by itself.
-      on_signal: told that another process was signalled to end, and by which number.
+      on_gone: called in a thread of its own when a process is gone; returns the seconds that this process has to end by
+        itself.
+      on_signal: called with the signal's number when another process was signalled to end.
     """
 
     def __init__(self, count: int, *, needed: bool = True):
-        """Waits for all others; where they are not `needed`, one that does not come is left out with a note."""
+        """Waits for all others; unless they are `needed`, one that does not connect is left out with a note."""
         self.on_gone: Callable[[Fault], float] = lambda _: _OWN_S
         self.on_signal: Callable[[int], None] = lambda _: None
         self._closed, self._sending = threading.Event(), threading.Lock()
         self._lines, self._hosts = _accepted(count, needed)
-        peers.watched()
+        peers.expect_news()
         threading.Thread(target=self._watch, name="capibara-channel", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Sends a message to all.
+        """Sends a message to all other processes.
 
         Raises:
           TryAgain: one of them is gone.
@@ -115,7 +120,7 @@ class Leader:
                     raise TryAgain(self._lost(index).line) from None
 
     def close(self) -> None:
-        """The last message: the others end well."""
+        """Sends the last message, after which the others end without an error."""
         if not self._closed.is_set():
             self._closed.set()
             self._send_last({"stop": True}, self._lines)
@@ -141,7 +146,7 @@ class Leader:
 
     def _lost(self, index: int) -> Fault:
         fault = peers.told(0.0) or Fault(_GONE, f"process {index} on {self._hosts[index]} is gone: {_AGAIN}")
-        peers.note(fault)
+        peers.record_fault(fault)
         return fault
 
     def _end(self, fault: Fault, gone: int) -> None:
@@ -149,7 +154,7 @@ class Leader:
         _end_if_nobody_does(fault, self.on_gone(fault))
 
     def _send_last(self, message: Message, to: Iterable[int]) -> None:
-        """Not in the midst of another message, unless that is stuck."""
+        """Sends after the message that is being sent, unless that one is stuck."""
         is_free = self._sending.acquire(timeout=_LAST_S)
         for index in to:
             with contextlib.suppress(OSError):
@@ -159,23 +164,23 @@ class Leader:
 
 
 class Follower:
-    """Another process's end: iterate over the messages of process 0, until it has no more."""
+    """Another process's end of its connection: iterate over the messages of process 0."""
 
     def __init__(self, index: int, host: str):
-        told = json.loads(peers.got(_KEY, _OPEN_S))
-        self._host = told["host"]
+        leader = json.loads(peers.wait_for(_KEY, _OPEN_S))
+        self._host = leader["host"]
         try:
-            self._line = socket.create_connection((host, told["port"]), timeout=_OPEN_S)
+            self._line = socket.create_connection((host, leader["port"]), timeout=_OPEN_S)
         except OSError as error:
             raise TryAgain(
-                f"process {index} on {socket.gethostname()} cannot reach process 0 at {host}:{told['port']} ({error}): let "
-                "the hosts reach each other at all ports"
+                f"process {index} on {socket.gethostname()} cannot reach process 0 at {host}:{leader['port']} ({error}): "
+                "let the hosts reach each other at all ports"
             ) from None
         _prepare(self._line)
         slow_aborts()
-        self._line.sendall(_packed({"word": told["word"], "index": index, "host": socket.gethostname()}))
+        self._line.sendall(_packed({"word": leader["word"], "index": index, "host": socket.gethostname()}))
         self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        peers.watched()
+        peers.expect_news()
         threading.Thread(target=self._read, name="capibara-channel", daemon=True).start()
 
     def __iter__(self) -> Iterator[Message]:
@@ -194,28 +199,28 @@ class Follower:
                 if "stop" in message:
                     self._arrived.put(None)
                     if not peers.is_leaving(_STOP_S):
-                        os._exit(0)  # in the midst of what process 0 has left
+                        os._exit(0)  # this process is still in the work that process 0 has abandoned
                     return
                 if "gone" in message:
-                    peers.note(fault := Fault(message["code"], message["gone"]))
+                    peers.record_fault(fault := Fault(message["code"], message["gone"]))
                     _end_if_nobody_does(fault, _OWN_S)
                     return
                 self._arrived.put(message)
-        if peers.is_leaving(0.0):  # so does process 0
+        if peers.is_leaving(0.0):  # all processes are exiting
             return
-        # At once: the coordinator is gone with process 0, and JAX aborts whoever misses it, after `slow_aborts`.
+        # At once: the coordinator is gone with process 0, and JAX aborts this process, delayed by `slow_aborts`.
         _say(f"process 0 on {self._host} is gone: {_AGAIN}")
         peers.end(_GONE)
 
 
 class _Lines:
-    """The messages that come on a line."""
+    """Splits the bytes that a connection receives into messages."""
 
     def __init__(self, line: socket.socket):
         self._line, self._rest = line, bytearray()
 
     def read(self) -> list[Message] | None:
-        """Those that are whole, after waiting for some bytes; None: the other end is gone."""
+        """Waits for bytes and returns the messages that are complete; None: the other end is gone."""
         try:
             data = self._line.recv(1 << 16)
         except OSError:
@@ -230,20 +235,20 @@ class _Lines:
 
 
 def slow_aborts() -> None:
-    """From now on this process stays for some seconds where a thread of it aborts, so that others say why and end it.
+    """Delays an abort of this process by some seconds, so that another thread can print why and exit first.
 
-    JAX's client aborts as soon as the coordinator's connection closes, which process 0's line tells of at the same moment.
-    Its missed_heartbeat_callback does not help: jaxlib cannot give its argument to Python, and aborts as well. What JAX
-    prints of it still stands beside our line.
+    JAX's client aborts the process as soon as the coordinator's connection closes, at the moment when the connection to
+    process 0 closes too. Its missed_heartbeat_callback does not help: jaxlib cannot pass the argument to Python, and
+    aborts as well. JAX's own message is still printed beside our line.
     """
     own = ctypes.CDLL(None)
     own.signal.argtypes, own.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    # No Python may run in a handler. `sleep` may, and takes the signal's number, 6, for seconds.
+    # No Python may run in a signal handler. `sleep` may: it reads the signal's number, 6, as seconds.
     own.signal(signal.SIGABRT, ctypes.cast(own.sleep, ctypes.c_void_p))
 
 
 def _say(line: str) -> None:
-    """In one piece: JAX's threads write to the same place."""
+    """Prints a line in one write: JAX's threads write to stderr too."""
     sys.stderr.write(f"error: {line}\n")
     sys.stderr.flush()
 
@@ -253,7 +258,7 @@ def _packed(message: Message) -> bytes:
 
 
 def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[int, str]]:
-    """The lines of all other processes, and their hosts, by their numbers."""
+    """Waits for the connections of all other processes; returns the sockets and host names by process index."""
     dual, word = socket.has_dualstack_ipv6(), secrets.token_hex(16)
     family = socket.AF_INET6 if dual else socket.AF_INET
     lines: dict[int, socket.socket] = {}
@@ -261,9 +266,9 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
     heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]] = queue.SimpleQueue()
     end_s = time.monotonic() + _OPEN_S
     with _listening(family, dual, count) as listening:
-        told = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
-        peers.put(_KEY, json.dumps(told))
-        # Each is heard in a thread of its own: a stranger that connects and is silent keeps nobody waiting.
+        own = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
+        peers.put(_KEY, json.dumps(own))
+        # A thread reads each connection: a stranger that connects and sends nothing must not block the others.
         threading.Thread(target=_accept, args=(listening, word, heard), daemon=True).start()
         while len(lines) < count - 1:
             try:
@@ -279,7 +284,7 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
                 print(f"note: {error}", file=sys.stderr)
                 break
             if hello is None or not 0 < hello["index"] < count or hello["index"] in lines:
-                one.close()  # no process of ours
+                one.close()  # not a process of this run
                 continue
             lines[hello["index"]], hosts[hello["index"]] = one, hello["host"]
     return lines, hosts
@@ -287,7 +292,7 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
 
 @contextlib.contextmanager
 def _listening(family: socket.AddressFamily, dual: bool, backlog: int) -> Iterator[socket.socket]:
-    """A socket at a free port; whoever waits in its `accept` is told when it is closed."""
+    """Listens at a free port; closing it wakes a thread that waits in `accept`."""
     with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=backlog) as listening:
         try:
             yield listening
@@ -299,7 +304,7 @@ def _listening(family: socket.AddressFamily, dual: bool, backlog: int) -> Iterat
 def _accept(
     listening: socket.socket, word: str, heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]]
 ) -> None:
-    """Hears all that connect, until `listening` is closed."""
+    """Accepts connections and queues what each says of itself, until `listening` is closed."""
 
     def hear(one: socket.socket) -> None:
         heard.put((one, _hello(one, word)))
@@ -313,7 +318,7 @@ def _accept(
 
 
 def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
-    """What a process says of itself; None: it does not know the word."""
+    """Reads a process's index and host; None: it does not send the shared secret."""
     try:
         one.settimeout(_HELLO_S)
         heard = b""
@@ -331,7 +336,7 @@ def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
 
 
 def _prepare(line: socket.socket) -> None:
-    """Small messages go at once, and a host that has gone is missed."""
+    """Sets socket options: small messages are sent at once, and keep-alives notice a host that is gone."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -341,7 +346,7 @@ def _prepare(line: socket.socket) -> None:
 
 
 def _end_if_nobody_does(fault: Fault, within_s: float) -> None:
-    """Ends this process after another's end, where it does not do so by itself: it may hang in a step of all of them."""
+    """Exits after another process is gone, unless this one exits by itself in time: it may hang in a shared step."""
     if peers.is_leaving(within_s):
         return
     _say(fault.line)

@@ -1,8 +1,8 @@
-"""What the processes of a run decide between two steps, compared while they continue.
+"""Checks in the background that all processes of a run take the same decisions between steps.
 
-All of them must save, evaluate, roll back and end after the same steps: else one waits in a save for others that wait in a
-step for it, and nothing says why. So each publishes its decisions in the coordinator's store, and a thread of each compares
-them with those of the others. No step waits for that. It costs a message for each decision, and one a second.
+All of them must save, evaluate, roll back and end after the same steps. Otherwise one waits in a save for others that wait
+in a step for it, and nothing says why. So each process publishes its decisions in the coordinator's store, and a thread of
+each compares them. No step waits for this; it costs a message for each decision, and one a second.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from capibara.core.exits import EXIT_FAULT
 from capibara.core.multihost import peers
 
 _COMPARE_S = 1.0  # between two comparisons
-_PUBLISHED = 64  # the last decisions, which the others see: more than are made in the time of a few comparisons
-_KEPT = 4096  # with which another process's are compared: it may be some comparisons behind
-_STOP_S = 5.0  # for the comparison that is under way when a run ends
+_PUBLISHED = 64  # newest decisions that the others see; fewer are taken between a few comparisons
+_KEPT = 4096  # newest decisions to compare with; another process may be some comparisons behind
+_STOP_S = 5.0  # for the last comparison when a run ends
 _FOLDER = "decisions"
-_runs = itertools.count()  # of this process: all processes begin the same runs in the same order
+_runs = itertools.count()  # numbers the runs of this process: all processes begin the same runs in the same order
 
 
 class Decision(NamedTuple):
-    """After which step, and to do what."""
+    """An action that follows a step, such as a save."""
 
     step: int
     action: str
 
 
 class Decisions:
-    """Within `with`, the decisions of this process are compared with those of the others, if there are any.
+    """Within `with`, compares the decisions of this process with those of the others, if there are any.
 
     Args:
-      end: called with a difference, or a fault of the comparison, in one line; None: the process ends, and the others
-        with it.
+      end: called with one line on a difference or a failed comparison; None: this process exits, and the others with it.
     """
 
     def __init__(self, end: Callable[[str], None] | None = None):
         self._end = end or _end
-        self._index = peers.place()[0] if peers.is_joined() else None
+        self._index = peers.process_info()[0] if peers.is_joined() else None
         self._folder = f"{_FOLDER}/{next(_runs)}"
-        self._last: list[Decision] = []  # the newest, at least `_KEPT` of them where there have been so many
-        self._first = 0  # the number of the oldest of them, counted from the beginning
-        self._passed: int | None = None  # after this step, and since the last decision, there was nothing to decide
+        self._last: list[Decision] = []  # the newest `_KEPT` decisions, or some more
+        self._first = 0  # the number of decisions before them
+        self._passed: int | None = None  # since the last decision, no action followed the steps up to this one
         self._changed, self._wake, self._ended = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._compare, name="capibara-decisions", daemon=True)
 
@@ -64,7 +63,7 @@ class Decisions:
             self._thread.join(_STOP_S)
 
     def made(self, step: int, action: str) -> None:
-        """After `step` this process does something else before it takes the next one."""
+        """Records an action that this process takes between `step` and the next one."""
         with self._changed:
             self._last.append(Decision(step, action))
             if len(self._last) == 2 * _KEPT:
@@ -74,18 +73,21 @@ class Decisions:
         self._wake.set()
 
     def passed(self, step: int) -> None:
-        """Nothing is left to be done between `step` and the next one."""
+        """Records that no further action follows `step`."""
         self._passed = step
 
     def published(self) -> str:
-        """The last decisions, for the other processes."""
+        """The newest decisions as JSON, for the other processes."""
         with self._changed:
             last = self._last[-_PUBLISHED:]
             first = self._first + len(self._last) - len(last)
         return json.dumps({"index": self._index, "host": socket.gethostname(), "first": first, "made": last})
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """What another process decides otherwise; None: nothing so far. It sees itself what it has not decided yet."""
+        """The first difference from another process's decisions; None: none so far.
+
+        Only decisions that both have taken are compared: the process that is behind finds a difference later.
+        """
         me = f"process {self._index} on {socket.gethostname()}"
         them = f"process {other['index']} on {other['host']}"
         with self._changed:
@@ -101,7 +103,7 @@ class Decisions:
         return None
 
     def _compare(self) -> None:
-        """Until the run ends, and once more then. Where the coordinator is gone, JAX ends this process."""
+        """Compares once a second until the run ends, and once more then. If the coordinator is gone, JAX ends us."""
         others = self._folder if self._index == 0 else f"{self._folder}/0"  # process 0 is compared with all
         before = ""
         while True:
@@ -110,9 +112,9 @@ class Decisions:
                 if (now := self.published()) != before:
                     peers.put(f"{self._folder}/{self._index}/made", now, again=True)
                     before = now
-                for other in map(json.loads, peers.all_put(others)):
+                for other in map(json.loads, peers.list_values(others)):
                     if other["index"] != self._index and (found := self.difference(other)) is not None:
-                        self._end(f"the processes of this run do not decide alike: {found}")
+                        self._end(f"the processes of this run took different decisions: {found}")
                         return
             except Exception as error:
                 if not peers.is_unreachable(error):

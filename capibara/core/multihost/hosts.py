@@ -1,4 +1,4 @@
-"""What all processes of a run must know of each other, and what one of them finds out for all."""
+"""Collective calls between the processes of a run: gather, agree on errors, compute on one, split work."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every process's JSON value, in the order of the processes; all of them call it, in the same order.
+    """Gathers a JSON value from every process, ordered by process index; all processes must call it.
 
-    By the devices: not while a train step runs.
+    It uses the devices: do not call it while a train step runs.
     """
     if jax.process_count() == 1:
         return [value]
@@ -32,13 +32,13 @@ def gathered(value: Any) -> list[Any]:
 
 
 def each(make: Callable[[], T]) -> list[T]:
-    """What `make` gives on every process, a JSON value, in the order of the processes; all of them call it.
+    """Calls `make` on every process and gathers its JSON values, ordered by process index; all processes must call it.
 
-    What one of them raises ends all of them, at once: nobody waits for a process that has ended.
+    If `make` raises on one process, all of them raise: none waits for a process that has ended.
 
     Raises:
-      UserError: that of the first process that had one.
-      RuntimeError: another process ended with some other error, which it raises itself.
+      UserError: `make` raised one; that of the process with the lowest index.
+      RuntimeError: `make` raised another error on another process.
     """
     if jax.process_count() == 1:
         return [make()]
@@ -60,22 +60,21 @@ def each(make: Callable[[], T]) -> list[T]:
 
 
 def of_first(make: Callable[[], T]) -> T:
-    """What `make` gives on process 0, a JSON value, on all of them; errors as of `each`."""
+    """Calls `make` on process 0 and returns its JSON value on all processes; raises as `each`."""
     return cast(T, each(lambda: make() if jax.process_index() == 0 else None)[0])  # the first is never the None
 
 
 def in_turns(things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
-    """What `make` gives for each of the things, a JSON value, in their order, on all processes.
+    """Splits work between the processes, and yields all results (JSON values) in order on every process.
 
-    Process i of n makes those of number i, i + n, i + 2n, ...
+    Process i of n computes the results of number i, i + n, i + 2n, ...
 
     Args:
-      things: the same on all processes.
-      make: gives the results of some of them, in their order, each when it is asked for.
+      things: the inputs, the same on all processes.
+      make: yields the results of some inputs, in their order, lazily.
       every: results of each process between two exchanges.
 
-    Raises:
-      as `each`.
+    Raises as `each`.
     """
     count, mine = jax.process_count(), make(share(things))
     for first in range(0, len(things), every * count):
@@ -85,5 +84,5 @@ def in_turns(things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], ev
 
 
 def share(things: Sequence[S]) -> Sequence[S]:
-    """Those of the things that this process makes."""
+    """The things that are this process's share of the work."""
     return things[jax.process_index() :: jax.process_count()]

@@ -1,4 +1,4 @@
-"""How the processes of a run on several hosts find each other; JAX knows the clusters, `roll_call` waits for everyone."""
+"""Connects the processes of a run on several hosts: JAX detects the cluster, `roll_call` waits for all processes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from capibara.core.types import UserError
 if TYPE_CHECKING:
     import jax
 
-_JAX_CONNECTS_S = 120  # all are there when it begins
-# What decides on the program that a process compiles, or on the rows that it reads.
+_JAX_CONNECTS_S = 120  # after the roll call, when all processes are there
+# Packages whose versions decide what a process compiles, or which rows it reads.
 _PACKAGES = ("capibara", "flax", "grain", "jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint")
-# How many processes a launcher says that it has started, where JAX may not know it: Open MPI 5, MPICH, Slurm without srun.
+# Variables with a launcher's number of processes that JAX may not detect: Open MPI 5, MPICH, Slurm without srun.
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
-_PODS = "KUBERNETES_SERVICE_HOST"  # in every pod
-_INDEXED = "JOB_COMPLETION_INDEX"  # in those of an indexed job
+_PODS = "KUBERNETES_SERVICE_HOST"  # set in every pod
+_INDEXED = "JOB_COMPLETION_INDEX"  # set in the pods of an indexed job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joining:
-    """What the command line says of the other processes; what it leaves out is found.
+    """The command line's options on the other processes; JAX detects those that are None.
 
     Attributes:
       coordinator_address: "HOST:PORT" of process 0.
       num_processes: of the run.
-      process_id: of this one, from 0.
-      timeout_s: for all to come.
+      process_id: index of this process, from 0.
+      timeout_s: for all processes to connect.
     """
 
     coordinator_address: str | None = None
@@ -51,8 +51,8 @@ class Joining:
             raise UserError(f"--join_timeout is {self.timeout_s:g}, must be above 0 and below 86400 seconds")
 
 
-class _Place(NamedTuple):
-    """Of this process among all; local_device_ids: those of the host's accelerators that it takes, None: all."""
+class _Member(NamedTuple):
+    """This process among all of them; local_device_ids: the host's accelerators that it uses, None: all."""
 
     address: str
     num_processes: int
@@ -68,32 +68,32 @@ def join(
     heartbeat_s: int = 100,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Joins the other processes of the run, if there are any; call it before JAX is first used.
+    """Connects this process with the others of the run, if there are any; call it before JAX is first used.
 
     Args:
-      joining: what the command line says.
-      facts: what must be the same everywhere beside the versions: name -> text.
-      emulated: after `devices.emulate`: only processes that flags or JAX's environment name are joined, each with its
-        own emulated devices; what the machine says of a slice does not count.
-      tell: takes, on process 0, a line of how many have joined.
-      heartbeat_s: seconds without a sign of life after which a process counts as dead, and the others end.
+      joining: options of the command line.
+      facts: values that must be the same on all processes, beside the packages' versions: name -> text.
+      emulated: the devices are emulated (`devices.emulate`): connect only if flags or JAX's environment variables name
+        other processes; the machine's slice is ignored.
+      heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
+      tell: called on process 0 with a line on how many have connected.
 
     Raises:
-      UserError: the processes differ, or what is known of them is not enough.
-      TryAgain: not all have come in time.
+      UserError: the processes differ, or their address, number or index is unknown.
+      TryAgain: not all have connected in time.
     """
     import jax
 
-    place = _find(joining, emulated)
-    if place is None or place.num_processes == 1:
+    member = _find(joining, emulated)
+    if member is None or member.num_processes == 1:
         return
-    mine = roll_call.Process(place.process_id, place.num_processes, {**_versions(), **facts})
-    came = roll_call.call(mine, place.address, joining.timeout_s)
+    mine = roll_call.Process(member.process_id, member.num_processes, {**_versions(), **facts})
+    came = roll_call.call(mine, member.address, joining.timeout_s)
     jax.distributed.initialize(
-        coordinator_address=place.address,
-        num_processes=place.num_processes,
-        process_id=place.process_id,
-        local_device_ids=place.local_device_ids,
+        coordinator_address=member.address,
+        num_processes=member.num_processes,
+        process_id=member.process_id,
+        local_device_ids=member.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=_JAX_CONNECTS_S,
         heartbeat_timeout_seconds=heartbeat_s,
@@ -104,9 +104,9 @@ def join(
 
 
 def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
-    """How many processes, hosts, chips and slices there are."""
+    """A line with the numbers of processes, hosts, chips and slices."""
     hosts = len({one.host for one in came})
-    # v2, v3, v4 and v5p have two devices a chip at most, which have the same place on the slice.
+    # A chip of v2, v3, v4 or v5p may have two devices (cores), with the same coordinates.
     chips = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,))) for device in devices}
     slices = len({chip[0] for chip in chips})
     there = f"{len(devices)} devices"
@@ -123,8 +123,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _find(joining: Joining, emulated: bool) -> _Place | None:
-    """None: this process is alone."""
+def _find(joining: Joining, emulated: bool) -> _Member | None:
+    """Finds address, number and index of the processes; None: there is only this one."""
     address = joining.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = _number("JAX_NUM_PROCESSES") if joining.num_processes is None else joining.num_processes
     index = _number("JAX_PROCESS_ID") if joining.process_id is None else joining.process_id
@@ -136,11 +136,13 @@ def _find(joining: Joining, emulated: bool) -> _Place | None:
         return None
     missing = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if lacking := [f"--{name}" for name, value in missing.items() if value is None]:
-        raise UserError(f"{', '.join(lacking)} is not given, and no cluster that JAX knows says it: give it, too")
+        raise UserError(
+            f"{', '.join(lacking)} is not set, and JAX does not detect a cluster that sets it: pass it, too"
+        )
     assert address is not None and count is not None and index is not None
     if not 0 <= index < count:
-        raise UserError(f"this is process {index} of {count}: the first must be from 0, and below the second")
-    return _Place(address, count, index, None if local is None else list(local))
+        raise UserError(f"--process_id is {index}, must be from 0 to --num_processes - 1 ({count - 1}): pass another")
+    return _Member(address, count, index, None if local is None else list(local))
 
 
 def _number(variable: str) -> int | None:
@@ -153,8 +155,8 @@ def _number(variable: str) -> int | None:
 def _detected(
     address: str | None, count: int | None, index: int | None, timeout_s: float
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """What is known, and what JAX finds of the rest: on TPU VMs, GKE, Slurm, Open MPI and in indexed jobs."""
-    from jax._src import clusters  # jax.distributed.initialize does the same, and aborts where one process is missing
+    """Lets JAX detect what is None: on TPU VMs, GKE, Slurm, Open MPI and in indexed Kubernetes jobs."""
+    from jax._src import clusters  # as jax.distributed.initialize does, which aborts if a process is missing
 
     text = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
     if text and not all(one.strip().isdigit() for one in text.split(",")):
@@ -172,19 +174,19 @@ def _detected(
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # requests' errors are OSErrors
             cause = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
-                f"the other hosts cannot be found ({cause}): give --coordinator_address, --num_processes and --process_id"
+                f"the other hosts cannot be found ({cause}): pass --coordinator_address, --num_processes and --process_id"
             ) from error
     if found[0] is None and (whose := _one_of_several()):
         print(
-            f"note: this {whose}, which JAX does not find, and runs alone: to join the others, give --coordinator_address, "
-            "--num_processes and --process_id",
+            f"note: this {whose}, but JAX does not detect the others, so it runs alone: to connect them, pass "
+            "--coordinator_address, --num_processes and --process_id",
             file=sys.stderr,
         )
     return found
 
 
 def _one_of_several() -> str | None:
-    """Of what this process is a part, where JAX has found nothing; None: nothing says that there are others."""
+    """A phrase on what suggests that there are other processes, though JAX detects none; None: nothing does."""
     if _INDEXED in os.environ and _PODS in os.environ:
         return f'pod is number {os.environ[_INDEXED]} of an indexed job (pip install "jax[k8s]")'
     counts = {name: os.environ.get(name, "").strip() for name in _COUNTS}
@@ -193,7 +195,7 @@ def _one_of_several() -> str | None:
 
 @contextlib.contextmanager
 def _outside_of_pods() -> Iterator[None]:
-    """JAX takes every pod for one of an indexed job."""
+    """Hides the variable from which JAX concludes that every pod belongs to an indexed job."""
     held = os.environ.pop(_PODS, None)
     try:
         yield

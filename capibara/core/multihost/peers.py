@@ -1,7 +1,8 @@
-"""What one process of several that ends with an error tells the others: they end with it, and say whose it was.
+"""Reports an error of one process to the others of the run, which then exit and name the process and its error.
 
-Else they wait in the midst of a step for one that is gone, until JAX's heartbeat aborts them with a stack trace that does
-not say why. None of them comes to JAX's own exit, which waits minutes for all, and aborts where one has gone.
+Without the report they would wait in the middle of a step for the process that is gone, until JAX's heartbeat aborts them
+with a stack trace that does not say why. They also skip JAX's own exit, which waits minutes for all processes, and aborts
+if one is gone.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from typing import NamedTuple, Protocol
 from capibara.core.types import TryAgain
 
 _KEY = "capibara/fault"
-_LOOK_S = 1.0  # between two looks
-_TELL_S = 5.0  # for the word to arrive
-_OWN_S = 5.0  # for an end of our own: often all processes meet the same fault
-_LINGER_S = _LOOK_S + _OWN_S + 2.0  # of process 0, which keeps the word until all have read it
+_LOOK_S = 1.0  # between two polls
+_TELL_S = 5.0  # for the report to arrive
+_OWN_S = 5.0  # for this process to fail by itself: often all processes meet the same fault
+_LINGER_S = _LOOK_S + _OWN_S + 2.0  # process 0, whose store has the report, stays until all have read it
 
-_NOTED_LINGER_S = 4.0  # where they were told at once
-_SOON_S = 1.0  # in which the news of a peer's end comes after the error that it has caused here
+_KNOWN_LINGER_S = 4.0  # the same where a channel has told the others already
+_SOON_S = 1.0  # a report may arrive this much later than the error that the other's end causes here
 
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # how the errors of JAX's client begin
 
-# In errors of computations of several processes one of which is gone: Gloo's on CPUs, NCCL's on GPUs.
+# Found in the errors of a collective if a process is gone: Gloo's on CPUs, NCCL's on GPUs.
 _LOST = ("Gloo", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 _SHOWN = 200
-# At a barrier: one host's disk may be slower than the others'; of a process that is dead the heartbeat tells.
+# At a barrier: one host's disk may be slower than others; the heartbeat finds a process that is dead.
 _PATIENCE_S = 3600
 
-_leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
-_noted: list[Fault] = []
-_passed: Counter[str] = Counter()  # how often this process has come to each barrier
+_leaving, _reported, _news_expected = threading.Event(), threading.Event(), threading.Event()
+_faults: list[Fault] = []
+_passed: Counter[str] = Counter()  # how often this process has reached each barrier
 _counting = threading.Lock()
 
 
 class _Client(Protocol):
-    """What is used of JAX's client of the coordinator."""
+    """The methods that are used of JAX's client of the coordinator."""
 
     def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None: ...
 
@@ -57,27 +58,27 @@ class _Client(Protocol):
 
 
 class Fault(NamedTuple):
-    """Why another process has ended: its exit code, and a line."""
+    """Why another process has ended: its exit code and a line for the user."""
 
     code: int
     line: str
 
 
 def is_joined() -> bool:
-    """Whether this is one process of several that JAX has joined."""
+    """Whether this is one process of several that jax.distributed has connected."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def tell(code: int, message: str) -> None:
-    """Tells the others that this process ends, unless one has told them so before; nothing where there are none.
+    """Reports to the other processes that this one ends with an error; the first report of a run is kept.
 
     Args:
       code: its exit code.
       message: why, in one line.
     """
     _leaving.set()
-    _told.set()
+    _reported.set()
     if not is_joined():
         return
     client, index = _client()
@@ -92,23 +93,24 @@ def tell(code: int, message: str) -> None:
     putting.join(_TELL_S)
 
 
-def has_told() -> bool:
-    """Whether this process has told the others that it ends."""
-    return _told.is_set()
+def has_reported() -> bool:
+    """Whether this process has reported that it ends (`tell`)."""
+    return _reported.is_set()
 
 
 def told(within_s: float = _SOON_S) -> Fault | None:
-    """Why another process has ended with an error, if one has: what happens here since may be its doing.
+    """The fault with which another process has ended, which may be the cause of an error here; None: none is known.
 
-    `within_s`: in which the news may still come, where the others are `watched`.
+    Args:
+      within_s: seconds to wait for the report, if one is to be expected (`expect_news`).
     """
     if not is_joined():
         return None
-    end_s = time.monotonic() + (within_s if _watched.is_set() else 0.0)
+    end_s = time.monotonic() + (within_s if _news_expected.is_set() else 0.0)
     while True:
-        if _noted:
-            return _noted[0]
-        with contextlib.suppress(Exception):  # nobody has told anything, or the coordinator is gone
+        if _faults:
+            return _faults[0]
+        with contextlib.suppress(Exception):  # there is no report, or the coordinator is gone
             if (fault := _read(*_client())) is not None:
                 return fault
         if time.monotonic() >= end_s:
@@ -116,44 +118,44 @@ def told(within_s: float = _SOON_S) -> Fault | None:
         time.sleep(0.02)
 
 
-def watched() -> None:
-    """From now on a line to the others brings the news at once where one is gone, also one that could tell nobody."""
-    _watched.set()
+def expect_news() -> None:
+    """Declares that a channel notices at once if another process is gone, also one that was killed without a report."""
+    _news_expected.set()
 
 
-def note(fault: Fault) -> None:
-    """Another process is gone: `told` gives this, the first that was noted."""
-    _noted.append(fault)
+def record_fault(fault: Fault) -> None:
+    """Records that another process is gone; `told` returns the first that was recorded."""
+    _faults.append(fault)
 
 
 def is_leaving(within_s: float) -> bool:
-    """Whether this process ends, or begins to within so many seconds."""
+    """Whether this process is exiting, or begins to exit within so many seconds."""
     return _leaving.wait(within_s)
 
 
-def place() -> tuple[int, int, str]:
-    """The number of this process, how many there are, and the host at which they find process 0; once it is joined."""
+def process_info() -> tuple[int, int, str]:
+    """This process's index, the number of processes, and the host of process 0; call it when `is_joined`."""
     state = sys.modules["jax._src.distributed"].global_state
     return state.process_id, state.num_processes, state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def put(name: str, value: str, *, again: bool = False) -> None:
-    """For `got` and `all_put`, by one of the processes; `again`: in place of what it has put there before."""
+    """Stores a value on the coordinator for `wait_for` and `list_values`; `again`: it may replace an earlier one."""
     _client()[0].key_value_set(f"capibara/{name}", value, allow_overwrite=again)
 
 
-def got(name: str, timeout_s: float) -> str:
-    """What another process has put by this name; waits for it."""
+def wait_for(name: str, timeout_s: float) -> str:
+    """The value that a process has put under this name; waits for it."""
     return _client()[0].blocking_key_value_get(f"capibara/{name}", int(1000 * timeout_s))
 
 
-def all_put(folder: str) -> list[str]:
-    """What has been put by names that begin so; does not wait."""
+def list_values(folder: str) -> list[str]:
+    """The values whose names are in a folder (FOLDER/...); does not wait."""
     return [value for _, value in _client()[0].key_value_dir_get(f"capibara/{folder}/")]
 
 
 def together(point: str) -> None:
-    """Waits for all processes to come to this point, each of which calls it as often; not by the devices: they may train."""
+    """Waits for all processes to reach this point, which all must do equally often; it does not use the devices."""
     if not is_joined():
         return
     with _counting:
@@ -161,10 +163,11 @@ def together(point: str) -> None:
     _client()[0].wait_at_barrier(f"capibara/{point}/{number}", int(1000 * _PATIENCE_S))
 
 
-def lost(errors: Iterable[BaseException]) -> TryAgain | None:
-    """What to say of errors, each the cause of the one before, where one comes of another process's end; else None.
+def peer_lost(errors: Iterable[BaseException]) -> TryAgain | None:
+    """The error to print if a chain of errors comes from the end of another process that could not report it; else None.
 
-    One that is killed can tell nobody.
+    Args:
+      errors: each the cause of the one before.
     """
     for error in errors:
         text = " ".join(str(error).split())
@@ -177,33 +180,33 @@ def lost(errors: Iterable[BaseException]) -> TryAgain | None:
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether `put`, `got` or `all_put` raised this because the coordinator is gone or does not answer."""
+    """Whether `put`, `wait_for` or `list_values` raised this because the coordinator is gone or does not answer."""
     return isinstance(error, RuntimeError) and str(error).startswith(_UNREACHABLE)
 
 
-def leave() -> None:
-    """This process ends well: what others tell from now on is not its affair."""
+def begin_exit() -> None:
+    """Declares that this process ends without an error; reports of others are ignored from now on."""
     _leaving.set()
 
 
 def end(code: int) -> None:
-    """Ends this process after a fault of its own or another's; process 0 first waits until the others know of it."""
+    """Exits after a fault of this process or another; process 0 first waits until the others have read the report."""
     _leaving.set()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if is_joined() and _client()[1] == 0:
-        time.sleep(_NOTED_LINGER_S if _noted else _LINGER_S)
+        time.sleep(_KNOWN_LINGER_S if _faults else _LINGER_S)
     os._exit(code)
 
 
 def listen() -> None:
-    """From now on this process ends, some seconds later, where another tells that it ends with an error."""
+    """Starts a thread that exits this process some seconds after another has reported an error."""
     threading.Thread(target=_listen, args=_client(), name="capibara-peers", daemon=True).start()
 
 
 def _client() -> tuple[_Client, int]:
-    state = sys.modules["jax._src.distributed"].global_state  # jax.distributed has no names for them
+    state = sys.modules["jax._src.distributed"].global_state  # not exported by jax.distributed
     return state.client, state.process_id
 
 

@@ -1,8 +1,8 @@
-"""The roll call of a run's processes: before JAX joins them all must have come, once each, with the same program.
+"""Waits for all processes of a run and compares their versions and configuration before JAX connects them.
 
-JAX's own service waits for all processes too, but aborts each of them with a stack trace when one has not come, and does
-not say which. So process 0 first listens at the coordinator's address itself and hears everyone's name, place and facts
-(versions, configuration); then it tells all of them to go on, or all of them why not, and leaves the address to JAX.
+JAX's own service waits for all processes too, but aborts each of them with a stack trace if one is missing, and does not
+say which. So process 0 first listens at the coordinator's address itself and receives everyone's index, host and facts
+(versions, configuration). Then it tells all of them to begin, or why not, and frees the address for JAX.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from capibara.core.types import TryAgain, UserError
 _KIND = "capibara roll call 1"
 _MOST_BYTES = 4 << 20  # of a message: a configuration has some kilobytes
 _RETRY_S = 0.5  # between two tries to reach process 0
-_SAY_S = 30.0  # between two lines on whom we wait for
-_LINGER_S = 5.0  # that process 0 tells latecomers why the run does not begin
+_SAY_S = 30.0  # between two lines on which processes are missing
+_LINGER_S = 5.0  # in which process 0 tells latecomers why the run does not begin
 _SHOWN = 200
 
 
@@ -33,11 +33,11 @@ class Process:
     """One process of a run.
 
     Attributes:
-      index: its number, from 0.
-      count: of all processes.
-      facts: what must be the same for all: name -> text, which may have lines.
-      host: where it runs.
-      pid: its process id there.
+      index: from 0.
+      count: number of processes.
+      facts: values that must be the same on all processes: name -> text, which may have several lines.
+      host: name of its host.
+      pid: its process id on the host.
     """
 
     index: int
@@ -51,20 +51,20 @@ class Process:
 
 
 def call(process: Process, address: str, timeout_s: float, say: Callable[[str], None] | None = None) -> list[Process]:
-    """Returns when all processes have come and agree; every process calls it.
+    """Returns when all processes have connected and agree; every process calls it.
 
     Args:
       process: this one.
-      address: "HOST:PORT" at which process 0 is to be found; the port is free again afterwards.
-      timeout_s: for all to come.
-      say: takes lines on whom is waited for; None: standard error.
+      address: "HOST:PORT" at which process 0 listens; the port is free again afterwards.
+      timeout_s: for all to connect.
+      say: called with lines on the processes that are missing; None: prints to stderr.
 
     Returns:
-      All of them where this is process 0, which alone knows them; else this one.
+      All processes on process 0; only this one on the others.
 
     Raises:
-      TryAgain: not all have come within the time; says which.
-      UserError: they differ, two are the same process, or the address cannot be used.
+      TryAgain: not all have connected in time; the message says which.
+      UserError: they differ, two have the same index, or the address cannot be used.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -87,7 +87,7 @@ def _listening(port: int, address: str) -> Iterator[socket.socket]:
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen at the coordinator's address {address} ({error.strerror}): another program, or an "
-            "earlier run, has the port; end it, or name another with JAX_COORDINATOR_PORT or --coordinator_address"
+            "earlier run, uses the port; end it, or choose another with JAX_COORDINATOR_PORT or --coordinator_address"
         ) from None
     with listening:
         listening.setblocking(False)
@@ -95,7 +95,7 @@ def _listening(port: int, address: str) -> Iterator[socket.socket]:
 
 
 class _Refused(Exception):
-    """The run does not begin: why, for everyone."""
+    """Why the run does not begin, for all processes."""
 
     def __init__(self, kind: type[UserError] | type[TryAgain], message: str):
         super().__init__(message)
@@ -103,15 +103,15 @@ class _Refused(Exception):
 
 
 class _Caller:
-    """Process 0: hears the others, and tells them how it went."""
+    """Process 0: receives the others' facts, and tells them whether the run begins."""
 
     def __init__(
         self, process: Process, listening: socket.socket, timeout_s: float, end_s: float, say: Callable[[str], None]
     ) -> None:
         self._own, self._listening, self._timeout_s, self._end_s, self._say = process, listening, timeout_s, end_s, say
         self._came: dict[int, Process] = {0: process}
-        self._heard: dict[socket.socket, bytes] = {}  # of those that have not said all
-        self._waiting: dict[int, socket.socket] = {}  # those that have, and wait
+        self._heard: dict[socket.socket, bytes] = {}  # incomplete messages
+        self._waiting: dict[int, socket.socket] = {}  # processes whose message is complete, by index
         self._twice = ""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
@@ -139,7 +139,9 @@ class _Caller:
                 raise _Refused(TryAgain, self._who_is_missing())
             if now_s - said_s >= _SAY_S:
                 said_s = now_s
-                self._say(f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have come")
+                self._say(
+                    f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have connected"
+                )
             for key, _ in self._selector.select(min(self._end_s - now_s, 1.0)):
                 one = key.fileobj
                 assert isinstance(one, socket.socket)
@@ -159,7 +161,7 @@ class _Caller:
             return
         except OSError:
             data = b""
-        if one not in self._heard:  # it has said all, and is gone while it waits
+        if one not in self._heard:  # its message is complete: no data means that it is gone
             if not data:
                 self._forget(one)
             return
@@ -182,18 +184,18 @@ class _Caller:
 
     def _take(self, one: socket.socket, line: bytes) -> None:
         other = _process_of(line)
-        if other is None:  # no process of ours: whoever scans ports
+        if other is None:  # not a process of a run, such as a port scanner
             self._drop(one)
             return
         if other.count != self._own.count or not 0 < other.index < other.count:
-            self._waiting[-1] = one  # to be told with the others
+            self._waiting[-1] = one  # so that it gets the reason with the others
             raise _Refused(
                 UserError,
                 f"{other} says that there are {other.count} processes, and {self._own} that there are "
                 f"{self._own.count}: start all with the same number, and each with its own index below it",
             )
         if other.index in self._came:
-            self._twice = f"; {other} came beside {self._came[other.index]}: one of them must be another process"
+            self._twice = f"; {other} has the index of {self._came[other.index]}: give one of them another index"
             why = f"{self._came[other.index]} has joined already: give {other} an index of its own"
             _tell(one, {"refused": UserError.__name__, "why": why})
             self._drop(one)
@@ -210,7 +212,7 @@ class _Caller:
     def _who_is_missing(self) -> str:
         came = ", ".join(f"{p.index} on {p.host}" for p in itertools.islice(self._came.values(), 16))
         return (
-            f"{self._missing()} of {self._own.count} did not come within {self._timeout_s:g} s (those that did: {came})"
+            f"{self._missing()} of {self._own.count} did not connect within {self._timeout_s:g} s (connected: {came})"
             f"{self._twice}: start the command on every host"
         )
 
@@ -219,7 +221,7 @@ class _Caller:
             _tell(one, message)
 
     def _linger(self, refused: _Refused) -> None:
-        """Those that come now hear why, too."""
+        """Tells processes that connect late why the run does not begin."""
         end_s = time.monotonic() + _LINGER_S
         while len(self._waiting) < self._own.count - 1 and (left_s := end_s - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
@@ -235,8 +237,8 @@ class _Caller:
 def _answer(
     process: Process, address: tuple[str, int], timeout_s: float, end_s: float, say: Callable[[str], None]
 ) -> None:
-    """Another process: finds process 0 and waits for its word."""
-    said_s, shown, cause = time.monotonic(), "{}:{}".format(*address), "nobody answers"
+    """On another process: connects to process 0 and waits for its answer."""
+    said_s, shown, cause = time.monotonic(), "{}:{}".format(*address), "no answer"
     while (now_s := time.monotonic()) < end_s:
         if now_s - said_s >= _SAY_S:
             said_s = now_s
@@ -249,7 +251,7 @@ def _answer(
             cause = error.strerror or str(error) or type(error).__name__
             word = None
         else:
-            cause = "it is no process 0 that waits for others: another program, or the run before" if not word else ""
+            cause = "another program or an earlier run answers there" if not word else ""
         if word and word.get("go"):
             return
         if word:
@@ -263,7 +265,7 @@ def _answer(
 
 
 def _word(one: socket.socket, end_s: float) -> dict[str, object] | None:
-    """What process 0 says; None: it is gone, or is none."""
+    """The answer of process 0; None: the other end is gone, or is not a process 0."""
     heard = b""
     while b"\n" not in heard:
         one.settimeout(max(end_s - time.monotonic(), 0.1))
@@ -285,7 +287,7 @@ def _tell(one: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _process_of(line: bytes) -> Process | None:
-    """None: it is no line of a process of ours."""
+    """Parses a process's message; None: it is not one."""
     try:
         found = json.loads(line)
         if found.pop("kind") != _KIND:
@@ -301,7 +303,7 @@ def _process_of(line: bytes) -> Process | None:
 
 
 def difference(one: Process, other: Process) -> str | None:
-    """What is not the same, for a message; None: all is."""
+    """A message on the first fact that differs between two processes; None: all are the same."""
     for name in sorted({*one.facts, *other.facts}):
         a, b = one.facts.get(name, ""), other.facts.get(name, "")
         if a == b:
@@ -315,6 +317,6 @@ def difference(one: Process, other: Process) -> str | None:
 
 
 def _only_in(text: str, other: str) -> str:
-    """The first line that only one text has."""
+    """The first line of `text` that `other` does not have."""
     known = set(other.splitlines())
-    return next((line for line in text.splitlines() if line not in known), "nothing of the kind")
+    return next((line for line in text.splitlines() if line not in known), "no such line")

@@ -29,7 +29,7 @@ _ACTIVATIONS = {
     ("swish", "linear"): "swiglu",
 }  # fmt: skip
 _NORMALIZATIONS = {
-    None: "sum", "NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "places", "AVERAGE_PER_SEQUENCE": "documents",
+    None: "sum", "NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "positions", "AVERAGE_PER_SEQUENCE": "documents",
 }  # fmt: skip
 _NETWORK_DEFAULTS = {
     "dtype": "float32", "emb_dim": 512, "num_heads": 8, "head_dim": 64, "mlp_dim": 2048, "mlp_activations": ("relu",),

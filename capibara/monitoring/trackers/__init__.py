@@ -1,1 +1,1 @@
-"""Where metrics are kept."""
+"""Trackers: callbacks that store metrics."""

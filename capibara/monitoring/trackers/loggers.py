@@ -1,4 +1,4 @@
-"""Keeps what a run reports: metrics.jsonl and TensorBoard event files in the run folder."""
+"""Writes a run's metrics to metrics.jsonl and TensorBoard event files in the run folder, and reads metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from capibara.storage.outputs import is_remote
 from capibara.training.callbacks import Callback, RunInfo
 
 _SECONDS_BETWEEN_FLUSHES = 120.0
-AGAIN = ("start", "roll_back")  # events after which the steps that follow theirs are made again
+AGAIN = ("start", "roll_back")  # events after which the steps that follow are repeated
 
 
 def mfu(run: RunInfo, step_s: float) -> float | None:
     """Model FLOPs utilisation: the share of all devices' peak FLOP/s that a step of `step_s` seconds reaches.
 
-    Source: PaLM, Chowdhery et al. 2022, appendix B. None where the device's peak is not known.
+    Source: PaLM, Chowdhery et al. 2022, appendix B. None: the device's peak is unknown.
     """
     if not run.peak_flops or not step_s > 0:
         return None
@@ -36,16 +36,16 @@ def mfu(run: RunInfo, step_s: float) -> float | None:
 
 @configurable
 class MetricsFile(Callback):
-    """Appends everything to metrics.jsonl in the run folder, one JSON object a line.
+    """Appends metrics, samples and events to metrics.jsonl in the run folder, one JSON object per line.
 
-    Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970); train and eval
-    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint",
-    "roll_back" or "end") and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run
-    that resumes from its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
+    Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970). Train and eval
+    lines also have the metrics, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint", "roll_back"
+    or "end") and its values. Numbers that are not finite are null. Lines are never rewritten: a run that resumes from its
+    last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
     """
 
     def __init__(self) -> None:
-        self._lines: _LocalLines | _RemoteLines  # from on_train_begin on, as is the run
+        self._lines: _LocalLines | _RemoteLines  # set by on_train_begin, as is the run
         self._run: RunInfo
 
     def on_train_begin(self, run: RunInfo) -> None:
@@ -85,30 +85,30 @@ class MetricsFile(Callback):
 
 
 def metrics_path(model_dir: str) -> str:
-    """Where a run folder keeps its metrics."""
+    """The path of a run folder's metrics.jsonl."""
     return os.path.join(model_dir, METRICS_FILE)
 
 
 def folder_error(path: str) -> UserError:
-    """What to say of a folder that has the name of one of the run's files."""
+    """The error for a folder that has the name of one of the run's files."""
     return UserError(f"{path} is a folder, must be a file: move it away, or set another MODEL_DIR")
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl as if the run had never been stopped.
+    """The records of a metrics.jsonl as if the run had never been interrupted.
 
-    A start at step k, or going back to it, makes everything recorded before of later steps void; of several lines of one kind and step
-    (for samples: and prompt; for events: and event) the last counts. A torn line, from a run that was killed, is
-    left out.
+    A start at step k, or a roll-back to it, drops all earlier records of later steps. Of several lines with the same kind
+    and step (and prompt, for samples; and event, for events) the last is kept. An incomplete line of a run that was killed
+    is skipped.
 
     Args:
-      path: the file, or the run folder that holds it.
+      path: the file or its run folder.
 
     Returns:
       Records in the order of their steps.
 
     Raises:
-      UserError: there is no such file, or it is a folder.
+      UserError: the file does not exist, or it is a folder.
     """
     path = path if path.endswith(".jsonl") else metrics_path(path)
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -123,7 +123,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
 
 
 def all_records(path: str) -> list[dict[str, Any]]:
-    """Every whole line of a metrics.jsonl, in the order in which they were written; as of `read_metrics`."""
+    """All complete lines of a metrics.jsonl, in the order in which they were written; raises as `read_metrics`."""
     return list(filter(None, map(_parse, _read_text(path).split("\n"))))
 
 
@@ -132,7 +132,7 @@ class TensorBoard(Callback):
     """Writes TensorBoard event files to `tensorboard` in the run folder; see them with `tensorboard --logdir`."""
 
     def __init__(self) -> None:
-        self._events: _EventFile  # from on_train_begin on, as is the run
+        self._events: _EventFile  # set by on_train_begin, as is the run
         self._run: RunInfo
 
     def on_train_begin(self, run: RunInfo) -> None:
@@ -140,7 +140,7 @@ class TensorBoard(Callback):
         folder = os.path.join(run.model_dir, "tensorboard")
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise UserError(f"{folder} is a file, must be a folder: move it away, or set another MODEL_DIR")
-        # Steps after the checkpoint were written by the run that was stopped: TensorBoard is told to forget them.
+        # An interrupted run has written steps after its checkpoint: TensorBoard is to drop them.
         self._events = _EventFile(folder, purge_step=run.start_step + 1)
         self._events.text("config", _preformatted(run.config), run.start_step)
 
@@ -169,11 +169,11 @@ class TensorBoard(Callback):
 
 
 class _EventFile:
-    """A TensorBoard event file of this start of the run, written in the thread of the caller.
+    """The TensorBoard event file of one start of a run, written in the caller's thread.
 
-    tensorboardX's own writer has a thread and a queue: the thread ends at the first error, or when the clock goes back by
-    weeks, and whoever writes, closes or exits then waits for ever. Here an error ends only the events: a warning says so,
-    and metrics.jsonl has the same numbers.
+    tensorboardX's own writer uses a thread and a queue: the thread ends at the first error, or when the clock goes back by
+    weeks, and then a write, close or exit blocks for ever. Here an error only ends the event file, with a warning;
+    metrics.jsonl has the same numbers.
     """
 
     def __init__(self, folder: str, purge_step: int):
@@ -182,7 +182,7 @@ class _EventFile:
 
         self._folder, self._flushed_s = folder, time.monotonic()
         record_writer.directory_check(folder)
-        # The name begins with the time: after the clock has gone back it must not be that of an older file.
+        # The name begins with the time: if the clock has gone back, it must still differ from an older file's.
         suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
         self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
         atexit.register(self._close_after_fault)
@@ -210,7 +210,7 @@ class _EventFile:
         self._writer = None
 
     def _close_after_fault(self) -> None:
-        """At the exit of a run that did not come to its end. What ended it, and has been said, may fail this, too."""
+        """Closes the file when the process exits early; the cause of the exit, already reported, may fail this, too."""
         if self._writer is not None:
             with contextlib.suppress(Exception):
                 self._writer.close()
@@ -226,7 +226,7 @@ class _EventFile:
             return
         try:
             what(self._writer)
-        except Exception as error:  # buckets have errors of their own
+        except Exception as error:  # bucket libraries raise errors of their own
             self._forget()
             logging.getLogger(__name__).warning(
                 "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
@@ -234,14 +234,14 @@ class _EventFile:
             )  # fmt: skip
 
     def _forget(self) -> None:
-        """Drops a writer that has failed. That of a bucket would upload once more when it is collected, and fail aloud."""
+        """Drops a failed writer so that it is not closed again when it is collected: a bucket's would upload, and fail."""
         writer, self._writer = self._writer, None
         if is_remote(self._folder):
             writer._py_recordio_writer._writer.close = lambda: None
 
 
 class _LocalLines:
-    """Appends lines to a file; each is on the operating system's side when `write` returns."""
+    """Appends lines to a file; a line is passed to the operating system before `write` returns."""
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -252,7 +252,7 @@ class _LocalLines:
         except IsADirectoryError:
             raise folder_error(path) from None
         if not _ends_with_newline(path):
-            self.write("")  # ends the torn line of a run that was killed
+            self.write("")  # ends the incomplete line of a run that was killed
 
     def write(self, line: str) -> None:
         try:
@@ -261,17 +261,17 @@ class _LocalLines:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise UserError(f"{self._path} cannot be written: the disk is full; free some and run again") from None
+            raise UserError(f"{self._path} cannot be written: disk full; free some space and run again") from None
 
     def flush(self) -> None:
-        """Nothing is left to write."""
+        """Does nothing: every line is already written."""
 
     def close(self) -> None:
         self._file.close()
 
 
 class _RemoteLines:
-    """Lines of an object in a bucket, which cannot be appended to: it is rewritten now and then, and at the end."""
+    """Lines of an object in a bucket, which cannot be appended to: it is rewritten from time to time, and at the end."""
 
     _SECONDS_BETWEEN_WRITES = 30.0
 
@@ -337,10 +337,10 @@ def _json_value(value: Any) -> Any:
 
 
 def _preformatted(text: str) -> str:
-    """Markdown that shows the text as it is."""
+    """Markdown that shows the text verbatim."""
     return "\n".join(f"    {line}" for line in _encodable(text).splitlines())
 
 
 def _encodable(text: str) -> str:
-    """With escapes for what UTF-8 cannot hold: the surrogates of bytes that could not be decoded."""
+    """Escapes characters that UTF-8 cannot encode: the surrogates of undecodable bytes."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")

@@ -35,13 +35,13 @@ def made(monkeypatch):
             return store[name]
 
     monkeypatch.setattr(peers, "is_joined", lambda: True)
-    monkeypatch.setattr(peers, "place", lambda: (here.index, here.count, "127.0.0.1"))
-    for name, value in {"put": put, "got": got, "end": ended.put, "tell": lambda *_: None}.items():
+    monkeypatch.setattr(peers, "process_info", lambda: (here.index, here.count, "127.0.0.1"))
+    for name, value in {"put": put, "wait_for": got, "end": ended.put, "tell": lambda *_: None}.items():
         monkeypatch.setattr(peers, name, value)
-    monkeypatch.setattr(peers, "told", lambda *_: peers._noted[0] if peers._noted else None)
-    monkeypatch.setattr(peers, "_noted", [])
+    monkeypatch.setattr(peers, "told", lambda *_: peers._faults[0] if peers._faults else None)
+    monkeypatch.setattr(peers, "_faults", [])
     monkeypatch.setattr(peers, "is_leaving", lambda _: False)
-    for name in ("_watched", "_leaving"):
+    for name in ("_news_expected", "_leaving"):
         monkeypatch.setattr(peers, name, threading.Event())
     monkeypatch.setattr(channel.os, "_exit", ended.put)
     monkeypatch.setattr(channel, "slow_aborts", lambda: None)
@@ -102,7 +102,7 @@ def test_strangers_that_connect_first_keep_nobody_waiting(made, monkeypatch):
             strangers[-1].sendall(said)
         return told
 
-    monkeypatch.setattr(peers, "got", got_late)
+    monkeypatch.setattr(peers, "wait_for", got_late)
     begin_s = time.monotonic()
     leader, (follower,) = made(2)
     assert time.monotonic() - begin_s < channel._HELLO_S / 2
@@ -166,9 +166,9 @@ def test_a_stranger_is_not_let_in(made, monkeypatch):
                 with contextlib.suppress(ConnectionError):
                     found.append(one.recv(99))
 
-    got = peers.got
+    got = peers.wait_for
     first = threading.Thread(target=strangers)
-    monkeypatch.setattr(peers, "got", lambda *asked: (first.join(10), got(*asked))[1])
+    monkeypatch.setattr(peers, "wait_for", lambda *asked: (first.join(10), got(*asked))[1])
     first.start()
     leader, (follower,) = made(2)
     leader.send({"number": 1})
@@ -204,7 +204,7 @@ def test_those_that_end_together_are_not_missed(made, monkeypatch, capfd):
         if thread.name == "capibara-channel":
             thread.join(5)
             assert not thread.is_alive()
-    assert made.ended.empty() and capfd.readouterr().err == "" and not peers._noted
+    assert made.ended.empty() and capfd.readouterr().err == "" and not peers._faults
 
 
 def test_a_process_alone_has_no_line():

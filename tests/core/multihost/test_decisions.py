@@ -22,7 +22,7 @@ def made(monkeypatch):
 
     def make(index, *acts, end=None):
         monkeypatch.setattr(peers, "is_joined", lambda: True)
-        monkeypatch.setattr(peers, "place", lambda: (index, 2, "host"))
+        monkeypatch.setattr(peers, "process_info", lambda: (index, 2, "host"))
         one = Decisions(end)
         for act in acts:
             one.passed(act) if isinstance(act, int) else one.made(*act)
@@ -81,7 +81,7 @@ def store(monkeypatch):
     monkeypatch.setattr(decisions, "_COMPARE_S", 0.02)
     monkeypatch.setattr(decisions, "_runs", itertools.repeat(0))
     monkeypatch.setattr(peers, "put", lambda name, value, again: kept.update({name: value}))
-    monkeypatch.setattr(peers, "all_put", lambda folder: [v for n, v in kept.items() if n.startswith(f"{folder}/")])
+    monkeypatch.setattr(peers, "list_values", lambda folder: [v for n, v in kept.items() if n.startswith(f"{folder}/")])
     return kept
 
 
@@ -157,7 +157,7 @@ def test_a_coordinator_that_is_gone_ends_nothing_here(made, store, monkeypatch, 
         asked.put(folder)
         raise RuntimeError(error)
 
-    monkeypatch.setattr(peers, "all_put", gone)
+    monkeypatch.setattr(peers, "list_values", gone)
     with made(0, end=said.put):
         for _ in range(3):
             asked.get(timeout=5)
@@ -180,7 +180,7 @@ def test_a_fault_of_the_comparison_is_told(made, store, monkeypatch, capfd, wher
 
 def test_a_fault_ends_the_process_and_the_others(made, store, monkeypatch, capfd):
     ends = []
-    monkeypatch.setattr(peers, "all_put", lambda folder: ["no JSON"])
+    monkeypatch.setattr(peers, "list_values", lambda folder: ["no JSON"])
     monkeypatch.setattr(peers, "tell", lambda *word: ends.append(word))
     monkeypatch.setattr(peers, "end", ends.append)
     with made(1) as one:

@@ -102,7 +102,7 @@ def test_a_pod_of_an_indexed_job_that_cannot_join_says_so(monkeypatch, capsys):
     with pytest.warns(UserWarning, match="kubernetes"):
         assert found(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX="3") is None
     assert (
-        'note: this pod is number 3 of an indexed job (pip install "jax[k8s]"), which JAX does not find, and runs alone'
+        'note: this pod is number 3 of an indexed job (pip install "jax[k8s]"), but JAX does not detect the others, so it runs alone'
         in capsys.readouterr().err
     )
 
@@ -111,7 +111,7 @@ def test_a_pod_of_an_indexed_job_that_cannot_join_says_so(monkeypatch, capsys):
     "raised, said",
     [
         (ModuleNotFoundError("no", name="requests"), 'package requests: pip install "capibara\\[tpu\\]"'),
-        (OSError("no route"), r"cannot be found \(no route\): give --coordinator_address"),
+        (OSError("no route"), r"cannot be found \(no route\): pass --coordinator_address"),
     ],
 )
 def test_a_cluster_that_cannot_be_asked_is_one_line(monkeypatch, raised, said):
@@ -144,7 +144,10 @@ def test_what_is_asked_for_is_a_fact_and_what_gin_files_say_but_the_place_is_non
 def test_one_of_several_that_jax_does_not_find_says_so(monkeypatch, capsys, name, said):
     """Open MPI 5 no longer sets what JAX looks for."""
     assert found(monkeypatch, **{name: "4"}) is None
-    assert f"note: this process is {said} ({name}), which JAX does not find, and runs alone" in capsys.readouterr().err
+    assert (
+        f"note: this process is {said} ({name}), but JAX does not detect the others, so it runs alone"
+        in capsys.readouterr().err
+    )
     assert found(monkeypatch, **{name: "1"}) is None and not capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def store(monkeypatch):
     monkeypatch.setattr(peers.os, "_exit", ended.append)
     monkeypatch.setattr(peers, "_LOOK_S", 0.02)
     monkeypatch.setattr(peers, "_OWN_S", 0.2)
-    for name in ("_leaving", "_told"):
+    for name in ("_leaving", "_reported"):
         monkeypatch.setattr(peers, name, type(peers._leaving)())
     monkeypatch.setattr(exits, "_LEAVE_S", 3600.0)
     made.ended = ended
@@ -52,7 +52,7 @@ def store(monkeypatch):
 def test_the_first_word_is_kept(store):
     peers.tell(2, "mine")
     peers.tell(1, "more")
-    assert json.loads(store.known[peers._KEY])["message"] == "mine" and peers.has_told()
+    assert json.loads(store.known[peers._KEY])["message"] == "mine" and peers.has_reported()
     assert peers.told() is None  # it is our own
 
 
@@ -69,7 +69,7 @@ def test_another_that_failed_ends_this_one_with_its_line_and_code(store, capfd):
 def test_one_that_ends_by_itself_is_left_alone(store, capfd, end):
     peers.listen()
     if end == "well":
-        peers.leave()
+        peers.begin_exit()
         store.key_value_set(peers._KEY, word(3))
     store.gone = end != "well"
     time.sleep(0.6)
