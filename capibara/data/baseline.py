@@ -1,4 +1,4 @@
-"""What a model must beat: the frequencies of the tokens."""
+"""The unigram baseline, which a language model must beat."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ def unigram_bits_per_byte(
     token_bytes: np.ndarray,
     of_all: Callable[[np.ndarray], np.ndarray] = lambda counts: counts,
 ) -> float:
-    """Bits per byte of a unigram model: what a model must beat that has learnt more than frequencies.
+    """Bits per byte of a unigram model of the training data on the validation data.
 
     Args:
-      train: batches whose targets are counted (take a number of them: a training loader may never end).
-      validation: batches on which the model is measured.
+      train: batches whose targets are counted; a finite number of them, since a training loader may be endless.
+      validation: batches on which the model is evaluated.
       token_bytes: [V] from `Vocabulary.token_bytes`.
-      of_all: [V], the counts of this host's rows -> those of all hosts.
+      of_all: sums counts [V] of this host's rows over all hosts.
     """
     counts = of_all(_count(train, len(token_bytes))) + 1.0
     bits = -np.log2(counts / counts.sum())
     seen = of_all(_count(validation, len(token_bytes)))
     byte_count = float(seen @ token_bytes)
     if not byte_count:
-        raise UserError("the validation batches hold no text: a unigram baseline needs some")
+        raise UserError(
+            "the validation batches have no text, which a unigram baseline needs: check the validation data"
+        )
     return float(seen @ bits) / byte_count
 
 

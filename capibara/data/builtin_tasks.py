@@ -1,7 +1,7 @@
-"""SeqIO tasks over the Python standard library: the task module of the quickstart, and a model for your own.
+"""SeqIO tasks over the Python standard library: the task module of the quickstart, and an example for your own.
 
-Tasks: `python_stdlib` (source code, one module an example) and `python_stdlib_titled` (each module after its name).
-Mixture: `python_stdlib_mix`, three parts of the first to one of the second. The vocabulary is bytes.
+Tasks: `python_stdlib` (source code, one module per example) and `python_stdlib_titled` (each module after its name).
+Mixture: `python_stdlib_mix`, in a ratio of three to one. The vocabulary is bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _paths(split: str) -> list[str]:
 
 
 def _modules(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-    """Examples of `name` and `text`; shuffling is left to the task's buffer, which holds them all."""
+    """Examples with `name` and `text`, not shuffled: the task's shuffle buffer holds all of them."""
     del shuffle_files, seed
     paths = _paths(split)
     names = [os.path.relpath(path, sysconfig.get_paths()["stdlib"]) for path in paths]

@@ -1,4 +1,4 @@
-"""What to train on, and how it is laid out in rows: the configuration of the data."""
+"""The configuration of the training data and of how it is packed into rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class Kind(enum.StrEnum):
-    """What a model reads and predicts.
+    """What a model predicts, and from what.
 
-    CAUSAL: every token from those before it; an example's inputs, where it has some, carry no loss.
-    PREFIX: as CAUSAL, and the batches say which places read an example's inputs, which see each other both ways.
-    ENCODER_DECODER: an example's targets from its inputs; a text without inputs becomes a pair by span corruption.
-    MASKED: the masked tokens of a text from those around them.
+    CAUSAL: every token from the tokens before it; an example's inputs, if it has any, have no loss.
+    PREFIX: as CAUSAL, but an example's inputs attend to each other in both directions; batches mark their positions.
+    ENCODER_DECODER: an example's targets from its inputs; span corruption makes a pair of a text without inputs.
+    MASKED: the masked tokens of a text from the other tokens.
     """
 
     CAUSAL = "causal"
@@ -34,10 +34,10 @@ class Kind(enum.StrEnum):
 
 
 class TooLong(enum.StrEnum):
-    """What becomes of a conversation that is longer than a row.
+    """What happens to a conversation that is longer than a row.
 
-    DROP: it is left out.
-    CUT: its end is; what is left is left out as well if nothing in it carries loss.
+    DROP: it is dropped.
+    CUT: its end is cut off; if no token with loss is left, it is dropped.
     """
 
     DROP = "drop"
@@ -45,12 +45,12 @@ class TooLong(enum.StrEnum):
 
 
 class CachedOrder(enum.StrEnum):
-    """In which order the examples of a cached SeqIO task are read for training.
+    """The order in which the examples of a cached SeqIO task are read for training.
 
-    AUTO: as BLOCKS where the task's preprocessors after its cache only map, else as SEQIO.
-    BLOCKS: blocks of the cache's files in a seeded order, the examples of some of them mixed: a run resumes by position.
-      Preprocessors that combine examples do so within some blocks.
-    SEQIO: as SeqIO reads them: a run that resumes reads all that was before.
+    AUTO: BLOCKS if the task's preprocessors after its cache only map examples, otherwise SEQIO.
+    BLOCKS: blocks of the cache's files in a seeded order, with the examples of some blocks mixed. A resumed run seeks to
+      its position. Preprocessors that combine examples only see those of some blocks.
+    SEQIO: SeqIO's order. A resumed run reads again all examples before its position.
     """
 
     AUTO = "auto"
@@ -61,41 +61,42 @@ class CachedOrder(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """What to train on, and how it is laid out in rows.
+    """The training data and how it is packed into rows.
 
     Attributes:
-      source: documents with random access; exactly one of this and `mixture_or_task_name` is given.
+      source: the documents; set exactly one of this and `mixture_or_task_name`.
       mixture_or_task_name: a registered SeqIO task or mixture.
       task_module: the Python module that registers it.
-      vocabulary: the tokenizer. A SeqIO task brings its own: naming it here as well lets the model be compiled before
+      vocabulary: the tokenizer. A SeqIO task has its own; if it is set here as well, the model can be compiled before
         SeqIO is imported, and it is checked against the task's.
-      kind: what is read and predicted: it must fit the model.
-      length: positions in a row; of an encoder-decoder, of its decoder.
-      encoder_length: positions in a row of its encoder.
-      inputs_length: of a SeqIO task that a decoder reads, tokens of an example's inputs, the rest of a row being for its
-        targets: each is trimmed to its part, as in T5X. None: only the row limits them, and what is longer is cut.
+      kind: what the model predicts, and from what; it must fit the model.
+      length: positions in a row; for an encoder-decoder, of the decoder.
+      encoder_length: positions in a row of the encoder.
+      inputs_length: for a decoder on a SeqIO task: positions of a row for an example's inputs; the rest are for its
+        targets, and both are trimmed, as in T5X. None: an example is only limited, and cut, by the row.
       packing: how documents share rows.
-      append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors, a chat
-        template by what it writes).
-      shuffle: whether training documents and rows come in a seeded order.
-      seed: the seed.
-      use_cached: take a SeqIO task's examples from its offline cache, as seqio_cache_tasks writes it.
-      cache_dirs: folders or addresses in which such caches are looked for, beside those that the task module names.
-      cached_order: in which order they are read for training.
-      task_shards: streams of a SeqIO task's training data: how many there are decides the batches, not the number of
-        hosts. Each is a seqio.ShardInfo and has as many rows of a batch; hosts that are more than the streams read and
-        preprocess the same examples, so the most hosts that a run will have, or a multiple of them, is best.
-      workers: processes that tokenize and pack; 0 is a thread of this process, None one process a chip of this host where
-        it has more cores than chips, and a thread where there is none. SeqIO has threads of its own.
-      prefetch: batches kept ready; 0 makes each one when it is asked for.
-      window_rows: packing looks at so many rows' worth of documents at a time.
-      window_documents: and at so many documents of all rows together, whose rows are then mixed.
-      span_corruption: which spans of a text an encoder-decoder is to tell.
+      append_eos: whether to append the end token to every document. SeqIO tasks do so in their preprocessors, chat
+        templates in their text.
+      shuffle: whether training documents and rows are shuffled.
+      seed: seed of the shuffling.
+      use_cached: read a SeqIO task's examples from its offline cache, as seqio_cache_tasks writes it.
+      cache_dirs: folders or addresses in which caches are searched, in addition to those of the task module.
+      cached_order: the order in which cached examples are read for training.
+      task_shards: number of streams of a SeqIO task's training data (seqio.ShardInfo). It decides the batches; the number
+        of hosts does not. Each stream fills the same number of rows of a batch. If there are more hosts than streams,
+        several hosts read and preprocess the same examples: use the largest number of hosts that the run will have, or a
+        multiple of it.
+      workers: processes that tokenize and pack; 0: a thread of this process; None: one process per chip of this host if
+        it has more cores than chips, a thread if it has no chips. SeqIO has threads of its own.
+      prefetch: number of batches to prefetch; 0: none.
+      window_rows: packing considers documents for at least so many rows at a time.
+      window_documents: and for at least so many documents, of all rows together; the rows of a window are shuffled.
+      span_corruption: the spans that an encoder-decoder learns to predict in a text without inputs.
       masking: which tokens of a text are masked.
-      too_long: what becomes of a conversation longer than a row; other documents are cut as `packing` says. Preference
-        pairs, of which a row holds both answers, and prompts are never cut.
-      pairs_per_row: preference pairs that may share a row, at most.
-      domains: domains whose documents are marked in the batches: number i + 1 is the i-th of these; empty: no marks.
+      too_long: what happens to a conversation longer than a row; other documents are cut according to `packing`.
+        Preference pairs (a row holds both answers) and prompts are never cut.
+      pairs_per_row: the largest number of preference pairs in a row.
+      domains: names of the domains that are marked in the batches, from number 1; empty: none.
     """
 
     source: Source | None = None
@@ -127,7 +128,7 @@ class Dataset:
     def __post_init__(self) -> None:
         if (self.source is None) == (self.mixture_or_task_name is None):
             given = "neither" if self.source is None else "both"
-            raise UserError(f"Dataset needs one of source and mixture_or_task_name ({given} given)")
+            raise UserError(f"Dataset needs exactly one of source and mixture_or_task_name, {given} are set")
         if self.source is not None and self.vocabulary is None:
             raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}
@@ -137,8 +138,7 @@ class Dataset:
                 raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
         if self.source is not None and self.task_shards != 1:
             raise UserError(
-                f"Dataset.task_shards ({self.task_shards}) is for SeqIO tasks, and each row of a source has a stream of its "
-                "own: leave it out"
+                f"Dataset.task_shards ({self.task_shards}) is only for SeqIO tasks, and Dataset.source is set: leave it out"
             )
         if (self.kind is Kind.ENCODER_DECODER) != (self.encoder_length is not None):
             fix = f"set it, e.g. to {4 * self.length}" if self.encoder_length is None else "leave it out"
@@ -148,7 +148,7 @@ class Dataset:
         if self.inputs_length is not None:
             if not self.is_seqio or self.kind not in (Kind.CAUSAL, Kind.PREFIX):
                 raise UserError(
-                    f"Dataset.inputs_length ({self.inputs_length}) is of SeqIO tasks that a decoder reads: leave it out"
+                    f"Dataset.inputs_length ({self.inputs_length}) is only for a decoder on a SeqIO task: leave it out"
                 )
             if not 0 < self.inputs_length < self.length:
                 raise UserError(
@@ -156,7 +156,7 @@ class Dataset:
                     f"which holds inputs and targets: try {self.length // 2}"
                 )
         if self.kind is Kind.ENCODER_DECODER and self.packing is Packing.CONCAT:
-            raise UserError("Dataset.packing ('concat') would cut inputs off their targets: try 'best_fit' or 'none'")
+            raise UserError("Dataset.packing ('concat') would separate inputs from targets: try 'best_fit' or 'none'")
         if self.source is not None and self.source.has_conversations:
             if self.kind is not Kind.CAUSAL:
                 raise UserError(
@@ -165,9 +165,9 @@ class Dataset:
             if self.packing is Packing.CONCAT:
                 raise UserError("Dataset.packing ('concat') would cut conversations: try 'best_fit' or 'none'")
         if self.data_format is not DataFormat.TEXTS and self.too_long is TooLong.CUT:
-            raise UserError(f"Dataset.too_long ('cut') cannot be done with {self.data_format}: only 'drop' can")
+            raise UserError(f"Dataset.too_long ('cut') is not supported for {self.data_format}: set 'drop'")
         if len(set(self.domains)) != len(self.domains) or not all(self.domains):
-            raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
+            raise UserError(f"Dataset.domains ({self.domains}) must be distinct names, and none may be empty")
 
     @property
     def is_seqio(self) -> bool:
@@ -175,7 +175,7 @@ class Dataset:
 
     @property
     def data_format(self) -> DataFormat:
-        """What the documents are for."""
+        """Whether the documents are texts, preference pairs or prompts."""
         return DataFormat.TEXTS if self.source is None else self.source.data_format
 
     def documents(self, split: str) -> Documents | Blocks:
@@ -185,7 +185,7 @@ class Dataset:
 
     @property
     def most_pairs(self) -> int:
-        """Preference pairs in a row, at most."""
+        """The largest number of preference pairs in a row."""
         return 1 if self.packing is Packing.NONE else self.pairs_per_row
 
     def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
@@ -198,7 +198,7 @@ class Dataset:
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """What batches have besides."""
+        """Options of `packing.batch_spec`."""
         numbers = self.data_format is not DataFormat.TEXTS
         marks = {"domains": bool(self.domains), "numbers": numbers, "prefix": self.kind is Kind.PREFIX}
         return {"encoder_length": self.encoder_length} | marks

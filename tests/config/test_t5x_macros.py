@@ -196,5 +196,5 @@ def test_places_of_inputs_and_targets_are_checked(built):
     ):
         with pytest.raises(UserError, match=f"Dataset.inputs_length .*{told}"):
             built(lines)
-    with pytest.raises(UserError, match="Dataset.inputs_length .* is of SeqIO tasks that a decoder reads"):
+    with pytest.raises(UserError, match="Dataset.inputs_length .* is only for a decoder on a SeqIO task"):
         built("Dataset.inputs_length = 8", run=T5)

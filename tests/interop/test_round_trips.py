@@ -226,5 +226,5 @@ def test_every_end_token_of_a_folder_ends_a_text(tmp_path):
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [5, 4000, -1]}')
     assert ends(tmp_path / "hf") == (2, 5)  # its own first; what is no id of the model ends nothing
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(UserError, match="eos_token_id = .*</s>.* must be a token's number or a list"):
+    with pytest.raises(UserError, match="eos_token_id = .*</s>.* must be a token id or a list"):
         ends(tmp_path / "hf")

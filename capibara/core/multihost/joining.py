@@ -141,7 +141,9 @@ def _find(joining: Joining, emulated: bool) -> _Member | None:
         )
     assert address is not None and count is not None and index is not None
     if not 0 <= index < count:
-        raise UserError(f"--process_id is {index}, must be from 0 to --num_processes - 1 ({count - 1}): pass another")
+        raise UserError(
+            f"the process id is {index}, must be from 0 to {count - 1}: correct --process_id or --num_processes"
+        )
     return _Member(address, count, index, None if local is None else list(local))
 
 

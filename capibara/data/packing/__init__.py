@@ -1,1 +1,1 @@
-"""Documents and pairs into rows of a fixed length."""
+"""Packs documents and pairs into rows of a fixed length."""

@@ -1,4 +1,4 @@
-"""From tokenized examples to what is packed: documents for a decoder or an encoder, pairs for an encoder-decoder."""
+"""Makes the units of packing from tokenized examples: documents for decoders and encoders, pairs for encoder-decoders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class Tally:
-    """Conversations read in this process since its start; says in the log how many of them were not taken whole.
+    """Counts the conversations that this process has read, and logs how many of them were cut or dropped.
 
     Attributes:
-      noun: what they are called.
-      read: how many there were.
-      long: of these, longer than a row.
+      noun: their name in messages.
+      read: number of conversations.
+      long: number of them that are longer than a row.
       longest: tokens of the longest.
-      silent: of these, without loss although they are not too long.
+      silent: number of them that fit a row but have no token with loss.
     """
 
     def __init__(self, noun: str = "conversations") -> None:
@@ -34,23 +34,23 @@ class Tally:
         self.read = self.long = self.longest = self.silent = 0
 
     def add(self, tokens: int, dataset: Dataset, *, carries_loss: bool) -> None:
-        """Counts a conversation; the log has the 1st, 10th, 100th, ... that is not as it was."""
+        """Counts a conversation; logs the 1st, 10th, 100th, ... that is cut or dropped."""
         self.read += 1
         self.longest = max(self.longest, tokens)
         if tokens > dataset.length:
             self.long += 1
             if _is_power_of_ten(self.long):
-                fate = {TooLong.DROP: "left out", TooLong.CUT: "cut"}[dataset.too_long]
+                fate = {TooLong.DROP: "dropped", TooLong.CUT: "cut"}[dataset.too_long]
                 said = f"of {self.read} {self.noun} read so far {self.long} longer than Dataset.length"
                 logging.getLogger(__name__).warning("%s (%d) were %s, see Dataset.too_long", said, dataset.length, fate)
         elif not carries_loss:
             self.silent += 1
             if _is_power_of_ten(self.silent):
-                said = f"of {self.read} {self.noun} read so far {self.silent} without loss were left out"
+                said = f"of {self.read} {self.noun} read so far {self.silent} without loss were dropped"
                 logging.getLogger(__name__).warning(said)
 
     def nothing_left(self, dataset: Dataset) -> UserError:
-        """Where no conversation is left."""
+        """The error for data of which no conversation is left."""
         room, fix = f"Dataset.length ({dataset.length})", f"raise Dataset.length to {self.longest}"
         if dataset.data_format is DataFormat.PROMPTS:
             room = f"what Dataset.length leaves them beside the answer's max_new_tokens ({dataset.length})"
@@ -59,7 +59,7 @@ class Tally:
         if dataset.data_format is DataFormat.TEXTS:
             fix += " or set Dataset.too_long = 'cut'"
         if not self.long:
-            reason, fix = f"{self.read} {self.noun} carry no loss", "give messages of the assistant a weight of 1"
+            reason, fix = f"{self.read} {self.noun} have no loss", "give messages of the assistant a weight of 1"
         return UserError(f"no {self.noun.rstrip('s')} of a row can be trained on ({reason}): {fix}")
 
 
@@ -69,11 +69,11 @@ def _is_power_of_ten(count: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Assembler:
-    """Makes documents or pairs of token ids, as `Dataset.kind` says.
+    """Makes documents or pairs from token ids, according to `Dataset.kind`.
 
     Attributes:
-      dataset: says what is to be predicted.
-      adds_end: whether texts come without their end token and get it here.
+      dataset: the configuration.
+      adds_end: whether to append the end token to texts.
       tally: counts conversations.
     """
 
@@ -82,62 +82,62 @@ class Assembler:
     tally: Tally = dataclasses.field(default_factory=Tally)
 
     def __call__(
-        self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, place: tuple[int, ...]
+        self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, position: tuple[int, ...]
     ) -> Document | Pairs:
-        """One example.
+        """Makes a document or pairs from an example.
 
         Args:
-          ids: [n] int32, the text, or what is to be predicted from `inputs`.
+          ids: [n] int32, the text, or the targets if there are `inputs`.
           inputs: [m] int32, or None.
-          domain: of the text, where it is known.
-          place: where the example is in the data, which chooses spans and masks.
+          domain: the text's domain; None: unknown.
+          position: the example's position in the data; it seeds the choice of spans and masks.
         """
         number = self._domains.get(domain, 0)
         if self.dataset.kind in (Kind.CAUSAL, Kind.PREFIX):
             prefix = 0
             if self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs):
-                prefix = len(inputs) + 1  # the beginning token is read before the inputs
+                prefix = len(inputs) + 1  # the beginning token comes before the inputs
             ids, weights = self._joined(self._ended(ids), inputs)
-            return Document(ids, weights, self._vocabulary.bos_id, number, place=place, prefix=prefix)
-        seeds = (self.dataset.seed, *place)
+            return Document(ids, weights, self._vocabulary.bos_id, number, position=position, prefix=prefix)
+        seeds = (self.dataset.seed, *position)
         if self.dataset.kind is Kind.MASKED:
             document = self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
-            return document._replace(place=place)
+            return document._replace(position=position)
         if inputs is None:
-            return Pairs(self._spans(ids, seeds), number, place)
+            return Pairs(self._spans(ids, seeds), number, position)
         pair = Pair(self._ended(inputs), self._ended(ids))
-        return Pairs([pair] if len(pair.targets) else [], number, place)
+        return Pairs([pair] if len(pair.targets) else [], number, position)
 
-    def rendered(self, example: Example, number: int, place: tuple[int, ...]) -> Document | Answers:
-        """One example of what a chat template rendered: a conversation, a preference pair or a prompt.
+    def rendered(self, example: Example, number: int, position: tuple[int, ...]) -> Document | Answers:
+        """Makes a document or answers from an example rendered by a chat template.
 
         Args:
-          example: of the source.
-          number: of the example in its split, counted from 1.
-          place: as in a call.
+          example: a conversation, a preference pair or a prompt.
+          number: the example's number in its split, from 1.
+          position: the example's position in the data.
         """
         match self.dataset.data_format:
             case DataFormat.PREFERENCES:
-                return self._answers(example, number, place)
+                return self._answers(example, number, position)
             case DataFormat.PROMPTS:
-                return self._prompt(example, number, place)
-        return self.conversation(example, place)
+                return self._prompt(example, number, position)
+        return self.conversation(example, position)
 
-    def conversation(self, example: Example, place: tuple[int, ...]) -> Document:
-        """One rendered conversation; without tokens where it is longer than a row and such are left out."""
+    def conversation(self, example: Example, position: tuple[int, ...]) -> Document:
+        """Makes a document from a rendered conversation; an empty one if the conversation is dropped."""
         first, ids, weights = self._read(example)
         if first is None:
-            return Document(ids, None, self._vocabulary.bos_id, place=place)
+            return Document(ids, None, self._vocabulary.bos_id, position=position)
         self.tally.add(len(ids), self.dataset, carries_loss=bool(weights.any()))
         if len(ids) > self.dataset.length:
             kept = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
             ids, weights = ids[:kept], weights[:kept]
         if not weights.any():
             ids, weights = ids[:0], weights[:0]
-        return Document(ids, weights, first, self._domains.get(example.domain, 0), place=place)
+        return Document(ids, weights, first, self._domains.get(example.domain, 0), position=position)
 
-    def _answers(self, example: Example, number: int, place: tuple[int, ...]) -> Answers:
-        """Both answers of a preference pair; without tokens where a row does not hold them, or one carries no loss."""
+    def _answers(self, example: Example, number: int, position: tuple[int, ...]) -> Answers:
+        """Both answers of a preference pair; empty if they do not fit a row, or one has no loss."""
         assert example.rejected is not None, "a preference pair has both"
         read = [self._read(side) for side in (example, example.rejected)]
         size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
@@ -145,24 +145,24 @@ class Assembler:
         kept = size if counts and size <= self.dataset.length else 0
         bos_id = self._vocabulary.bos_id
         chosen, rejected = (
-            Document(ids[:kept], weights[:kept], bos_id if first is None else first, place=place)
+            Document(ids[:kept], weights[:kept], bos_id if first is None else first, position=position)
             for first, ids, weights in read
         )
-        return Answers(chosen, rejected, number, place)
+        return Answers(chosen, rejected, number, position)
 
-    def _prompt(self, example: Example, number: int, place: tuple[int, ...]) -> Document:
-        """A prompt's own tokens; none where a row does not hold them."""
+    def _prompt(self, example: Example, number: int, position: tuple[int, ...]) -> Document:
+        """A prompt's tokens; empty if they do not fit a row."""
         ids, _ = self._vocabulary.encode_rendered(example.text)
         self.tally.add(len(ids), self.dataset, carries_loss=bool(len(ids)))
         kept = ids if len(ids) <= self.dataset.length else ids[:0]
-        return Document(kept, None, self._vocabulary.bos_id, place=place, number=number)
+        return Document(kept, None, self._vocabulary.bos_id, position=position, number=number)
 
     def _read(self, example: Example) -> tuple[int | None, np.ndarray, np.ndarray]:
-        """Of a rendered conversation the first token, which nothing predicts, the others, and their weights.
+        """Tokenizes a rendered conversation: its first token (an input only), the other tokens, and their weights.
 
-        The model reads its tokens as they are, the first one included: so does `transformers`.
-        A token carries loss if any of its characters do. One that begins in the prompt and ends in the answer (" It",
-        where the generation prompt ends with a space) is the answer's first word, and there is no other to learn.
+        No beginning token is added, as in `transformers`. A token has loss if any of its characters has. If one begins in
+        the prompt and ends in the answer (" It" after a generation prompt that ends with a space), it is the answer's
+        first token and must be learned.
         """
         ids, offsets = self._vocabulary.encode_rendered(example.text)
         if not len(ids):
@@ -170,7 +170,7 @@ class Assembler:
         assert example.loss is not None, "it is rendered"
         begins = np.array([first for first, _ in example.loss], np.int64)
         ends = np.array([last for _, last in example.loss], np.int64)
-        # Ranges are ascending: a token is within one if more have begun before its end than have ended at its start.
+        # Ranges ascend: a token overlaps one if more ranges begin before its end than end at or before its start.
         begun, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
         weights = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
         return int(ids[0]), ids[1:], weights
@@ -188,7 +188,7 @@ class Assembler:
 
     @staticmethod
     def _joined(ids: np.ndarray, inputs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Inputs and text in one, the inputs without loss."""
+        """Concatenates inputs, without loss, and text."""
         if inputs is None or not len(inputs):
             return ids, None
         weights = np.ones(len(inputs) + len(ids), np.float32)
@@ -207,17 +207,17 @@ class Assembler:
 
     @functools.cached_property
     def _text_ids(self) -> np.ndarray:
-        """The ids that stand for text."""
+        """The ids that stand for text, not for special tokens."""
         return np.flatnonzero(self._vocabulary.token_bytes()).astype(np.int32)
 
     def _spans(self, ids: np.ndarray, seeds: tuple[int, ...]) -> list[Pair]:
-        """Chunks of a text, as long as fits the rows once corrupted, each as a pair of its own.
+        """Splits a text into chunks that fit the rows after span corruption, and makes a pair of each.
 
-        A single last token makes no chunk: it could not be both kept and told.
+        A last chunk of a single token is dropped: it cannot be both input and target.
         """
         end = np.array([self._vocabulary.eos_id] if self.dataset.append_eos else [], np.int32)
         if len(end) and len(ids) and ids[-1] == end[0]:
-            ids = ids[:-1]  # a task's end of the text: it ends inputs and targets now
+            ids = ids[:-1]  # the end token of a task's text: it is appended to inputs and targets instead
         length, sentinel_ids = self._chunk_length, self._sentinel_ids
         pairs = []
         for chunk, start in enumerate(range(0, len(ids) - 1, length)):

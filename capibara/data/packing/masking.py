@@ -1,4 +1,4 @@
-"""What a model is to predict: spans removed from a text (T5), or tokens of it that were masked (BERT)."""
+"""Denoising objectives on texts: span corruption (T5) and masked tokens (BERT)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from capibara.data.pipeline.shuffle import bits, permutation, uniform
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """Spans of a text, each replaced by a sentinel, are to be told (Raffel et al. 2020, arXiv:1910.10683).
+    """Replaces spans of a text by sentinels; the spans are the targets (Raffel et al. 2020, arXiv:1910.10683).
 
     Attributes:
-      noise_density: share of the tokens that is removed.
-      mean_span_length: of the removed spans.
+      noise_density: fraction of the tokens that is removed.
+      mean_span_length: mean length of the removed spans.
     """
 
     noise_density: float = 0.15
@@ -32,7 +32,7 @@ class SpanCorruption:
             raise UserError(f"SpanCorruption.mean_span_length ({self.mean_span_length}) must be at least 1: try 3")
 
     def counts(self, length: int) -> tuple[int, int]:
-        """Removed tokens and spans of a text of `length` (at least 2) tokens."""
+        """The numbers of removed tokens and of spans for a text of `length` (at least 2) tokens."""
         noise = min(max(round(length * self.noise_density), 1), length - 1)
         spans = max(round(noise / self.mean_span_length), 1)
         return noise, min(spans, length - noise)
@@ -49,15 +49,15 @@ class SpanCorruption:
     def apply(
         self, ids: np.ndarray, sentinel_ids: Sequence[int], seeds: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Takes spans out of a text.
+        """Removes spans from a text.
 
         Args:
           ids: [n] int32, n at least 2.
-          sentinel_ids: at least as many as there will be spans.
+          sentinel_ids: at least one per span.
           seeds: integers that choose the spans.
 
         Returns:
-          The text with a sentinel in place of each span, and the spans, each behind its sentinel.
+          The text with a sentinel in place of each span, and the spans, each after its sentinel.
         """
         noise, spans = self.counts(len(ids))
         kept_lengths = _partition(len(ids) - noise, spans, (*seeds, 0))
@@ -73,7 +73,7 @@ class SpanCorruption:
         inputs[starts] = sentinels
         first = np.zeros(len(ids), bool)
         first[starts] = True
-        # A sentinel goes before the span's tokens: where those begin, among the removed tokens alone.
+        # Insert a sentinel before each span: at the span's start among the removed tokens.
         targets = np.insert(ids[is_noise], np.cumsum(noise_lengths) - noise_lengths, sentinels)
         return inputs[~is_noise | first], targets.astype(np.int32, copy=False)
 
@@ -81,12 +81,12 @@ class SpanCorruption:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Tokens of a text are hidden and to be told (Devlin et al. 2019, arXiv:1810.04805, section 3.1).
+    """Masks tokens of a text, which are the targets (Devlin et al. 2019, arXiv:1810.04805, section 3.1).
 
     Attributes:
-      chosen: share of the tokens that is to be predicted.
-      masked: share of these that the model reads as the mask id.
-      random: share of these that it reads as any id; the rest stay.
+      chosen: fraction of the tokens that is predicted.
+      masked: fraction of the chosen tokens that is replaced by the mask id.
+      random: fraction of the chosen tokens that is replaced by a random id; the rest stay.
     """
 
     chosen: float = 0.15
@@ -105,17 +105,17 @@ class Masking:
     def apply(
         self, ids: np.ndarray, *, special: Sequence[int], mask_id: int, random_ids: np.ndarray, seeds: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Hides tokens of a text.
+        """Masks tokens of a text.
 
         Args:
           ids: [n] int32.
           special: ids that are never chosen.
-          mask_id: hides a token.
-          random_ids: the ids from which random ones are drawn.
+          mask_id: id of the mask token.
+          random_ids: ids from which random ones are drawn.
           seeds: integers that choose the tokens.
 
         Returns:
-          What the model reads [n] int32, and 1 at the chosen tokens, [n] float32.
+          The inputs, [n] int32, and the loss weights, [n] float32: 1 at chosen tokens.
         """
         candidates = np.flatnonzero(~np.isin(ids, special))
         count = min(max(round(len(candidates) * self.chosen), 1), len(candidates))
@@ -132,6 +132,6 @@ class Masking:
 
 
 def _partition(total: int, parts: int, seeds: tuple[int, ...]) -> np.ndarray:
-    """[parts] lengths of at least 1 that add up to `total`, each way equally likely."""
+    """[parts] lengths of at least 1 that add up to `total`, drawn uniformly among all such partitions."""
     cuts = np.sort(permutation(total - 1, *seeds)[: parts - 1]) + 1
     return np.diff(cuts, prepend=0, append=total)

@@ -1,7 +1,7 @@
-"""Documents into rows of fixed length.
+"""Packs documents into rows of fixed length.
 
-A window of documents is laid out in rows at once. Tokens are copied only when a row is asked for, so that a window
-costs four bytes a token, and a row a few slices.
+A window of documents is packed at once. Tokens are copied only when a row is requested, so that a window needs four bytes
+a token, and a row a few slices.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from capibara.core.types import BATCH_KEYS, ENCODER_KEYS, Batch
 from capibara.data.pipeline.shuffle import permutation
 
 Piece = tuple[int, int]  # start and stop in the window's tokens
-_PADDED = frozenset(("tokens", "targets", "encoder_tokens"))  # what holds the padding id on padding; the rest is 0
+_PADDED = frozenset(("tokens", "targets", "encoder_tokens"))  # arrays padded with the padding id; the others with 0
 
 
 class Packing(enum.StrEnum):
     """How documents share rows.
 
-    BEST_FIT: a document longer than a row is cut into rows and a rest; rests and short documents go, longest first,
-      where they leave the least space. No document is cut without need.
-    CONCAT: documents follow each other and are cut wherever a row is full. No padding.
-    NONE: one document a row, truncated or padded.
+    BEST_FIT: a document longer than a row is cut into full rows and a rest; rests and short documents are placed, longest
+      first, into the row where they leave the least space. Documents that fit a row are not cut.
+    CONCAT: documents are concatenated and cut wherever a row is full; there is no padding.
+    NONE: one document per row, truncated or padded.
     """
 
     BEST_FIT = "best_fit"
@@ -36,17 +36,17 @@ class Packing(enum.StrEnum):
 
 
 class Document(NamedTuple):
-    """A tokenized document, or the rest of one.
+    """A tokenized document, or the rest of one after a cut.
 
     Attributes:
-      ids: [n] int32, what is to be predicted.
-      weights: [n] float32 loss weights; None is 1 everywhere.
+      ids: [n] int32, the targets.
+      weights: [n] float32 loss weights; None: 1 everywhere.
       previous: the input at the first position: the beginning token, or the token before a rest.
-      domain: index of its domain, 0 where none is known.
-      read: [n] int32, what the model reads instead of `previous` and the ids before; None: those.
-      place: where it is in the data.
-      number: its own in the split, counted from 1, where batches tell it.
-      prefix: so many of its first positions read its inputs; the first of its targets is predicted by the last of them.
+      domain: number of its domain; 0: unknown.
+      read: [n] int32, the inputs, if they are not the shifted targets (`previous`, then `ids`); None: they are.
+      position: its position in the data.
+      number: its number in the split, from 1, for batches with `numbers`; 0: not needed.
+      prefix: number of leading positions that read its inputs; the last of them predicts the first target.
     """
 
     ids: np.ndarray
@@ -54,12 +54,12 @@ class Document(NamedTuple):
     previous: int
     domain: int = 0
     read: np.ndarray | None = None
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
     number: int = 0
     prefix: int = 0
 
     def cut(self, start: int, stop: int | None = None) -> Document:
-        """Its tokens from `start` to `stop`, as a document."""
+        """The document's tokens from `start` to `stop` as a document."""
         if not start and stop is None:
             return self
         return Document(
@@ -68,14 +68,14 @@ class Document(NamedTuple):
             int(self.ids[start - 1]) if start else self.previous,
             self.domain,
             None if self.read is None else self.read[start:stop],
-            self.place,
+            self.position,
             self.number,
             max(0, self.prefix - start),
         )
 
 
 class Rows:
-    """What every window is: rows that can be counted and shuffled; `_rows` says what lies in each."""
+    """Base class of windows: a list of packed rows (`_rows`) with a length that can be shuffled."""
 
     _rows: list
 
@@ -88,23 +88,23 @@ class Rows:
 
 
 class Window(Rows):
-    """Documents laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
+    """Documents packed into rows; `fill(batch, b, i)` copies row `i` into row `b` of a batch."""
 
     def __init__(self, documents: Sequence[Document], *, length: int, packing: Packing, pad_id: int):
-        """Lays the documents out.
+        """Packs the documents.
 
         Args:
-          documents: what to pack; documents without tokens are left out.
+          documents: the documents; empty ones are dropped.
           length: positions in a row.
           packing: how documents share rows.
-          pad_id: stands in `tokens` and `targets` on padding.
+          pad_id: the padding id of `tokens` and `targets`.
         """
         documents = [document for document in documents if len(document.ids)]
         lengths = np.array([len(document.ids) for document in documents], np.int64)
         stops = np.cumsum(lengths)
         starts = stops - lengths
         self._pad_id = pad_id
-        self._starts, self._places = starts, [document.place for document in documents]
+        self._starts, self._positions = starts, [document.position for document in documents]
         self._numbers = [document.number for document in documents]
         self._iota = np.arange(length, dtype=np.int32)
         self._targets = np.concatenate([document.ids for document in documents] or [np.zeros(0, np.int32)])
@@ -130,13 +130,13 @@ class Window(Rows):
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
+        """CRC-32 of the window's tokens, with which a restored stream checks that the data has not changed."""
         return zlib.crc32(self._targets.data)
 
-    def places(self, i: int) -> list[tuple[int, ...]]:
-        """Of the documents that row `i` has tokens of."""
+    def positions(self, i: int) -> list[tuple[int, ...]]:
+        """The positions in the data of row `i`'s documents."""
         firsts = [start for start, _ in self._rows[i]]
-        return [self._places[n] for n in np.searchsorted(self._starts, firsts, side="right") - 1]
+        return [self._positions[n] for n in np.searchsorted(self._starts, firsts, side="right") - 1]
 
     def fill(self, batch: Batch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""
@@ -171,15 +171,15 @@ def batch_spec(
     numbers: bool = False,
     prefix: bool = False,
 ) -> dict[str, tuple[tuple[int, int], np.dtype]]:
-    """Shape and dtype of every array of a batch, by its key.
+    """Key -> shape and dtype of every array of a batch.
 
     Args:
-      rows: of the batch.
-      length: positions of a row that the decoder (or the only stack) reads.
-      encoder_length: positions that the encoder of an encoder-decoder reads; None: there is none.
-      domains: whether documents have domains.
-      numbers: whether documents are told by their number.
-      prefix: whether places that read a document's inputs are marked.
+      rows: rows of the batch.
+      length: positions in a row of the decoder (or of the only stack).
+      encoder_length: positions in a row of the encoder of an encoder-decoder; None: there is none.
+      domains: whether there is `domains`.
+      numbers: whether there is `numbers`.
+      prefix: whether there is `prefix`.
     """
     spec = {key: ((rows, length), np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
     if encoder_length is not None:
@@ -200,7 +200,16 @@ def empty_batch(rows: int, length: int, pad_id: int = 0, **more: Any) -> dict[st
 
 
 def best_fit(sizes: Sequence[int], length: int, most: int | None = None) -> list[list[int]]:
-    """Rows of the indices of `sizes`: the largest first, each where it leaves the least space, up to `most` in a row."""
+    """Best-fit-decreasing bin packing.
+
+    Args:
+      sizes: size of each item.
+      length: capacity of a row.
+      most: the largest number of items in a row; None: any.
+
+    Returns:
+      The indices of the items of each row.
+    """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free positions, row), sorted
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -227,7 +236,7 @@ def _best_fit(starts: np.ndarray, stops: np.ndarray, length: int) -> list[list[P
         if start < stop:
             rests.append((start, stop))
     rows += [[rests[i] for i in row] for row in best_fit([stop - start for start, stop in rests], length)]
-    # Back into the order of the corpus, for whoever does not shuffle.
+    # Restore the order of the corpus, which matters without shuffling.
     rows.sort(key=lambda pieces: pieces[0][0])
     return rows
 

@@ -1,8 +1,8 @@
-"""Pairs of inputs and targets into the rows of an encoder-decoder, as seqio's EncDecFeatureConverter lays them out.
+"""Packs pairs of inputs and targets into rows of an encoder-decoder, in the layout of seqio's EncDecFeatureConverter.
 
-A side that is longer than its rows is trimmed. The decoder reads the targets moved right by one, the padding id first
-in every segment; targets that are not padding count towards the loss; segment i of a row's targets belongs to segment
-i of its inputs.
+A side that is longer than its row is trimmed. The decoder reads the targets shifted right by one, with the padding id
+first in every segment. Targets that are not padding have loss. Segment i of a row's targets belongs to segment i of its
+inputs.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from capibara.data.packing.packing import Packing, Rows
 
 
 class Pair(NamedTuple):
-    """What the encoder reads, and what the decoder is to predict from it: [n] and [m] int32."""
+    """The encoder's inputs and the decoder's targets: [n] and [m] int32."""
 
     inputs: np.ndarray
     targets: np.ndarray
 
 
 class Pairs(NamedTuple):
-    """The pairs made of one document: one, or as many as the document has chunks; perhaps none.
+    """The pairs of one document: usually one; one per chunk after span corruption; possibly none.
 
     Attributes:
-      pairs: none of them without targets.
-      domain: index of the document's domain, 0 where none is known.
-      place: where the document is in the data.
+      pairs: the pairs, each with targets.
+      domain: number of the document's domain; 0: unknown.
+      position: the document's position in the data.
     """
 
     pairs: Sequence[Pair]
     domain: int = 0
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
 
     def need(self, encoder_length: int, length: int) -> int:
-        """Decoder positions that the pairs take, counting an encoder position as length / encoder_length of one."""
+        """Decoder positions that the pairs need; an encoder position counts as length / encoder_length of one."""
         return sum(
             max(min(len(pair.targets), length), -(-min(len(pair.inputs), encoder_length) * length // encoder_length))
             for pair in self.pairs
@@ -46,26 +46,28 @@ class Pairs(NamedTuple):
 
 
 class PairWindow(Rows):
-    """Pairs laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
+    """Pairs packed into rows; `fill(batch, b, i)` copies row `i` into row `b` of a batch."""
 
     def __init__(self, documents: Sequence[Pairs], *, encoder_length: int, length: int, packing: Packing, pad_id: int):
-        """Lays the pairs out.
+        """Packs the pairs.
 
         Args:
-          documents: what to pack.
+          documents: the pairs of each document.
           encoder_length: positions of a row's inputs.
           length: positions of a row's targets.
-          packing: best fit, or none; pairs cannot be cut.
-          pad_id: stands on padding, and begins what the decoder reads.
+          packing: best fit or none; pairs cannot be cut.
+          pad_id: the padding id, which is also the decoder's first input.
         """
-        blank = np.array([pad_id], np.int32)  # without it, targets without inputs would see those of their neighbours
+        blank = np.array(
+            [pad_id], np.int32
+        )  # in place of empty inputs: targets without keys of their own would attend to others
         self._pairs = [
             Pair(pair.inputs[:encoder_length] if len(pair.inputs) else blank, pair.targets[:length])
             for document in documents
             for pair in document.pairs
         ]
         self._domains = [document.domain for document in documents for _ in document.pairs]
-        self._places = [document.place for document in documents for _ in document.pairs]
+        self._positions = [document.position for document in documents for _ in document.pairs]
         self._pad_id, self._packing = pad_id, packing
         if packing is Packing.NONE:
             self._rows = [[i] for i in range(len(self._pairs))]
@@ -75,15 +77,15 @@ class PairWindow(Rows):
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
+        """CRC-32 of the window's tokens, with which a restored stream checks that the data has not changed."""
         checksum = 0
         for pair in self._pairs:
             checksum = zlib.crc32(pair.targets.data, zlib.crc32(pair.inputs.data, checksum))
         return checksum
 
-    def places(self, i: int) -> list[tuple[int, ...]]:
-        """Of the documents that row `i` has pairs of."""
-        return list(dict.fromkeys(self._places[index] for index in self._rows[i]))
+    def positions(self, i: int) -> list[tuple[int, ...]]:
+        """The positions in the data of row `i`'s documents."""
+        return list(dict.fromkeys(self._positions[index] for index in self._rows[i]))
 
     def fill(self, batch: Batch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""
@@ -105,12 +107,12 @@ class PairWindow(Rows):
             if "domains" in row:
                 row["domains"][start:target_end] = self._domains[index]
         if self._packing is Packing.NONE and target_end < len(row["tokens"]):
-            # seqio moves a row that is not packed as a whole: the last target is read on padding, where nothing counts.
+            # As in seqio, an unpacked row is shifted as a whole: the last target is an input on padding, without loss.
             row["tokens"][target_end] = self._pairs[self._rows[i][0]].targets[-1]
 
 
 def _best_fit(sizes: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
-    """Rows of the indices of `sizes` [n, 2]: the largest first, each where it leaves the least share of a row free."""
+    """Best-fit-decreasing bin packing of pairs: `sizes` [n, 2], the rows' `capacity` [2]; returns the indices per row."""
     order = np.argsort(-np.max(sizes / capacity, axis=1, initial=0), kind="stable")
     rows: list[list[int]] = []
     free = np.empty((len(sizes), 2), np.int64)
@@ -124,7 +126,7 @@ def _best_fit(sizes: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
             free[at] = capacity
         rows[at].append(index)
         free[at] -= sizes[index]
-    # Back into the order of the corpus, for whoever does not shuffle.
+    # Restore the order of the corpus, which matters without shuffling.
     for row in rows:
         row.sort()
     rows.sort(key=lambda row: row[0])

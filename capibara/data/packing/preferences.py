@@ -1,4 +1,4 @@
-"""Preference pairs into rows: both answers of a pair lie in one row, each with the prompt before it and seeing only that."""
+"""Packs preference pairs: both answers of a pair are in one row, as segments that each begin with the prompt."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ class Answers(NamedTuple):
     """A tokenized preference pair.
 
     Attributes:
-      chosen: the prompt with the answer that was preferred, which alone has weights.
-      rejected: the same with the other one.
-      number: of the pair in its split, counted from 1.
-      place: where it is in the data.
+      chosen: the prompt and the preferred answer; only the answer has weights.
+      rejected: the prompt and the other answer.
+      number: the pair's number in its split, from 1.
+      position: the pair's position in the data.
     """
 
     chosen: Document
     rejected: Document
     number: int
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
 
     @property
     def need(self) -> int:
-        """Positions of a row that the pair takes."""
+        """Positions of a row that the pair needs."""
         return len(self.chosen.ids) + len(self.rejected.ids)
 
 
 class PreferenceWindow(Rows):
-    """Pairs laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
+    """Preference pairs packed into rows; `fill(batch, b, i)` copies row `i` into row `b` of a batch."""
 
     def __init__(self, pairs: Sequence[Answers], *, length: int, most_pairs: int, pad_id: int):
-        """Lays the pairs out.
+        """Packs the pairs.
 
         Args:
-          pairs: what to pack, none longer than a row; those without tokens are left out.
+          pairs: the pairs, none longer than a row; empty ones are dropped.
           length: positions in a row.
-          most_pairs: pairs in a row, at most.
-          pad_id: stands in `tokens` and `targets` on padding.
+          most_pairs: the largest number of pairs in a row.
+          pad_id: the padding id of `tokens` and `targets`.
         """
         self._pairs = [pair for pair in pairs if pair.need]
         self._pad_id = pad_id
         rows = best_fit([pair.need for pair in self._pairs], length, most_pairs)
-        # Back into the order of the corpus, for whoever does not shuffle.
+        # Restore the order of the corpus, which matters without shuffling.
         self._rows = sorted(sorted(row) for row in rows)
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
+        """CRC-32 of the window's tokens, with which a restored stream checks that the data has not changed."""
         checksum = 0
         for pair in self._pairs:
             checksum = zlib.crc32(pair.rejected.ids.data, zlib.crc32(pair.chosen.ids.data, checksum))
         return checksum
 
-    def places(self, i: int) -> list[tuple[int, ...]]:
-        """Of the pairs of row `i`."""
-        return [self._pairs[index].place for index in self._rows[i]]
+    def positions(self, i: int) -> list[tuple[int, ...]]:
+        """The positions in the data of row `i`'s pairs."""
+        return [self._pairs[index].position for index in self._rows[i]]
 
     def fill(self, batch: Batch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""

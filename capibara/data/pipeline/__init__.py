@@ -1,1 +1,1 @@
-"""From sources to batches, resumable."""
+"""Makes batches from sources, resumable."""

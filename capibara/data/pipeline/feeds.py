@@ -1,4 +1,4 @@
-"""Feeds: where a loader's rows come from, and in which order."""
+"""Feeds: the rows of a loader, in order, from a source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """One host's share of a split: see `make_loader`."""
+    """One host's part of a split: see `make_loader`."""
 
     split: str
     batch_size: int
@@ -39,10 +39,10 @@ class Share:
 
 
 class Feed(abc.ABC):
-    """Batches of one host from given states.
+    """Makes the batches of one host, starting from any states.
 
     Attributes:
-      first_row: number of the first of the feed's states among those of all hosts: for a source, that of its row.
+      first_row: index of the feed's first state among the states of all hosts; for a source, of its first row.
     """
 
     first_row: int
@@ -52,26 +52,26 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def initial_state(self) -> list[State]:
-        """States of the streams that this host needs, before the first batch."""
+        """The states of this host's streams before the first batch."""
 
     @abc.abstractmethod
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
-        """Batches after `states`, each with the states after it."""
+        """Yields the batches after `states`, each with the states after it."""
 
     @abc.abstractmethod
     def next_rows(self, states: Sequence[State]) -> list[Row]:
-        """This host's rows of the batch after `states`, of an endless feed; read anew, from any thread."""
+        """This host's rows of the batch after `states`, for an endless feed; reads them again, thread-safe."""
 
     @abc.abstractmethod
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
-        """How a person finds the document of a row's `places` again."""
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
+        """Identifies the document at one of a row's `positions`, for reports."""
 
     @abc.abstractmethod
     def data_fingerprint(self) -> dict[str, Any]:
-        """JSON-able; equal only for the same documents in the same order."""
+        """A JSON value that is equal only for the same documents in the same order."""
 
     def settings(self) -> dict[str, Any]:
-        """Everything that must be equal for a state to mean the same rows."""
+        """All settings that must be equal for a saved state to stand for the same rows."""
         dataset, share = self.dataset, self.share
         return {
             "split": share.split,
@@ -89,10 +89,10 @@ class Feed(abc.ABC):
         }
 
     def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings of a saved state as this version would write them.
+        """Converts the settings of a saved state to those of this version.
 
         Raises:
-          UserError: this version cannot continue such a state.
+          UserError: this version cannot resume from such a state.
         """
         return settings
 
@@ -113,9 +113,9 @@ class SourceFeed(Feed):
         self.first_row = share.first_row if self._endless else 0
         if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
             raise UserError(
-                f"Dataset.source has {len(self.documents)} blocks for the {share.batch_size} rows of a batch "
-                f"(Plan.batch_size) on {share.shard_count} hosts, and each row needs one of its own: lower "
-                "ShardedSource.block_bytes, or write files of more shards or row groups"
+                f"Dataset.source has {len(self.documents)} blocks, must have at least one for each of the "
+                f"{share.batch_size} rows of a batch (Plan.batch_size) on {share.shard_count} hosts: lower "
+                "ShardedSource.block_bytes, or write more shards or row groups"
             )
 
     def initial_state(self) -> list[State]:
@@ -133,15 +133,15 @@ class SourceFeed(Feed):
     def next_rows(self, states: Sequence[State]) -> list[Row]:
         return [next(stream) for stream in self.row_streams(self.first_row, states)]
 
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
-        return self._reader(0, 1).name(place)
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
+        return self._reader(0, 1).name(position)
 
     def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
-        """Streams of the global rows from `first` on, at `states`."""
+        """Opens the streams of the global rows from `first` on, at `states`."""
         return [self.stream(first + i, self.share.batch_size, state) for i, state in enumerate(states)]
 
     def stream(self, index: int, count: int, state: State) -> RowStream:
-        """Stream `index` of `count`."""
+        """Opens stream `index` of `count`."""
         layout = layout_of(self.dataset, count, (self.dataset.seed, index) if self.shuffles else None)
         first_rows = math.ceil(layout.window_rows * (index + 1) / count)
         return RowStream(self._reader(index, count).read, layout, first_rows=first_rows, state=state)
@@ -156,7 +156,7 @@ class SourceFeed(Feed):
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:
-    """What else decides the rows; nothing for a decoder's, whose states are older than the other kinds."""
+    """Settings of kinds other than causal that decide the rows; states of the causal kind do not have them."""
     settings: dict[str, Any] = {}
     if dataset.kind is not Kind.CAUSAL:
         settings["kind"] = str(dataset.kind)
@@ -175,7 +175,7 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
 
 
 def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> Layout:
-    """How each of `streams` streams of a dataset is packed."""
+    """The layout of each of `streams` streams of a dataset."""
     return Layout(
         length=dataset.length,
         packing=dataset.packing,
@@ -189,7 +189,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
 
 
 def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
-    """Batches whose rows have a stream each; endless."""
+    """Yields batches whose rows have one stream each; endless."""
     while True:
         batch = dataset.empty_batch(len(streams))
         states = []
@@ -203,13 +203,13 @@ def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tup
 def in_turn(
     streams: Sequence[RowStream], each: int, skip: int, rows: int, dataset: Dataset
 ) -> Iterator[tuple[Batch, Sequence[State]]]:
-    """Batches of what the streams have in turn; the last one is filled with rows of weight 0.
+    """Yields batches with the same number of rows of each stream; pads the last one with rows of weight 0.
 
     Args:
-      streams: the rows; each stream is read by every host that takes rows of it.
-      each: so many consecutive rows of every stream are in a global batch.
-      skip: of these rows of all streams, those that belong to the hosts before.
-      rows: that are this host's.
+      streams: the streams of which this host has rows; other hosts may read them, too.
+      each: number of consecutive rows of every stream in a global batch.
+      skip: number of these rows that belong to earlier hosts.
+      rows: number of rows of this host.
       dataset: for the shapes and padding.
     """
     while True:
@@ -225,7 +225,7 @@ def in_turn(
 
 
 def round_of(streams: Sequence[RowStream], each: int) -> Iterator[tuple[int, Row]]:
-    """`each` rows of every stream, fewer where it ends, with their numbers among the rows of all."""
+    """Yields `each` rows of every stream, fewer at its end, after their index among the rows of all streams."""
     for s, stream in enumerate(streams):
         for i, row in enumerate(itertools.islice(stream, each)):
             yield s * each + i, row

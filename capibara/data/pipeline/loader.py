@@ -1,10 +1,10 @@
-"""From a source or a SeqIO task to batches: packed, sharded over hosts, prefetched, and resumable to the row.
+"""Makes batches from a source or a SeqIO task: packed, sharded over hosts, prefetched, and resumable to the row.
 
-Row r of every global batch has a stream of its own: of the documents in their seeded order, those with number
-r, r + batch_size, r + 2 batch_size, ... A host opens only the streams of its rows, so global batches do not depend on
-how many hosts there are, and the state of a loader is four integers a row. A pass that must end (validation) uses one
-stream, of which every host takes its rows, because all hosts have to see the same number of batches. A SeqIO task,
-whose streams are dear, has `Dataset.task_shards` of them, of which each has several rows.
+Row r of every global batch has its own stream: the documents number r, r + batch_size, r + 2 batch_size, ... in their
+shuffled order. A host opens only the streams of its rows, so global batches do not depend on the number of hosts, and the
+state of a loader is four integers per row. A finite pass (validation) uses one stream, from which every host takes its
+rows, because all hosts must see the same number of batches. A SeqIO task, whose streams are expensive, has
+`Dataset.task_shards` streams with several rows each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from capibara.data.pipeline.prefetch import Prefetcher
 from capibara.data.sources.disk import SPLITS
 from capibara.data.sources.stream import State
 
-# The one door to this room: what a training program needs.
+# The public interface of this package for training.
 __all__ = ["Dataset", "Loader", "Position", "make_loader", "merge_states", "unigram_bits_per_byte"]
 
 _VERSION = 1
-Position = Sequence[State] | None  # of a loader, None before its first batch
+Position = Sequence[State] | None  # of a loader; None: before its first batch
 
-# What each of a feed's settings is called in Gin.
+# A feed's setting -> its name in Gin, for errors.
 _PARAMETERS = {
     "batch_size": "Plan.batch_size",
     "data": "Dataset.source's (or task's) data",
@@ -51,7 +51,7 @@ def make_loader(
     shard_count: int = 1,
     epochs: int | None = None,
 ) -> Loader:
-    """Opens one host's share of a split.
+    """Opens one host's part of a split.
 
     Args:
       dataset: what to read.
@@ -59,8 +59,8 @@ def make_loader(
       batch_size: rows of the global batch, all hosts together.
       shard_index: this host; it gets rows [shard_index * n, (shard_index + 1) * n) with n = batch_size / shard_count.
       shard_count: number of hosts.
-      epochs: passes over the data; None never ends. A loader that ends reads the split on every host, fills the last
-        batch with rows of weight 0, and ends at the same batch everywhere.
+      epochs: passes over the data; None: endless. With a finite number every host reads the whole split, pads the last
+        batch with rows of weight 0, and ends after the same batch.
 
     Raises:
       UserError: the source cannot be opened, or the rows do not divide over the hosts.
@@ -90,7 +90,7 @@ def make_loader(
 
 
 def check_task_shards(dataset: Dataset, batch_size: int, hosts: int) -> None:
-    """Raises UserError where the streams of a SeqIO task do not divide over the rows and hosts of a training batch."""
+    """Raises UserError if the streams of a SeqIO task do not divide over the rows and hosts of a training batch."""
     given = dataset.task_shards
 
     def fits(shards: int) -> bool:
@@ -106,7 +106,7 @@ def check_task_shards(dataset: Dataset, batch_size: int, hosts: int) -> None:
 
 
 def _default_workers() -> int:
-    """One for each chip of this host, where there are more cores than chips; none where the cores are the device."""
+    """One process per chip of this host if it has more cores than chips; 0 on a CPU, whose cores are the device."""
     import jax
 
     chips, cores = jax.local_device_count(), len(os.sched_getaffinity(0))
@@ -122,11 +122,11 @@ def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
 class Loader:
     """Iterator of this host's batches [batch_size / shard_count, length], with exact state.
 
-    A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first
-    `next`) on.
+    A batch has the arrays of `Dataset.batch_spec`. `start`, or the first `next`, starts a background thread that makes the
+    batches.
 
     Attributes:
-      batches: how many were handed out, over all starts.
+      batches: number of batches that were consumed, over all starts.
     """
 
     def __init__(self, dataset: Dataset, share: feeds.Share, open_feed: Callable[[], feeds.Feed]):
@@ -143,7 +143,7 @@ class Loader:
         return self
 
     def start(self) -> None:
-        """Begins to prefetch (and to import SeqIO, for a task) in the background; `set_state` comes before this."""
+        """Starts to prefetch (and to import SeqIO, for a task) in the background; call `set_state` before this."""
         self._prefetching()
 
     def _prefetching(self) -> Prefetcher:
@@ -162,31 +162,32 @@ class Loader:
         return batch
 
     def wait_s(self) -> float:
-        """Seconds the consumer has waited for batches since this was last asked."""
+        """Seconds that the consumer has waited for batches since the last call."""
         waited_s, self._wait_s = self._wait_s, 0.0
         return waited_s
 
     @property
     def position(self) -> Position:
-        """Where the batches handed out end, for `documents_after`; it costs nothing to keep."""
+        """The position after the consumed batches, for `documents_after`; it is cheap to keep."""
         return self._rows
 
     def documents_after(self, position: Position) -> dict[str, Any]:
-        """The documents of this host's rows in the batch after a `position`; from any thread.
+        """The documents of this host's rows in the batch after a `position`; thread-safe.
 
-        They are read again, as much of them as a start from there would.
+        It reads them again, as a start from there would.
 
         Returns:
-          JSON-able: `first_row`, the first of these rows in the global batch, and `rows`, of each its documents: of a
-          source by their number in the split and the epoch, of a SeqIO task by the shard and the number in it.
+          A JSON value: `first_row`, the index of the first of these rows in the global batch, and `rows`, the documents
+          of each row: for a source the epoch and the document's number in the split, for a SeqIO task the shard and the
+          example's number in it.
         """
         feed = self._opened()
         rows = feed.next_rows(self._first_rows(feed) if position is None else position)
-        named = [[feed.name(place) for place in row.places()] for row in rows]
+        named = [[feed.name(position) for position in row.positions()] for row in rows]
         return {"first_row": self._share.first_row, "rows": named}
 
     def get_state(self) -> dict[str, Any]:
-        """JSON-able; stands for exactly the batches handed out, whatever was prefetched."""
+        """The state after the consumed batches, as JSON; prefetched batches do not matter."""
         if self._rows is None and self._restored is not None:
             return dict(self._restored)
         feed = self._opened()
@@ -200,15 +201,15 @@ class Loader:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes after the batches that `state` stands for.
+        """Resumes after the batches that were consumed at `state`.
 
-        For a SeqIO task the comparison with the data waits until SeqIO is imported: `next` raises then.
+        For a SeqIO task `next` compares it with the data, when SeqIO is imported, and raises then.
 
         Args:
-          state: what `get_state` gave, or `merge_states` of all hosts' states.
+          state: from `get_state`, or from `merge_states` of all hosts' states.
 
         Raises:
-          UserError: the state is of other data, another batch size, length, packing, seed or vocabulary.
+          UserError: the state is of other data, or of another batch size, length, packing, seed or vocabulary.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or "rows" not in state:
             raise UserError("the data state is not one that this version of capibara wrote: start a new run")
@@ -219,7 +220,7 @@ class Loader:
             _restored_rows(self._feed, state)
 
     def close(self) -> None:
-        """Stops the background thread and the workers; the loader can be started again by `set_state`."""
+        """Stops the background thread and the workers; `set_state` starts the loader again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -237,15 +238,15 @@ class Loader:
         return feed.batches(self._first_rows(feed))
 
     def _first_rows(self, feed: feeds.Feed) -> list[State]:
-        """Before the first batch of this start."""
+        """The states before the first batch of this start."""
         return feed.initial_state() if self._restored is None else _restored_rows(feed, self._restored)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all hosts' states of the same batch, from which any number of hosts can resume.
+    """Merges all hosts' states after the same batch to one from which any number of hosts can resume.
 
     Args:
-      states: in the order of the hosts.
+      states: ordered by host.
 
     Raises:
       UserError: they are of different batches, or the hosts read different data.
@@ -263,14 +264,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for row, stream in enumerate(state["rows"], state["first_row"]):
             if by_row.setdefault(row, stream) != stream:
                 raise UserError(
-                    f"the hosts do not read the same data: stream {row} stands at {by_row[row]} on one of its hosts, at "
-                    f"{stream} on another: give all hosts the same files and settings"
+                    f"the hosts do not read the same data: stream {row} is at {by_row[row]} on one host, at {stream} on "
+                    "another: give all hosts the same files and settings"
                 )
     return {**states[0], "rows": [by_row[row] for row in sorted(by_row)]}
 
 
 def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
-    """The rows of `state` that this feed needs, after checking that they mean the same here."""
+    """The states of this feed's rows in a saved `state`, after a comparison of the settings."""
     differences = _differences(feed.understood(state["settings"]), feed.settings())
     if differences:
         raise UserError(

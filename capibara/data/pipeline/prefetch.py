@@ -1,4 +1,4 @@
-"""A background thread that keeps a few items ready."""
+"""Prefetches items in a background thread."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 _END = object()
 _LOOK_S = 1.0
-_CLOSE_S = 30.0  # longer than it takes to make one batch
+_CLOSE_S = 30.0  # more than the time to make one batch
 
 
 class Prefetcher:
-    """Iterator over `open_items()`, which is called and read in a background thread.
+    """Iterator over `open_items()`, which a background thread calls and reads.
 
-    An exception of the thread is raised by `next`, in its place among the items.
+    `next` raises an exception of the thread after the items that precede it.
     """
 
     def __init__(self, open_items: Callable[[], Iterator[Any]], size: int):
-        """Starts the thread; `size` 0 starts none and makes each item when it is asked for."""
+        """Starts the thread, which keeps up to `size` items; 0: no thread, `next` makes each item."""
         self._open_items = open_items
         self._items: Iterator[Any] | None = None
         self._failure: BaseException | None = None
@@ -54,11 +54,11 @@ class Prefetcher:
             try:
                 return self._queue.get(timeout=_LOOK_S if alive else 0.0)
             except queue.Empty:
-                if not alive:  # and it has put nothing since
-                    return _END, RuntimeError("the thread that makes batches has ended without a word")
+                if not alive:  # and it has put nothing since the check
+                    return _END, RuntimeError("the thread that makes batches has ended without an error")
 
     def close(self) -> None:
-        """Stops the thread; what it had ready is dropped. One that waits for a file system is left to it."""
+        """Stops the thread and drops prefetched items; after a time limit it leaves a stuck thread behind."""
         if self._thread is None:
             _close(self._items)
             self._items = None
@@ -69,7 +69,9 @@ class Prefetcher:
             self._drain()
             self._thread.join(timeout=0.05)
             if time.monotonic() > limit_s:
-                logging.getLogger(__name__).warning("the data does not stop within %.0f s: it is left behind", _CLOSE_S)
+                logging.getLogger(__name__).warning(
+                    "the data thread does not stop within %.0f s: not waiting", _CLOSE_S
+                )
                 break
         self._drain()
         self._thread = None
@@ -88,7 +90,7 @@ class Prefetcher:
             for item in items:
                 if not self._put(item):
                     return
-        except BaseException as error:  # handed to the consumer, whatever it is
+        except BaseException as error:  # raised by `next`
             failure = error
         finally:
             _close(items)

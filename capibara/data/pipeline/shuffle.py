@@ -1,4 +1,4 @@
-"""Seeded permutations and uniform draws that are the same on every machine and with every version of NumPy."""
+"""Seeded permutations and uniform draws that do not depend on the machine or the version of NumPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def uniform(n: int, *seeds: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of an epoch, kept because every row of a batch asks for it."""
+    """The permutation of an epoch; cached because every row of a batch needs it."""
     order = permutation(n, seed, epoch)
     order.setflags(write=False)
     return order

@@ -1,7 +1,7 @@
 """Worker processes on Grain: each packs some rows of every batch.
 
-Rows carry the states of their streams after them, so the state of a batch is known without asking the workers, and
-the number of workers may change from one start to the next.
+Workers send the states of the streams with the rows, so the state after a batch is known without another request, and the
+number of workers may change when a run resumes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from capibara.data.sources.stream import State
 
 
 class RowGroups(grain.IterDataset):
-    """Consecutive groups of the rows of every batch, in turn: group 0, group 1, ..., group 0 of the next; endless."""
+    """Groups of consecutive rows: group 0, 1, ... of a batch, then group 0 of the next batch, ...; endless."""
 
     def __init__(self, feed: SourceFeed, states: Sequence[State], groups: int):
-        """Divides the rows that stand at `states` into `groups` groups of equal size."""
+        """Splits the rows, whose streams are at `states`, into `groups` groups of equal size."""
         super().__init__()
         size = len(states) // groups
         self._feed = feed
@@ -45,7 +45,7 @@ class RowGroups(grain.IterDataset):
 
 @functools.cache
 def _end_with_parent() -> None:
-    """In a worker: it ends with the process that started it, also where that is killed and can tell it nothing."""
+    """Makes this worker process end with its parent, even if that is killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -58,7 +58,7 @@ def _end_with_parent() -> None:
 
 
 class RowGroupIterator(grain.DatasetIterator):
-    """Iterator of `RowGroups`: a batch of the group's rows, and "state" [rows, 4] after it."""
+    """Iterator of `RowGroups`: a batch of the group's rows, with the states "state" [rows, 4] after it."""
 
     def __init__(self, feed: SourceFeed, groups: Sequence[tuple[int, Sequence[State]]]):
         super().__init__()
@@ -86,7 +86,7 @@ class RowGroupIterator(grain.DatasetIterator):
 
 
 class WorkerFeed(SourceFeed):
-    """Rows made by some processes, or as many fewer as divide the rows of this host; endless."""
+    """Rows made by `workers` processes, or by fewer so that they divide the rows of this host; endless."""
 
     def __init__(self, dataset: Dataset, share: Share, workers: int):
         super().__init__(dataset, share)
@@ -94,7 +94,7 @@ class WorkerFeed(SourceFeed):
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
+            flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which our verbs do not parse
         rows, keys = len(states), self.dataset.batch_spec(1)
         count = max(n for n in range(1, min(rows, self._workers) + 1) if rows % n == 0)
         options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, self.dataset.prefetch))

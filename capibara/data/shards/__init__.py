@@ -1,1 +1,1 @@
-"""Large corpora in shards, local or in a bucket, read in blocks: which there are, what is in one, in which order they come."""
+"""Large corpora in shards, local or in a bucket, which are read in blocks: the index, the file formats, the source."""

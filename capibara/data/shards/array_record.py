@@ -1,9 +1,9 @@
-"""ArrayRecord files, read by ranges: the footer says where their chunks are, so a block is some chunks in a row.
+"""Reads ArrayRecord files by byte ranges: the footer has the positions of their chunks; a block is some adjacent chunks.
 
-The library of that name opens local files alone. The layout is Riegeli's
-(https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md): blocks of 64 KiB, each with a header of
-24 bytes in the midst of whatever chunk lies there; chunks of a header of 40 bytes and the records' sizes and values. The
-last 64 KiB hold a record that says where the footer's chunk begins (array_record/cpp/array_record_writer.cc).
+The library array_record only opens local files. The layout is Riegeli's
+(https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md): pages of 64 KiB, each with a header of
+24 bytes that interrupts the chunk there; chunks have a header of 40 bytes, then the records' sizes and values. The last
+64 KiB contain a record with the position of the footer's chunk (array_record/cpp/array_record_writer.cc).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from capibara.storage.remote import Entry
 _PAGE, _PAGE_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E
 _CODECS = {ord("z"): "zstd", ord("b"): "brotli", ord("s"): "snappy"}
-_MOST_BYTES = 1 << 30  # of a chunk, and of a block's records, unpacked
+_MOST_BYTES = 1 << 30  # largest size of a chunk, and of a block's records when unpacked
 _RECORDS, _TRANSPOSED = ord("r"), ord("t")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecords(ShardFormat):
-    """What grain, TFDS and array_record write, by default or with any compression, but not transposed."""
+    """ArrayRecord files of grain, TFDS and array_record, with any compression, but not transposed."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ def _corrupted(shard: Entry, at: int, why: object) -> UserError:
 
 
 def _footer_position(shard: Entry) -> int:
-    """Where the chunk begins that tells of all others."""
+    """The position of the footer's chunk, which lists all others."""
     if shard.size < 2 * _PAGE or shard.size % _PAGE:
         raise UserError(f"{shard.url} is no ArrayRecord file, or cut short ({shard.size:,} bytes): copy it again")
     at = shard.size - _PAGE
@@ -75,20 +75,22 @@ def _footer_position(shard: Entry) -> int:
         found = {}
     footer = found.get(1)
     if found.get(2) != _MAGIC or not isinstance(footer, int) or not 0 < footer < at:
-        raise UserError(f"{shard.url} is no ArrayRecord file, or cut short: its last page is no end: copy it again")
+        raise UserError(
+            f"{shard.url} is no ArrayRecord file, or cut short (no end mark in its last page): copy it again"
+        )
     return footer
 
 
 def _footer_entry(record: bytes) -> int:
-    """The place of a chunk, of ArrayRecordFooter."""
+    """The position of a chunk, from a message ArrayRecordFooter."""
     at = dict(fields(record)).get(1, 0)
     if not isinstance(at, int):
-        raise Malformed("a chunk's place is no number")
+        raise Malformed("a chunk's position is no number")
     return at
 
 
 def _records(shard: Entry, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """The records of the chunks from `start` up to `stop`; each chunk's place, and its records', counted from there."""
+    """The records of the chunks from `start` to `stop`, each with the position of its chunk plus its number in it."""
     if stop - start > 2 * _MOST_BYTES:
         raise Malformed(f"a chunk of {stop - start:,} bytes")
     content = read(shard, start, stop)
@@ -114,11 +116,11 @@ def _chunk(shard: Entry, at: int, limit: int) -> list[bytes]:
 
 
 def _plain(content: bytes, at: int) -> bytes:
-    """Bytes of a file from `at` on without the headers of its pages."""
+    """Removes the page headers from bytes that begin at position `at` of the file."""
     parts, begin = [], 0
     while begin < len(content):
         inside = (at + begin) % _PAGE
-        if inside < _PAGE_HEADER:  # the rest of a header, or all of it
+        if inside < _PAGE_HEADER:  # a header, or the rest of one
             begin += _PAGE_HEADER - inside
             inside = _PAGE_HEADER
         parts.append(content[begin : begin + _PAGE - inside])
@@ -127,7 +129,7 @@ def _plain(content: bytes, at: int) -> bytes:
 
 
 def _end(at: int, count: int) -> int:
-    """Where `count` plain bytes end that begin at `at`."""
+    """The position after `count` bytes from `at`, not counting page headers."""
     while count:
         inside = at % _PAGE
         if inside < _PAGE_HEADER:
@@ -139,7 +141,7 @@ def _end(at: int, count: int) -> int:
 
 
 def _header(plain: bytes) -> tuple[int, int, int]:
-    """The bytes of a chunk's data, its kind and its records."""
+    """Parses a chunk's header: the size of its data in bytes, its type, and the number of its records."""
     _, size, _, kind, _ = struct.unpack_from("<5Q", plain)
     if size > _MOST_BYTES:
         raise Malformed(f"a chunk of {size:,} bytes")
@@ -147,12 +149,12 @@ def _header(plain: bytes) -> tuple[int, int, int]:
 
 
 def _parsed(content: bytes, start: int, at: int) -> tuple[list[bytes], int]:
-    """The records of the chunk at `at`, and where it ends; `content` begins at `start`."""
+    """Parses the chunk at position `at`; returns its records and its end. `content` begins at position `start`."""
     head = _plain(content[at - start : _end(at, _CHUNK_HEADER) - start], at)
     size, kind, count = _header(head)
     end = _end(at, _CHUNK_HEADER + size)
     if end - start > len(content):
-        raise Malformed("a chunk goes on beyond its block")
+        raise Malformed("a chunk is longer than its block")
     if kind == _TRANSPOSED:
         raise Malformed("its chunks are transposed, write them without 'transpose'")
     if kind != _RECORDS:
@@ -166,9 +168,9 @@ def _values(data: bytes, count: int) -> list[bytes]:
     size, begin = varint(data, 1)
     sizes = _unpacked(data[begin : begin + size], codec)
     values = _unpacked(data[begin + size :], codec)
-    records, at, place = [], 0, 0
+    records, at, size_at = [], 0, 0
     for _ in range(count):
-        length, place = varint(sizes, place)
+        length, size_at = varint(sizes, size_at)
         records.append(values[at : at + length])
         at += length
     if at != len(values):
@@ -180,7 +182,7 @@ def _unpacked(data: bytes, codec: int) -> bytes:
     if not codec:
         return data
     if codec not in _CODECS:
-        raise Malformed(f"compression {codec} is not known")
+        raise Malformed(f"unknown compression {codec}")
     size, begin = varint(data, 0)
     if size > _MOST_BYTES:
         raise Malformed(f"{size:,} bytes unpacked")

@@ -1,4 +1,4 @@
-"""What every shard format gives: blocks that can be read by themselves, and the records in one."""
+"""The interface of shard formats: the blocks of a file, each of which can be read on its own, and their records."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from capibara.core.types import UserError
 from capibara.storage import outputs, remote
 from capibara.storage.remote import Entry
 
-SLACK_BYTES = 1 << 16  # read beyond a block, for the record that it ends in
+SLACK_BYTES = 1 << 16  # read after a block's end, for the record that extends beyond it
 Record = bytes | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardFormat(abc.ABC):
-    """A way in which files hold records.
+    """A file format of records.
 
-    A record belongs to the block in which it begins. What a format calls a block's bounds is its own affair.
+    A record belongs to the block in which it begins. The unit of a block's bounds depends on the format.
 
     Attributes:
-      block_bytes: a block has about so many bytes, where the format leaves a choice.
+      block_bytes: size of a block in bytes, approximately, if the format allows a choice.
     """
 
     block_bytes: int
@@ -33,19 +33,19 @@ class ShardFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """As in ShardedSource.format."""
+        """The name in ShardedSource.format."""
 
     @abc.abstractmethod
     def blocks(self, shard: Entry) -> np.ndarray:
-        """[n, 2] int64, the bounds of the blocks of a shard; reads its end alone.
+        """The bounds of the blocks of a shard, [n, 2] int64; reads only the end of the file.
 
         Raises:
-          UserError: the shard is cut short, or of another format.
+          UserError: the shard is cut short, or has another format.
         """
 
     @abc.abstractmethod
     def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
-        """The records of a block, each with where it is in the shard.
+        """The records of a block, each with its position in the shard.
 
         Raises:
           UserError: they cannot be read.
@@ -58,10 +58,10 @@ class ShardFormat(abc.ABC):
 
 
 def read(shard: Entry, start: int, stop: int) -> bytes:
-    """Bytes of a shard, as many of them as there should be.
+    """The bytes of a shard from `start` to `stop`.
 
     Raises:
-      UserError: it is shorter than it was when it was listed, or cannot be read.
+      UserError: it is shorter than when it was listed, or cannot be read.
     """
     if outputs.is_remote(shard.url):
         return remote.read(shard.url, start, stop)

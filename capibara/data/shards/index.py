@@ -1,7 +1,7 @@
-"""Which blocks a corpus has: found by a look at the end of every shard, and kept for the next start.
+"""The index of a corpus: the blocks of every shard, found by reading the end of each, and cached for the next start.
 
-The index is a few bytes a block, so that of 100 GB has a few MB. It lies in the user's cache, and a shard whose size or
-version has changed is looked at again; it can be removed at any time.
+The index has a few bytes per block, a few MB for 100 GB. It is in the user's cache folder and can be deleted at any time. A
+shard whose size or version has changed is indexed again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from capibara.data.sources import disk
 from capibara.storage import copies, outputs, remote
 from capibara.storage.remote import Entry
 
-_THREADS = 32  # shards that are looked at together: it is waiting
+_THREADS = 32  # shards that are indexed at a time; the threads mostly wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Index:
 
     Attributes:
       shards: its files.
-      blocks: [n, 3] int64: shard, and bounds in it as the format has them.
+      blocks: [n, 3] int64: index of the shard, and the block's bounds in the units of the format.
     """
 
     shards: Sequence[Entry]
@@ -40,15 +40,15 @@ class Index:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(shard.size for shard in self.shards)
 
     def names(self) -> list[str]:
-        """Of the shards without their folders: what stays when they are moved."""
+        """The shards' names without folders, which stay the same when they are moved."""
         return [os.path.basename(shard.url) for shard in self.shards]
 
     def digest(self) -> str:
-        """Of the shards' names and sizes and of all bounds."""
+        """A hash of the shards' names and sizes and of all bounds."""
         digest = hashlib.blake2b(np.ascontiguousarray(self.blocks, np.int64).tobytes(), digest_size=8)
         for name, shard in zip(self.names(), self.shards, strict=True):
             digest.update(f"{name}\0{shard.size}\0".encode())
@@ -56,7 +56,7 @@ class Index:
 
 
 def listed(parameter: str, patterns: Sequence[str]) -> list[Entry]:
-    """The files that paths, addresses and globs name, each once; `parameter` gives them.
+    """The files that paths, addresses and globs match, without duplicates; `parameter` names them in errors.
 
     Raises:
       UserError: a pattern matches no file, or the store refuses.
@@ -83,10 +83,10 @@ def _local(path: str) -> Entry:
 
 
 def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
-    """The index of a corpus, of which only shards are looked at that are new or have changed.
+    """The index of a corpus; reads only shards that are new or have changed since the last time.
 
     Raises:
-      UserError: a shard is cut short, of another format, or cannot be read.
+      UserError: a shard is cut short, has another format, or cannot be read.
     """
     path = _path(shards, shard_format)
     known = _load(path)
@@ -122,13 +122,13 @@ def _load(path: str) -> dict[str, tuple[list, np.ndarray]]:
             return {
                 url: ([size, version], table) for (url, size, version, _), table in zip(shards, tables, strict=True)
             }
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or one that was not written whole
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # missing or incomplete
         return {}
 
 
 def _save(path: str, shards: Sequence[Entry], tables: Sequence[np.ndarray]) -> None:
     about = [[*shard, len(table)] for shard, table in zip(shards, tables, strict=True)]
-    # Hosts may share the folder. On a full disk the next start looks at the shards again.
+    # Hosts may share the folder. If the disk is full, the next start indexes the shards again.
     with contextlib.suppress(OSError), outputs.replacing(path) as partial, open(partial, "wb") as file:
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         np.savez(file, shards=text, blocks=np.concatenate(tables))

@@ -1,6 +1,6 @@
-"""JSON lines and texts, in blocks of equal bytes: a line belongs to the block that it begins in.
+"""JSON lines and texts in blocks of equal size: a line belongs to the block in which it begins.
 
-So no file has to be read through to know where its blocks are, and each can be read by itself.
+So the blocks of a file are known without reading it, and each block can be read on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from capibara.storage.remote import Entry
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines(ShardFormat):
-    """A record a line."""
+    """One JSON record per line."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class JsonLines(ShardFormat):
                 limits.parse_json(line, finite=False)
             except ValueError as error:
                 raise UserError(
-                    f"{shard.url} is cut short: its last line is not whole ({limits.cause(error)}): copy it again"
+                    f"{shard.url} is cut short: its last line is incomplete ({limits.cause(error)}): copy it again"
                 ) from None
         return self.byte_blocks(shard)
 
@@ -45,10 +45,10 @@ class JsonLines(ShardFormat):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextLines(ShardFormat):
-    """Texts, cut at line ends.
+    """Texts, split at line ends.
 
     Attributes:
-      document_bytes: of a document, at least; a block's last one has what is left.
+      document_bytes: smallest size of a document in bytes; a block's last one may be smaller.
     """
 
     document_bytes: int
@@ -72,17 +72,17 @@ class TextLines(ShardFormat):
 
 
 def whole_lines(shard: Entry, start: int, stop: int) -> tuple[int, bytes]:
-    """The lines of a file that begin from `start` up to `stop`, and where the first of them begins.
+    """The lines of a file that begin in [start, stop), after the position of the first of them.
 
     Raises:
-      UserError: one is longer than limits.LINE_BYTES.
+      UserError: a line is longer than limits.LINE_BYTES.
     """
-    begin = max(0, start - 1)  # with the byte that says whether a line begins at `start`
+    begin = max(0, start - 1)  # include the byte before `start`: a line end means that a line begins there
     content = read(shard, begin, min(stop + SLACK_BYTES, shard.size))
     first = content.find(b"\n") + 1 if start else 0
     if start and (not first or begin + first >= stop):
-        return stop, b""  # all of it is in one line, which began before
-    last = stop - 1 - begin  # a line end from here on is the last line's
+        return stop, b""  # the range is inside a line that begins before it
+    last = stop - 1 - begin  # the first line end from here on ends the last line
     more = SLACK_BYTES
     while (end := content.find(b"\n", last)) < 0 and begin + len(content) < shard.size:
         last, at = len(content), begin + len(content)
@@ -93,7 +93,7 @@ def whole_lines(shard: Entry, start: int, stop: int) -> tuple[int, bytes]:
 
 
 def _last_line(shard: Entry) -> bytes:
-    """What comes after the last line end of a file."""
+    """The bytes after the last line end of a file."""
     size = min(SLACK_BYTES, shard.size)
     while True:
         tail = read(shard, shard.size - size, shard.size)

@@ -1,4 +1,4 @@
-"""Parquet files: a block is a row group, and of it only the columns that are used are read."""
+"""Parquet files: a block is a row group, of which only the needed columns are read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
 from capibara.storage.remote import Entry
 
-_MOST_BYTES = 1 << 30  # of the columns of a row group, unpacked
-_BATCH_ROWS = 1024  # unpacked at a time
+_MOST_BYTES = 1 << 30  # largest unpacked size of the needed columns of a row group
+_BATCH_ROWS = 1024  # rows unpacked at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class ParquetRows(ShardFormat):
     """Rows of a table.
 
     Attributes:
-      columns: that are read; what a file does not have of them is left out.
+      columns: the columns to read; a file may lack some of them.
     """
 
     columns: tuple[str, ...]
@@ -53,7 +53,7 @@ class ParquetRows(ShardFormat):
         with _opened(shard, metadata) as file:
             try:
                 found = _rows(file, shard, group, list(self.columns))
-            except (OSError, ValueError) as error:  # pyarrow's own are of these
+            except (OSError, ValueError) as error:  # base classes of pyarrow's errors
                 raise _corrupted(shard, error) from error
         if len(found) != stop - start:
             raise _corrupted(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced")
@@ -61,7 +61,7 @@ class ParquetRows(ShardFormat):
 
 
 def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Record]:
-    """The rows of a row group; what it says of its size was no more than a word."""
+    """The rows of a row group; checks the unpacked size again, since the metadata may be wrong."""
     found, size = [], 0
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
         size += batch.nbytes
@@ -75,7 +75,7 @@ def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Recor
 
 
 class _Ranges(io.RawIOBase):
-    """A shard as a file."""
+    """A shard as a seekable file for pyarrow."""
 
     def __init__(self, shard: Entry):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Protocol buffers, as far as data sets have them: the fields of a message, and tf.train.Example."""
+"""A small reader of protocol buffers: the fields of a message, and tf.train.Example."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
-_MOST_BYTES = 10  # of a varint
+_MOST_BYTES = 10  # largest size of a varint
 
 
 class Malformed(Exception):
-    """Bytes that are no such message; says why."""
+    """The bytes are not a valid message; the text says why."""
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends."""
+    """The varint at position `at`, and the position after it."""
     value = shift = 0
     for end in range(at, min(at + _MOST_BYTES, len(data))):
         byte = data[end]
@@ -27,7 +27,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message: number, and a number or bytes (fixed ones as they are)."""
+    """The fields of a message: field number, and an integer or bytes (also for fixed-size fields)."""
     at = 0
     while at < len(data):
         key, at = varint(data, at)
@@ -43,16 +43,16 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             raise Malformed(f"a field of kind {kind}")
         if at + size > len(data):
-            raise Malformed("a field goes on beyond its message")
+            raise Malformed("a field is longer than its message")
         yield number, data[at : at + size]
         at += size
 
 
 def example(data: bytes) -> dict[str, list[Any]]:
-    """The features of a tf.train.Example by name: lists of bytes, of floats or of integers.
+    """The features of a tf.train.Example by name: lists of bytes, floats or integers.
 
     Raises:
-      Malformed: it is none.
+      Malformed: the bytes are not a tf.train.Example.
     """
     found: dict[str, list[Any]] = {}
     for features in _messages(data, 1):

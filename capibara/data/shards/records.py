@@ -1,4 +1,4 @@
-"""From a record to the example that it tells: JSON, tf.train.Example, columns or plain text."""
+"""Converts records to examples: JSON, tf.train.Example, columns of a table or plain text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from capibara.data.sources.sources import LINE_VALUES, Example
 
 
 class RecordFormat(enum.StrEnum):
-    """What a record of a TFRecord or ArrayRecord file is.
+    """The format of a record in a TFRecord or ArrayRecord file.
 
-    AUTO: JSON where it begins with a brace, else a tf.train.Example where it is one, else text.
+    AUTO: JSON if it begins with a brace, otherwise tf.train.Example if it is one, otherwise text.
     JSON: an object with the fields.
     EXAMPLE: a tf.train.Example with the fields as features.
     TEXT: the document itself, in UTF-8.
@@ -32,12 +32,12 @@ class RecordFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fields:
-    """Where an example's parts are in a record.
+    """Maps the fields of a record to an example.
 
     Attributes:
-      record_format: what a record is.
-      text, inputs, domain: the fields of these; of text records nothing but the text is there.
-      default_domain: of records that name none.
+      record_format: the format of a record.
+      text, inputs, domain: names of the fields; records in text format only have the text.
+      default_domain: the domain of records without one.
     """
 
     record_format: RecordFormat
@@ -47,10 +47,10 @@ class Fields:
     default_domain: str | None
 
     def example(self, record: Record, where: str) -> Example:
-        """The example of a record; `where` is its file and place, for errors.
+        """Converts a record to an example; `where` is its file and position, for errors.
 
         Raises:
-          UserError: the record is not what it should be, or has no such field.
+          UserError: the record has another format, or lacks a field.
         """
         values = self._values(record, where)
         if isinstance(values, str):

@@ -1,4 +1,4 @@
-"""Large corpora: files in shards, here or in a bucket, of which only the blocks at hand are read."""
+"""The source for large corpora: files in shards, local or in a bucket, streamed block by block."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from capibara.data.shards.tfrecord import TfRecords
 from capibara.data.sources import disk
 from capibara.data.sources.sources import Blocks, Example, Source
 
-_LEAST_BLOCKS = 1024  # of a corpus, as far as blocks of _SMALLEST bytes allow: so many rows of a batch have one each
-_SMALLEST, _LARGEST = 4 << 10, 1 << 20  # bytes of a block: what a request to a bucket should have at least
+_LEAST_BLOCKS = 1024  # blocks of a corpus, if it is large enough: each row of a batch needs its own
+_SMALLEST, _LARGEST = 4 << 10, 1 << 20  # bytes of a block; requests to a bucket should not be smaller than the largest
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 class Format(enum.StrEnum):
-    """How a shard's file holds records: JSONL, TEXT, PARQUET, ARRAY_RECORD or TFRECORD."""
+    """The file format of shards."""
 
     JSONL = "jsonl"
     TEXT = "text"
@@ -50,23 +50,23 @@ _ENDINGS = {
 class ShardedSource(Source):
     """Files in shards, local, in gs://, s3:// or another store of fsspec, streamed block by block.
 
-    A block is about 1 MiB of consecutive documents (of Parquet a row group). Blocks come in a seeded order, each row of the
-    global batch has its own, and the documents of some blocks are mixed: so a host reads what its rows need, a restart
-    reads the blocks at hand, and any number of hosts can go on.
+    A block is about 1 MiB of consecutive documents (in Parquet: a row group). Blocks are shuffled, each row of the global
+    batch reads its own blocks, and the documents of a few blocks are shuffled together. So a host reads only what its rows
+    need, a resumed run reads only the current blocks, and the number of hosts may change.
 
     Attributes:
       files: paths, addresses or globs of the training files.
-      format: of the files; None: what their endings say.
-      record: what a record of a TFRecord or ArrayRecord file is.
-      field: the field, feature or column that holds the text (of pairs, what is to be predicted).
-      inputs_field: the one that holds what the text is to be predicted from; None: there is only text.
-      domain_field: the one that names a document's domain, where a record has it.
-      validation_files: paths, addresses or globs of the validation files; empty holds out a share of the blocks.
-      validation_fraction: the share held out where no validation files are given.
-      domain: of the documents that name none.
-      block_bytes: bytes of a block, where the format leaves a choice; None: a 1024th of the corpus, from 4 KiB to 1 MiB.
-      mix_blocks: so many blocks are read together and their documents mixed, where there is shuffling.
-      document_bytes: text files are cut at line ends into documents of at least so many bytes.
+      format: file format; None: by the files' endings.
+      record: format of a record in a TFRecord or ArrayRecord file.
+      field: the field, feature or column with the text (or with the targets, of pairs).
+      inputs_field: the field with the inputs; None: there are none.
+      domain_field: the field with the document's domain, which a record may lack; None: there is none.
+      validation_files: paths, addresses or globs of the validation files; empty: a fraction of the blocks is held out.
+      validation_fraction: the fraction that is held out if there are no validation files.
+      domain: the domain of documents without one.
+      block_bytes: bytes of a block, if the format allows a choice; None: 1/1024 of the corpus, from 4 KiB to 1 MiB.
+      mix_blocks: number of blocks whose documents are shuffled together.
+      document_bytes: text files are split at line ends into documents of at least so many bytes.
     """
 
     files: tuple[str, ...]
@@ -104,11 +104,11 @@ class ShardedSource(Source):
             chosen = disk.split_by_hash(mix(keys), split, self.validation_fraction, parameter, "block")
             index = dataclasses.replace(index, blocks=index.blocks[chosen])
         blocks = ShardBlocks(self, index, self._format(parameter, shards))
-        blocks.examples(0)  # a field that is not there is found before the run starts
+        blocks.examples(0)  # raises here if a field is missing
         return blocks
 
     def _format(self, parameter: str, shards: list[indexes.Entry]) -> ShardFormat:
-        chosen = self.format or self._told(parameter, shards)
+        chosen = self.format or self._format_by_name(parameter, shards)
         size = self.block_bytes
         if size is None:
             share = sum(shard.size for shard in shards) // _LEAST_BLOCKS
@@ -127,26 +127,24 @@ class ShardedSource(Source):
                 return TfRecords(block_bytes=size)
 
     @staticmethod
-    def _told(parameter: str, shards: list[indexes.Entry]) -> Format:
+    def _format_by_name(parameter: str, shards: list[indexes.Entry]) -> Format:
         found = set()
         for shard in shards:
             name = os.path.basename(shard.url).lower()
             if name.endswith(_COMPRESSED):
                 raise UserError(
-                    f"{parameter}: {shard.url} is compressed, and has no blocks that can be read alone: unpack it"
+                    f"{parameter}: {shard.url} is compressed, so its blocks cannot be read separately: unpack it"
                 )
-            # As in part.tfrecord-00000-of-00010 the ending may have a number behind it.
+            # A number may follow the ending, as in part.tfrecord-00000-of-00010.
             ending = next((ending for ending in _ENDINGS if name.endswith(ending) or f"{ending}-" in name), None)
             if ending is None:
                 known = ", ".join(map(str, Format))
                 raise UserError(
-                    f"{parameter}: the name of {shard.url} says no format: set ShardedSource.format to one of {known}"
+                    f"{parameter}: {shard.url} has no known ending: set ShardedSource.format to one of {known}"
                 )
             found.add(_ENDINGS[ending])
         if len(found) > 1:
-            raise UserError(
-                f"{parameter} are of several formats ({', '.join(sorted(found))}): give each a source of its own"
-            )
+            raise UserError(f"{parameter} have several formats ({', '.join(sorted(found))}): use one source for each")
         return found.pop()
 
 

@@ -1,8 +1,8 @@
-"""TFRecord files in blocks of equal bytes: the checksum of a record's length says where one begins.
+"""TFRecord files in blocks of equal size: the first record of a block is found by the checksum of its length.
 
-A record is its length [8], the masked CRC-32C of these bytes [4], the content, and the content's own checksum [4], which is not
-looked at (https://www.tensorflow.org/tutorials/load_data/tfrecord). Bytes that only look like a beginning are one in
-2^32, and are found out by what follows them.
+A record is its length [8 bytes], the masked CRC-32C of the length [4], the content, and the content's checksum [4], which is
+not verified (https://www.tensorflow.org/tutorials/load_data/tfrecord). A false match has a probability of 2^-32 per byte
+and is detected by what follows it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
 from capibara.storage.remote import Entry
 
-_HEAD, _FRAME = 12, 16  # bytes before a record's content, and around it
-_MOST_BYTES = 256 << 20  # of a record
-_LOOK_BYTES = 1 << 16  # searched at a time
+_HEAD, _FRAME = 12, 16  # bytes before a record's content, and in total around it
+_MOST_BYTES = 256 << 20  # largest size of a record
+_LOOK_BYTES = 1 << 16  # bytes searched at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TfRecords(ShardFormat):
-    """A file of the framed records that TensorFlow writes, not compressed."""
+    """Uncompressed TFRecord files."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class TfRecords(ShardFormat):
 
 
 class _Window:
-    """The bytes of a file from `start` on, read as far as they are asked for."""
+    """The bytes of a file from `start` on, read as needed."""
 
     def __init__(self, shard: Entry, start: int, stop: int):
         self._shard, self._start = shard, start
@@ -66,7 +66,7 @@ class _Window:
         return self._content[at - self._start : at - self._start + count]
 
     def length(self, at: int) -> int | None:
-        """Of the content of the record that begins at `at`; None: none does."""
+        """The length of the content of the record at position `at`; None: no record begins there."""
         if at + _FRAME > self._shard.size:
             return None
         head = self.bytes(at, _HEAD)
@@ -75,28 +75,28 @@ class _Window:
         return length if check == known and length <= _MOST_BYTES else None
 
     def first_record(self, start: int, stop: int) -> int | None:
-        """Where the first record begins from `start` up to `stop`; None: there is none."""
+        """The position of the first record that begins in [start, stop); None: there is none."""
         for at in range(start, stop, _LOOK_BYTES):
             count = min(at + _LOOK_BYTES, stop) - at
             content = np.frombuffer(self.bytes(at, min(count + _HEAD - 1, self._shard.size - at)), np.uint8)
-            places = len(content) - _HEAD + 1
-            if places < 1:
+            offsets = len(content) - _HEAD + 1
+            if offsets < 1:
                 return None
-            computed = _masked(_crc(np.stack([content[k : k + places] for k in range(8)])))
-            stored = sum(content[8 + k : 8 + k + places].astype(np.uint32) << np.uint32(8 * k) for k in range(4))
-            for place in np.flatnonzero(computed == stored):
-                if self._goes_on(at + int(place)):
-                    return at + int(place)
+            computed = _masked(_crc(np.stack([content[k : k + offsets] for k in range(8)])))
+            stored = sum(content[8 + k : 8 + k + offsets].astype(np.uint32) << np.uint32(8 * k) for k in range(4))
+            for offset in np.flatnonzero(computed == stored):
+                if self._is_followed(at + int(offset)):
+                    return at + int(offset)
         return None
 
-    def _goes_on(self, at: int) -> bool:
-        """Whether what looks like a record is followed by another, or by the end."""
+    def _is_followed(self, at: int) -> bool:
+        """Whether the supposed record at position `at` is followed by another, or by the end of the file."""
         length = self.length(at)
         if length is None:
             return False
         after = at + _FRAME + length
         if after > self._shard.size:
-            return True  # a record that is cut short: who reads it says so
+            return True  # a record that is cut short: reading it raises the error
         return after == self._shard.size or _Window(self._shard, after, after + _HEAD).length(after) is not None
 
 
@@ -109,7 +109,7 @@ def _check_begin(shard: Entry) -> None:
 
 
 def _check_end(shard: Entry) -> None:
-    """The last records must end where the file does."""
+    """Raises UserError unless the last record ends at the end of the file."""
     size = min(_LOOK_BYTES, shard.size)
     while True:
         begin = shard.size - size
@@ -117,13 +117,13 @@ def _check_end(shard: Entry) -> None:
         at = window.first_record(begin, shard.size) if begin else 0
         if at is not None or not begin:
             break
-        if size > _MOST_BYTES:  # no record is that long: what is not read cannot help
+        if size > _MOST_BYTES:  # a record would have begun within so many bytes
             raise UserError(f"{shard.url} is corrupted: its last {size:,} bytes have no record: copy it again")
         size = min(8 * size, shard.size)
     while at is not None and at < shard.size:
         length = window.length(at)
         if length is None or at + _FRAME + length > shard.size:
-            raise UserError(f"{shard.url} is cut short: its last record, at byte {at:,}, is not whole: copy it again")
+            raise UserError(f"{shard.url} is cut short: its last record, at byte {at:,}, is incomplete: copy it again")
         at += _FRAME + length
 
 
@@ -137,7 +137,7 @@ def _table() -> np.ndarray:
 
 
 def _crc(columns: np.ndarray) -> np.ndarray:
-    """[n] uint32 of [8, n] bytes: the checksum of each column."""
+    """CRC-32C of each column of [8, n] bytes: [n] uint32."""
     table, value = _table(), np.full(columns.shape[1], 0xFFFFFFFF, np.uint32)
     for row in columns:
         value = table[(value ^ row) & 0xFF] ^ (value >> np.uint32(8))

@@ -1,1 +1,1 @@
-"""Where documents and conversations come from."""
+"""Sources of documents and conversations."""

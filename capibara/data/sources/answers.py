@@ -1,4 +1,4 @@
-"""What models are trained on beyond texts: pairs of answers of which one is preferred, and prompts alone, as JSON lines."""
+"""Sources of preference pairs and of prompts, from JSON lines that a chat template renders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from capibara.data.sources import disk
 from capibara.data.sources.sources import DataFormat, Documents, Example, LineDocuments, Source, open_lines
 from capibara.data.tokenizers.vocabulary import GUARD
 
-_RENDERED_FIRST = 200  # so many lines of a split are rendered before the run starts
+_RENDERED_FIRST = 200  # lines of a split that are rendered before the run starts, to find errors early
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class _ChatLines(Source):
     Attributes:
       files: paths or globs of the training files.
       template: renders the conversations.
-      validation_files: paths or globs of the validation files; empty holds out a share of the lines.
-      validation_fraction: the share held out where no validation files are given.
+      validation_files: paths or globs of the validation files; empty: a fraction of the lines is held out.
+      validation_fraction: the fraction that is held out if there are no validation files.
     """
 
     files: tuple[str, ...]
@@ -50,14 +50,14 @@ class _ChatLines(Source):
             type(self).__name__, files, self.validation_fraction, split, lambda *lines: make(*lines, self)
         )
         for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
-            documents.example(i)  # a template that cannot write them is found before the run starts
+            documents.example(i)  # raises here if the template cannot render it
         return documents
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceJsonlSource(_ChatLines):
-    """JSON lines, one preference pair a line: `chosen` and `rejected`, with what they answer (`read_preference`)."""
+    """JSON lines, one preference pair per line: `chosen`, `rejected` and their prompt (see `read_preference`)."""
 
     @property
     def data_format(self) -> DataFormat:
@@ -70,7 +70,7 @@ class PreferenceJsonlSource(_ChatLines):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptJsonlSource(_ChatLines):
-    """JSON lines, one prompt a line (`read_prompt`), with whatever else a reward reads: an answer, a test."""
+    """JSON lines, one prompt per line (see `read_prompt`), with further fields for rewards, such as an answer or a test."""
 
     @property
     def data_format(self) -> DataFormat:
@@ -95,7 +95,7 @@ class _Lines(LineDocuments, abc.ABC):
 
 
 class _Preferences(_Lines):
-    """One preference pair a line."""
+    """One preference pair per line."""
 
     def check(self, i: int) -> None:
         self._pair(i)
@@ -110,12 +110,12 @@ class _Preferences(_Lines):
     def _pair(self, i: int) -> Preference:
         pair = read_preference(self.record(i), self.where(i))
         if pair.chosen == pair.rejected:
-            raise UserError(f"{self.where(i)}: chosen and rejected are the same answer: leave the record out")
+            raise UserError(f"{self.where(i)}: chosen and rejected are the same answer: remove the line")
         return pair
 
 
 class _Prompts(_Lines):
-    """One prompt a line."""
+    """One prompt per line."""
 
     def check(self, i: int) -> None:
         self._conversation(i)

@@ -1,4 +1,4 @@
-"""Files on disk: globs, line and byte ranges, fingerprints, the hash that divides documents, domains by extension."""
+"""Files on disk: globs, line and byte ranges, fingerprints, the split of documents by a hash, domains by extension."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from capibara.core.types import UserError
 from capibara.storage import copies, outputs, remote
 
 SPLITS = ("train", "validation")
-_COPY_BYTES = 16 << 30  # of a corpus in a bucket that is read by random access
+_COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
 
-# Extensions whose domain goes by another name; any other extension is a domain of its own name.
+# Domains by extension; any other extension is itself the name of the domain.
 _DOMAINS = {
     **dict.fromkeys(("py", "pyi", "ipynb"), "python"),
     **dict.fromkeys(("js", "mjs", "cjs", "jsx"), "javascript"),
@@ -36,13 +36,13 @@ _DOMAINS = {
 
 
 def domain_of(path: str) -> str | None:
-    """The domain that a file's extension says: "python" for x.py, "sql" for x.sql; None without an extension."""
+    """The domain of a file by its extension: "python" for x.py, "sql" for x.sql; None: it has none."""
     extension = os.path.splitext(path)[1][1:].lower()
     return _DOMAINS.get(extension, extension) or None
 
 
 def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: bytes = b"") -> dict[str, Any]:
-    """What tells one set of files from another: a hash of names, sizes in bytes and `extra`, and the count of documents."""
+    """Identifies a set of files: a hash of names, sizes in bytes and `extra`, and the number of documents."""
     digest = hashlib.blake2b(extra, digest_size=8)
     sizes = [os.path.getsize(path) for path in paths]
     for path, name, size in zip(paths, names, sizes, strict=True):
@@ -57,13 +57,13 @@ def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: b
 
 
 def check_split(split: str) -> None:
-    """Raises UserError where there is no such split."""
+    """Raises UserError if there is no such split."""
     if split not in SPLITS:
         raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
 
 
 def check_fraction(fraction: float) -> None:
-    """Raises UserError where a validation split would be empty, or all."""
+    """Raises UserError unless the validation fraction is between 0 and 1."""
     if not 0 < fraction < 1:
         raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
 
@@ -71,7 +71,7 @@ def check_fraction(fraction: float) -> None:
 def choose_files(
     name: str, files: Sequence[str], validation_files: Sequence[str], split: str
 ) -> tuple[str, list[str], bool]:
-    """The parameter that names the split's files, their paths, and whether nothing is to be held out of them."""
+    """The parameter that names the split's files, their paths, and whether all of their documents are in the split."""
     check_split(split)
     if validation_files and split == "validation":
         parameter, patterns = f"{name}.validation_files", validation_files
@@ -81,9 +81,9 @@ def choose_files(
 
 
 def expand(name: str, patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name, each once; `name` is the parameter that gives them.
+    """The files that paths and globs match, without duplicates; `name` is the parameter, for errors.
 
-    Those in a bucket are copied to this machine: they are for sources that go to any line at any time.
+    Files in a bucket are copied to this machine, for sources that need random access.
     """
     if isinstance(patterns, str):
         patterns = (patterns,)
@@ -103,7 +103,7 @@ def expand(name: str, patterns: Sequence[str]) -> list[str]:
 
 
 def _copies(name: str, pattern: str) -> list[str]:
-    """Copies on this machine of what an address or a glob names in a bucket."""
+    """Copies the files that an address or glob matches in a bucket to this machine."""
     entries = remote.listed(pattern)
     size = sum(entry.size for entry in entries)
     if not entries:
@@ -111,14 +111,14 @@ def _copies(name: str, pattern: str) -> list[str]:
     if size > _COPY_BYTES:
         most = _COPY_BYTES >> 30
         raise UserError(
-            f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, up to {most} are copied to this machine: use "
-            "@ShardedSource(), which reads them as they come"
+            f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, at most {most} are copied to this machine: use "
+            "@ShardedSource(), which streams the files"
         )
     return copies.local_files(entries)
 
 
 def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
-    """Byte ranges of about `target_bytes` that end at line ends (or, in a file without lines, between characters)."""
+    """Byte ranges of about `target_bytes` that end at line ends or, in a file without lines, between characters."""
     size = limits.check_file(path)
     ranges, start = [], 0
     with limits.opened(path) as file:
@@ -139,10 +139,10 @@ def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
 
 
 def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Starts, stops and numbers (from 1) of the lines of a file that are not blank, without their line ends.
+    """Starts and stops (without line ends), and numbers from 1, of the lines of a file that are not blank.
 
     Raises:
-      UserError: a line is longer than limits.LINE_BYTES, or it is no regular file.
+      UserError: a line is longer than limits.LINE_BYTES, or it is not a regular file.
     """
     size = limits.check_file(path)
     if not size:
@@ -151,7 +151,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     content = np.memmap(path, np.uint8, "r")
     block = 4 << 20
     found: list[tuple[np.ndarray, ...]] = []
-    first, lines = 0, 0  # where the line begins that a block ends in, and how many are before it
+    first, lines = 0, 0  # start of the line in which the current block ends, and the number of lines before it
     for begin in range(0, size, block):
         stops = np.flatnonzero(content[begin : begin + block] == 0x0A) + begin
         if begin + block >= size and (not len(stops) or stops[-1] != size - 1):
@@ -162,7 +162,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         starts = np.concatenate([[first], stops[:-1] + 1])
         longest = int(np.argmax(stops - starts))
         limits.check_line(int(stops[longest] - starts[longest]), f"{path}:{lines + longest + 1}")
-        # A line of nothing but a carriage return is blank too.
+        # A line with only a carriage return is blank, too.
         lone = (stops - starts == 1) & (content[starts] == 0x0D)
         kept = (stops > starts) & ~lone
         found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
@@ -172,16 +172,16 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:
-    """A hash of 64 bits for each name, [N] uint64."""
+    """64-bit hashes of names, [N] uint64."""
     digests = b"".join(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest() for name in names)
     return np.frombuffer(digests, np.uint64)
 
 
 def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun: str = "document") -> np.ndarray:
-    """Indices of the documents (or what `noun` says) of `split`, in order; both splits have at least one."""
+    """The indices of the documents of `split`, in order; each split gets at least one. `noun` names them in errors."""
     check_split(split)
     if len(keys) < 2:
-        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, give validation data of its own")
+        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, set validation files")
     held_out = keys < np.uint64(int(fraction * 2.0**64))
     held_out[np.argmin(keys)] = True
     held_out[np.argmax(keys)] = False

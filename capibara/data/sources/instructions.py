@@ -1,4 +1,4 @@
-"""Turns files of conversations, also within an archive such as a package's sdist, into training and held-out lines."""
+"""Converts files of conversations, also in an archive such as a package's sdist, to training and held-out JSON lines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from capibara.storage import outputs
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
 _ENDINGS = (".json", ".jsonl")
-_MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # in an archive
-_RATIO, _FREE_BYTES = 32, 64 << 20  # what is compressed may have so many times its bytes, or so many: text has a tenth
-_LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # of a .json file, which is read whole
+_MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # largest number of members of an archive, and size of one
+_RATIO, _FREE_BYTES = 32, 64 << 20  # largest compression ratio (text has about 10), for members above so many bytes
+_LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # limits of a .json file, which is read whole
 _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, IndexError, RuntimeError,
     OverflowError, struct.error,
@@ -42,23 +42,23 @@ def prepare_instructions(
     held_out: float = 0.1,
     report: Callable[[str], None] = print,
 ) -> tuple[int, int]:
-    """Writes `train.jsonl` and `held_out.jsonl` into the folder `output`, one conversation (or preference pair) a line.
+    """Writes `train.jsonl` and `held_out.jsonl` into the folder `output`, one conversation (or preference pair) per line.
 
-    A hash of what is asked first says on which side a conversation is: it does not change sides when others are added,
-    and no question is on both sides.
+    A hash of the first question decides the split of a conversation: it stays the same when others are added, and no
+    question is in both splits.
 
     Args:
-      files: paths or globs of .json (a list) or .jsonl files, or of archives of these.
-      output: a folder; files of these names in it are replaced.
-      members: names (or patterns) of the files to take out of archives.
-      held_out: the share held out.
-      report: called with each line that tells what was done.
+      files: paths or globs of .json files (a list), .jsonl files, or archives of these.
+      output: a folder; existing files of these names are replaced.
+      members: names or patterns of the files to read from archives.
+      held_out: the fraction that is held out.
+      report: called with each line of the summary.
 
     Returns:
-      How many lines there are in each of the two.
+      The numbers of lines of the two files.
 
     Raises:
-      UserError: a file cannot be read or holds something else, or one side would be empty.
+      UserError: a file cannot be read or does not contain conversations, or one split would be empty.
     """
     if not 0 < held_out < 1:
         raise UserError(f"--held_out ({held_out}) must lie between 0 and 1: try 0.1")
@@ -73,7 +73,7 @@ def prepare_instructions(
             report(f"{name}: {len(lines)} conversations")
     if not all(sides):
         train, apart = map(len, sides)
-        raise UserError(f"{train} conversations to train on and {apart} held out: give more, or another --held_out")
+        raise UserError(f"{train} conversations to train on and {apart} held out: add more, or change --held_out")
     for name, side in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
         path = os.path.join(output, name)
         try:
@@ -81,13 +81,13 @@ def prepare_instructions(
             with outputs.replacing(path) as part, open(part, "w", encoding="utf-8", errors="surrogatepass") as file:
                 file.writelines(f"{line}\n" for line in side)
         except OSError as error:
-            raise UserError(f"--output={output} cannot be written ({error.strerror}): name a folder of yours") from None
+            raise UserError(f"--output={output} cannot be written ({error.strerror}): name another folder") from None
         report(f"wrote {path}: {len(side)} lines")
     return len(sides[0]), len(sides[1])
 
 
 def _line(record: Any, where: str) -> tuple[str, str]:
-    """What is asked first, and the line of JSON."""
+    """The first question of a conversation, and its line of JSON."""
     if isinstance(record, dict) and "chosen" in record and "rejected" in record:
         pair = read_preference(record, where)
         shared, line = pair.chosen, {"chosen": pair.chosen.messages, "rejected": pair.rejected.messages}
@@ -103,7 +103,7 @@ def _asked(conversation: Conversation) -> str:
 
 
 def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Records with their number, from 1: that of the line, or of the place in the list."""
+    """The records with their line number, or number in the list, from 1."""
     at = ""
     try:
         if name.endswith(".jsonl"):
@@ -114,13 +114,13 @@ def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
             return
         records = limits.parse_json(file.read(_LIST_BYTES), values=_LIST_VALUES, finite=False)
         if file.read(1):
-            raise UserError(f"{name} is longer than {_LIST_BYTES:,} bytes: make it a .jsonl file, with a record a line")
+            raise UserError(f"{name} is longer than {_LIST_BYTES:,} bytes: make it a .jsonl file, one record per line")
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{name} is not JSON ({at}{limits.cause(error)})") from None
     if not isinstance(records, list):
-        raise UserError(f"{name} must hold a list of conversations, not {type(records).__name__}")
+        raise UserError(f"{name} must be a list of conversations, not {type(records).__name__}")
     yield from enumerate(records, 1)
 
 
@@ -146,14 +146,14 @@ def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO
                         yield f"{path}/{name}", file
     except UserError:
         raise
-    # What a corrupted archive does to the readers of Python: RuntimeError is an encrypted member.
+    # The errors of Python's readers for a corrupted archive; RuntimeError: an encrypted member.
     except _DAMAGE as error:
         raise UserError(f"{path} cannot be read as an archive: {limits.cause(error)}") from None
 
 
 @contextlib.contextmanager
 def _opened(path: str, file: BinaryIO) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
-    """The names of an archive's JSON files, and what opens one: no more is unpacked than a member may have."""
+    """The names of an archive's JSON files, and a function that opens one with a limit on its unpacked size."""
     if path.endswith((".zip", ".whl")):
         with limits.zip_archive(file) as archive:
             members = {info.filename: info for info in archive.infolist() if info.filename.endswith(_ENDINGS)}
@@ -169,7 +169,7 @@ def _opened(path: str, file: BinaryIO) -> Iterator[tuple[list[str], Callable[[st
 
 
 class _Member(tarfile.TarInfo):
-    """A member of a tar archive whose headers, which are read whole, are of a usual size."""
+    """A member of a tar archive; refuses large headers, which tarfile reads whole."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and self.size > limits.MIB:
@@ -178,7 +178,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
-    """A tar archive, gone through once, that unpacks to no more than text may."""
+    """Opens a tar archive for one sequential pass, with a limit on its unpacked size."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     inner = file if path.endswith(".tar") else gzip.GzipFile(fileobj=file)
@@ -189,12 +189,12 @@ def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
 def _of_tar(
     path: str, archive: tarfile.TarFile, file: BinaryIO
 ) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
-    """As `_opened`: the archive is gone through for its names, and again for each member that is taken."""
+    """As `_opened`, for tar: one pass over the archive for the names, and one for each member that is read."""
     sizes: dict[str, int] = {}
     for number, one in enumerate(archive):
         if number > _MEMBERS:
             raise UserError(f"{path} has more than {_MEMBERS:,} members: unpack it by hand")
-        vars(archive)["members"] = []  # it keeps all that it has seen
+        vars(archive)["members"] = []  # tarfile would keep all members in memory
         if one.isreg() and not one.issparse() and one.name.endswith(_ENDINGS):
             sizes[one.name] = one.size
 
@@ -205,7 +205,7 @@ def _of_tar(
             vars(again)["members"] = []
             if one.name == name and one.isreg() and (found := again.extractfile(one)) is not None:
                 return _bounded(found, f"{path}/{name}")
-        raise UserError(f"{path} has no {name} any more: it changes while it is read")
+        raise UserError(f"{path} has no {name} any more: the file changes while it is read")
 
     yield list(sizes), read
 

@@ -1,4 +1,4 @@
-"""Which documents a row's stream has, in which order: of a corpus with random access, and of one in blocks."""
+"""The documents of a row's stream, in order: from a corpus with random access, or from one in blocks."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from capibara.data.pipeline.shuffle import epoch_order, permutation
 from capibara.data.sources.sources import Blocks, Corpus, Documents, Example
 from capibara.data.sources.stream import AnyDocument, Numbered
 
-_READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
-GROUP = 1 << 32  # numbers of a stream that a group of blocks has, most of which no document has
-_THREADS = 32  # that read blocks: they wait for a bucket
-_LOOKED_AT = 64  # blocks of a corpus whose first document is empty, before it is called empty
+_READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on batches
+GROUP = 1 << 32  # numbers in a stream that are reserved for a group of blocks; most of them are unused
+_THREADS = 32  # threads that read blocks; they mostly wait for a bucket
+_LOOKED_AT = 64  # blocks to search for text before a corpus is called empty
 
 
 class Found(NamedTuple):
-    """A document in its stream.
+    """A document of a stream.
 
     Attributes:
-      number: in the stream.
-      place: where it is in the data.
-      told: its number in the split, counted from 1, where batches tell it; 0: it has none.
-      example: what its source tells.
+      number: its number in the stream.
+      position: its position in the data.
+      split_number: its number in the split, from 1; 0: unknown (blocks).
+      example: its content.
     """
 
     number: int
-    place: tuple[int, ...]
-    told: int
+    position: tuple[int, ...]
+    split_number: int
     example: Example
 
 
 class Reader(abc.ABC):
-    """Documents of stream `index` of `count`."""
+    """Reads the documents of one stream."""
 
     def __init__(
         self,
@@ -59,41 +59,41 @@ class Reader(abc.ABC):
         """Opens a stream.
 
         Args:
-          corpus: where the documents are.
-          dataset: what is made of them.
+          corpus: the documents.
+          dataset: the configuration.
           tally: counts conversations.
-          index: which stream.
-          count: of how many.
-          shuffles: whether each epoch has an order of its own.
-          epochs: passes over the corpus; None never ends.
-          need: positions of rows that a document takes.
+          index: index of the stream, from 0.
+          count: number of streams.
+          shuffles: whether to shuffle each epoch.
+          epochs: passes over the corpus; None: endless.
+          need: the number of positions that a document needs in a row.
         """
         self._dataset, self._tally, self._need = dataset, tally, need
         self._index, self._count, self._epochs = index, count, epochs
         self._seed = dataset.seed if shuffles else None
 
     def read(self, begin: int) -> Iterator[Numbered]:
-        """Documents from the stream's number `begin` on."""
+        """Yields the stream's documents from number `begin` on."""
         return self._checked(begin, self._found(begin))
 
     @abc.abstractmethod
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
-        """How a person finds a document again."""
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
+        """Identifies a document by its position in the data, for reports."""
 
     @abc.abstractmethod
     def _found(self, begin: int) -> Iterator[list[Found]]:
-        """Documents from number `begin` on, some at a time; may begin to read before it is iterated."""
+        """Yields documents from number `begin` on, in groups; may begin to read before it is iterated."""
 
     @abc.abstractmethod
     def _is_pass(self, since: int, number: int) -> bool:
-        """Whether the documents of a stream from number `since` up to `number` are as many as all of the corpus."""
+        """Whether the stream's numbers from `since` to `number` span a whole pass over the corpus."""
 
     @abc.abstractmethod
     def _samples(self) -> Iterator[Example]:
-        """Examples that show whether the corpus holds text."""
+        """Examples by which to tell whether the corpus has text."""
 
     def _checked(self, begin: int, found: Iterator[list[Found]]) -> Iterator[Numbered]:
-        text, any_text = begin - 1, False  # where text was last
+        text, any_text = begin - 1, False  # text: the number of the last document with text
         for number, document in self._assembled(found):
             if self._need(document) > 0:
                 text, any_text = number, True
@@ -101,12 +101,14 @@ class Reader(abc.ABC):
                 raise self._nothing_left()
             yield number, document
         if not begin and not any_text and self._tally.read:
-            raise self._nothing_left()  # else an evaluation would go over no rows without a word
+            raise self._nothing_left()  # otherwise an evaluation would silently have no rows
 
     def _nothing_left(self) -> UserError:
         if self._tally.read:
             return self._tally.nothing_left(self._dataset)
-        return UserError("none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones")
+        return UserError(
+            "a row's stream has only empty documents: set Dataset.shuffle = True, or remove the empty ones"
+        )
 
     def _assembled(self, groups: Iterator[list[Found]]) -> Iterator[Numbered]:
         assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
@@ -115,48 +117,48 @@ class Reader(abc.ABC):
             encoded = self._encoded([found.example for found in group if found.example.loss is None])
             for found in group:
                 if found.example.loss is not None:
-                    yield found.number, assemble.rendered(found.example, found.told, found.place)
+                    yield found.number, assemble.rendered(found.example, found.split_number, found.position)
                     continue
                 ids, inputs = next(encoded)
                 if not len(ids) and not checked:
-                    self._check_text()  # before end tokens alone fill the rows
+                    self._check_text()  # otherwise rows of end tokens would be packed
                     checked = True
-                yield found.number, assemble(ids, inputs, found.example.domain, found.place)
+                yield found.number, assemble(ids, inputs, found.example.domain, found.position)
 
     def _encoded(self, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Token ids of each example's text and inputs."""
+        """The token ids of each example's text and inputs."""
         encode = self._dataset.get_vocabulary().encode_batch
         inputs = iter(encode([example.inputs for example in examples if example.inputs is not None]))
         for ids, example in zip(encode([example.text for example in examples]), examples, strict=True):
             yield ids, None if example.inputs is None else next(inputs)
 
     def _check_text(self) -> None:
-        """Refuses a corpus whose documents are all empty; where they are not, the first one mostly tells."""
+        """Raises UserError if all documents are empty; usually the first one shows that they are not."""
         encode = self._dataset.get_vocabulary().encode_batch
         if not any(len(encode([example.text])[0]) for example in self._samples()):
-            raise UserError("the documents hold no text: the corpus is empty")
+            raise UserError("the documents have no text: the corpus is empty")
 
 
 class DocumentReader(Reader):
-    """Numbers index, index + count, ... of the epochs in a row."""
+    """Reads documents number index, index + count, ... of the concatenated epochs."""
 
     def __init__(self, documents: Documents, *arguments: Any, **options: Any):
         super().__init__(documents, *arguments, **options)
         self._documents = documents
 
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
-        epoch, number = place_in_epoch(len(self._documents), place[0], self._seed)
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
+        epoch, number = position_in_epoch(len(self._documents), position[0], self._seed)
         return {"document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
         first, group = begin, 1
-        while at_places := places_of(self._index, self._count, first, group, self._epochs, len(self._documents)):
+        while at_positions := positions_of(self._index, self._count, first, group, self._epochs, len(self._documents)):
             found = []
-            for number, at in enumerate(at_places, first):
-                inner = place_in_epoch(len(self._documents), at, self._seed)[1]
+            for number, at in enumerate(at_positions, first):
+                inner = position_in_epoch(len(self._documents), at, self._seed)[1]
                 found.append(Found(number, (at,), inner + 1, self._documents.example(inner)))
             yield found
-            first, group = first + len(at_places), _READ_TOGETHER
+            first, group = first + len(at_positions), _READ_TOGETHER
 
     def _is_pass(self, since: int, number: int) -> bool:
         return number - since > len(self._documents)
@@ -166,10 +168,10 @@ class DocumentReader(Reader):
 
 
 class BlockReader(Reader):
-    """Blocks index, index + count, ... of the epochs in a row, some of them read together and their documents mixed.
+    """Reads blocks number index, index + count, ... of the concatenated epochs; shuffles the documents of a few together.
 
-    How many documents a block has is known when it is read: so a document's number has that of its group of blocks and,
-    in the lower 32 bits, its own in the group. The next group is read while one is used.
+    The number of documents in a block is only known once it is read. So a document's number consists of the number of its
+    group of blocks and, in the lower 32 bits, its number in the group. The next group is read in the background.
     """
 
     def __init__(self, blocks: Blocks, *arguments: Any, **options: Any):
@@ -177,8 +179,8 @@ class BlockReader(Reader):
         self._blocks = blocks
         self._together = 1 if self._seed is None else blocks.mix_blocks
 
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
-        epoch, block, number = place
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
+        epoch, block, number = position
         return {**self._blocks.name(block), "document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
@@ -201,7 +203,7 @@ class BlockReader(Reader):
             size = 1 if group == begin // GROUP else _READ_TOGETHER
             at = 0
             while at < len(numbered):
-                yield [Found(number, place, 0, example) for number, place, example in numbered[at : at + size]]
+                yield [Found(number, position, 0, example) for number, position, example in numbered[at : at + size]]
                 at, size = at + size, _READ_TOGETHER
             empty = 0 if documents else empty + 1
             if self._epochs is None and empty > self._groups:
@@ -209,16 +211,16 @@ class BlockReader(Reader):
             reading, group, skip = following, group + 1, 0
 
     def _begun(self, group: int) -> list[_Reading]:
-        """Reads the blocks of a group in the background."""
-        at_places = places_of(
+        """Starts to read the blocks of a group in the background."""
+        at_positions = positions_of(
             self._index, self._count, group * self._together, self._together, self._epochs, len(self._blocks)
         )
-        found = (place_in_epoch(len(self._blocks), at, self._seed) for at in at_places)
+        found = (position_in_epoch(len(self._blocks), at, self._seed) for at in at_positions)
         return [_Reading(epoch, block, block_pool().submit(self._blocks.examples, block)) for epoch, block in found]
 
     @property
     def _groups(self) -> int:
-        """Groups of a stream that are as many blocks as the corpus."""
+        """The number of groups with as many blocks as the corpus."""
         return math.ceil(len(self._blocks) / self._together) + 1
 
     def _is_pass(self, since: int, number: int) -> bool:
@@ -244,18 +246,30 @@ def block_pool() -> concurrent.futures.ThreadPoolExecutor:
 
 @functools.cache
 def _pool(process: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Of each process its own, for they do not survive a fork."""
+    """One pool per process: threads do not survive a fork."""
     return concurrent.futures.ThreadPoolExecutor(_THREADS, "capibara-blocks")
 
 
-def places_of(index: int, count: int, number: int, most: int, epochs: int | None, size: int) -> range:
-    """The places of up to `most` documents (or blocks) of a stream from `number` on in all epochs of `size` in a row."""
+def positions_of(index: int, count: int, number: int, most: int, epochs: int | None, size: int) -> range:
+    """The positions, in the concatenated epochs of a corpus, of a stream's documents (or blocks).
+
+    Args:
+      index: index of the stream.
+      count: number of streams.
+      number: number in the stream of the first document.
+      most: the largest number of documents.
+      epochs: number of epochs; None: endless.
+      size: documents in an epoch.
+    """
     first = index + number * count
     stop = first + most * count
     return range(first, stop if epochs is None else min(stop, size * epochs), count)
 
 
-def place_in_epoch(size: int, at: int, seed: int | None) -> tuple[int, int]:
-    """The epoch and the number of the document at place `at` of all epochs in a row, shuffled where there is a seed."""
+def position_in_epoch(size: int, at: int, seed: int | None) -> tuple[int, int]:
+    """The epoch, and the document's index in the corpus, at position `at` of the concatenated epochs.
+
+    `seed` shuffles each epoch; None: not shuffled.
+    """
     epoch, i = divmod(at, size)
     return epoch, i if seed is None else int(epoch_order(size, seed, epoch)[i])

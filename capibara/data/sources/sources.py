@@ -1,8 +1,7 @@
-"""Where documents come from: the standard library, text files, JSON lines, Hugging Face datasets.
+"""Sources of documents: the standard library, text files, JSON lines, Hugging Face datasets.
 
-A source is configuration; `open(split)` gives its documents with random access. Documents that are not given to the
-validation split by name are divided by a hash of their own name or number, so a document never changes sides when
-others are added.
+A source is configuration; `open(split)` returns its documents with random access. Without validation files a hash of each
+document's name or number decides its split, so a document stays in its split when others are added.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix, permutation
 from capibara.data.sources import disk
 
-LINE_VALUES = 1_000_000  # of JSON in a line
+LINE_VALUES = 1_000_000  # largest number of JSON values in a line
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
 class DataFormat(enum.StrEnum):
-    """What the documents of a source are for.
+    """What the documents of a source are.
 
-    TEXTS: to be predicted.
-    PREFERENCES: of two answers the first is to become likelier than the second.
-    PROMPTS: to be answered in training, by the model itself.
+    TEXTS: texts, for language modelling.
+    PREFERENCES: pairs of a preferred and a rejected answer.
+    PROMPTS: prompts, which the model answers during training.
     """
 
     TEXTS = "texts"
@@ -42,14 +41,14 @@ class DataFormat(enum.StrEnum):
 
 
 class Example(NamedTuple):
-    """One document as its source tells it.
+    """A document of a source.
 
     Attributes:
-      text: the document, or what is to be predicted from `inputs`.
-      inputs: what `text` answers, translates, ...; None where there is only text.
-      domain: what it is about ("python", "sql", ...), where the source knows.
-      loss: ranges of characters of a rendered conversation that carry loss; None: `text` is no such thing.
-      rejected: of a preference pair, whose chosen answer this is.
+      text: the document, or the targets if there are `inputs`.
+      inputs: the inputs from which `text` is predicted; None: there are none.
+      domain: such as "python" or "sql"; None: unknown.
+      loss: ranges of characters with loss, of a rendered conversation; None: `text` is not a conversation.
+      rejected: the rejected answer of a preference pair; this is the chosen one.
     """
 
     text: str
@@ -60,20 +59,20 @@ class Example(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """All text of a document."""
+        """The whole text of the document, inputs included."""
         return self.text if self.inputs is None else f"{self.inputs}\n{self.text}"
 
 
 class Corpus(abc.ABC):
-    """The documents of one split: a fingerprint that a checkpoint can be held against, and a sample."""
+    """The documents of one split, with a fingerprint that a resumed run compares."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able; equal only for the same documents in the same order."""
+        """A JSON value that is equal only for the same documents in the same order."""
 
     @abc.abstractmethod
     def texts(self, seed: int) -> Iterator[str]:
-        """All documents' texts, in a seeded order."""
+        """The texts of all documents, in a seeded order."""
 
 
 class Documents(Corpus):
@@ -94,10 +93,10 @@ class Documents(Corpus):
 
 
 class Blocks(Corpus):
-    """Documents in blocks that are read whole: `len` is their number, how many documents are in each nobody knows before.
+    """Documents in blocks that are read whole; `len` is the number of blocks. Their sizes are unknown until read.
 
     Attributes:
-      mix_blocks: so many are read together, and their documents mixed, where there is shuffling.
+      mix_blocks: number of blocks whose documents are shuffled together.
     """
 
     mix_blocks: int
@@ -107,11 +106,11 @@ class Blocks(Corpus):
 
     @abc.abstractmethod
     def examples(self, i: int) -> list[Example]:
-        """The documents of a block; from any thread."""
+        """The documents of a block; thread-safe."""
 
     @abc.abstractmethod
     def name(self, i: int) -> dict[str, Any]:
-        """How a person finds a block again; JSON-able."""
+        """Identifies a block, as JSON, for reports."""
 
     def texts(self, seed: int) -> Iterator[str]:
         for i in permutation(len(self), seed).tolist():
@@ -123,17 +122,17 @@ class Source(abc.ABC):
 
     @property
     def has_conversations(self) -> bool:
-        """Whether documents are rendered conversations (`Example.loss`), which must not be cut anywhere."""
+        """Whether documents are rendered conversations (`Example.loss`), which packing must not cut."""
         return False
 
     @property
     def data_format(self) -> DataFormat:
-        """What the documents are for."""
+        """Whether the documents are texts, preference pairs or prompts."""
         return DataFormat.TEXTS
 
     @abc.abstractmethod
     def open(self, split: str) -> Documents | Blocks:
-        """Documents of "train" or "validation".
+        """Opens the split "train" or "validation".
 
         Raises:
           UserError: a file is missing, the corpus or the split is empty, or a line cannot be read.
@@ -143,12 +142,12 @@ class Source(abc.ABC):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StdlibSource(Source):
-    """The Python standard library of the running interpreter: one document a module, about 12 MB.
+    """The Python standard library of the running interpreter: one document per module, about 12 MB.
 
     Attributes:
-      validation_fraction: share of the modules held out for validation.
-      include_tests: also take the library's own tests, where the machine has them.
-      domain: of all documents.
+      validation_fraction: fraction of the modules that is held out for validation.
+      include_tests: also read the library's own tests, if they are installed.
+      domain: the domain of all documents.
     """
 
     validation_fraction: float = 0.03
@@ -184,14 +183,14 @@ class StdlibSource(Source):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Text files, one document a file; long files are cut at line ends.
+    """Text files, one document per file; long files are split at line ends.
 
     Attributes:
       files: paths or globs of the training files.
-      validation_files: paths or globs of the validation files; empty holds out a share of `files`.
-      validation_fraction: the share held out where no validation files are given.
-      document_bytes: a longer file becomes several documents of about this many bytes.
-      domain: of all documents; None: what a file's extension says (.py is "python", .sql is "sql").
+      validation_files: paths or globs of the validation files; empty: a fraction of `files` is held out.
+      validation_fraction: the fraction that is held out if there are no validation files.
+      document_bytes: a longer file is split into documents of about this many bytes.
+      domain: the domain of all documents; None: by the file's extension (.py: "python", .sql: "sql").
     """
 
     files: tuple[str, ...]
@@ -214,7 +213,7 @@ class TextSource(Source):
                 start.append(first)
                 stop.append(last)
         if not file_of:
-            raise UserError(f"{name} ({disk.shown(paths)}) hold no text: the corpus is empty")
+            raise UserError(f"{name} ({disk.shown(paths)}) have no text: the corpus is empty")
         ranges = np.array([file_of, start, stop], np.int64).T
         if not explicit:
             files = disk.name_hashes([os.path.basename(path) for path in paths])
@@ -226,16 +225,16 @@ class TextSource(Source):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonlSource(Source):
-    """JSON lines, one document a line.
+    """JSON lines, one document per line.
 
     Attributes:
       files: paths or globs of the training files.
-      field: the field that holds the text (of pairs, what is to be predicted).
-      inputs_field: the field that holds what the text is to be predicted from; None: there is only text.
-      domain_field: the field that names a document's domain, where a line has it.
-      validation_files: paths or globs of the validation files; empty holds out a share of the lines.
-      validation_fraction: the share held out where no validation files are given.
-      domain: of the lines that have no `domain_field`.
+      field: the field with the text (or with the targets, of pairs).
+      inputs_field: the field with the inputs; None: there are none.
+      domain_field: the field with the document's domain, which a line may lack; None: there is none.
+      validation_files: paths or globs of the validation files; empty: a fraction of the lines is held out.
+      validation_fraction: the fraction that is held out if there are no validation files.
+      domain: the domain of lines without `domain_field`.
     """
 
     files: tuple[str, ...]
@@ -263,15 +262,15 @@ class HuggingFaceSource(Source):
 
     Attributes:
       path: a folder written by `save_to_disk`, or the first argument of `datasets.load_dataset`.
-      name: the dataset's configuration, where it has several.
-      field: the column that holds the text (of pairs, what is to be predicted).
-      inputs_field: the column that holds what the text is to be predicted from; None: there is only text.
-      domain_field: the column that names a document's domain; None: no column does.
+      name: the dataset's configuration, if it has several.
+      field: the column with the text (or with the targets, of pairs).
+      inputs_field: the column with the inputs; None: there are none.
+      domain_field: the column with the document's domain; None: there is none.
       data_files: files for the generic builders ("json", "csv", "parquet", "text").
       train_split: name of the training split.
-      validation_split: name of the validation split; None holds out a share of the training split.
-      validation_fraction: the share held out where no validation split is named.
-      domain: of all documents, where no column names it.
+      validation_split: name of the validation split; None: a fraction of the training split is held out.
+      validation_fraction: the fraction that is held out if there is no validation split.
+      domain: the domain of all documents, if no column has it.
     """
 
     path: str
@@ -316,7 +315,7 @@ class HuggingFaceSource(Source):
                 return datasets.load_from_disk(self.path)
             files = {"data_files": list(self.data_files)} if self.data_files else {}
             return datasets.load_dataset(self.path, self.name, split=split, **files)
-        # The errors of pyarrow, fsspec and datasets are of many classes; whatever a file does to them is the file's fault.
+        # pyarrow, fsspec and datasets raise many classes of errors: treat all of them as a fault of the file.
         except Exception as error:
             message = f"{type(error).__name__}: {limits.cause(error, 200)}"
             raise UserError(f"HuggingFaceSource.path ({self.path!r}), split {split!r}: {message}") from error
@@ -325,20 +324,20 @@ class HuggingFaceSource(Source):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombinedSource(Source):
-    """Several sources as one: a pass holds each document of each once, and shuffling mixes them.
+    """Concatenates several sources: an epoch has every document of each once; shuffling mixes them.
 
     Attributes:
-      sources: in Gin, scopes tell sources of one kind apart: (@sql/TextSource(), @js/TextSource()).
+      sources: the sources. In Gin use scopes for several of one class: (@sql/TextSource(), @js/TextSource()).
     """
 
     sources: tuple[Source, ...]
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise UserError("CombinedSource.sources is empty: give at least one source")
+            raise UserError("CombinedSource.sources is empty: name at least one source")
         if len({source.data_format for source in self.sources}) > 1:
             kinds = ", ".join(sorted({str(source.data_format) for source in self.sources}))
-            raise UserError(f"CombinedSource.sources hold different things ({kinds}): give sources of one of these")
+            raise UserError(f"CombinedSource.sources have different formats ({kinds}): use sources of one format")
 
     @property
     def has_conversations(self) -> bool:
@@ -357,12 +356,12 @@ class CombinedSource(Source):
         for source, part in zip(self.sources, parts, strict=True):
             if isinstance(part, Blocks):
                 name = type(source).__name__
-                raise UserError(f"CombinedSource.sources holds {name} beside others: give all of them as @{name}()")
+                raise UserError(f"CombinedSource.sources mixes {name} with other sources: make all of them @{name}()")
         return _CombinedDocuments(documents)
 
 
 class _CombinedBlocks(Blocks):
-    """The blocks of several splits, one after the other."""
+    """Concatenated blocks of several splits."""
 
     def __init__(self, parts: Sequence[Blocks]):
         self._parts = list(parts)
@@ -381,7 +380,7 @@ class _CombinedBlocks(Blocks):
         return part.name(inner)
 
     def _part(self, i: int) -> tuple[Blocks, int]:
-        """The part that a block is in, and its number there."""
+        """The part that has a block, and the block's number in it."""
         at = int(np.searchsorted(self._stops, i, side="right"))
         return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
 
@@ -390,7 +389,7 @@ class _CombinedBlocks(Blocks):
 
 
 class _CombinedDocuments(Documents):
-    """The documents of several splits, one after the other."""
+    """Concatenated documents of several splits."""
 
     def __init__(self, parts: Sequence[Documents]):
         self._parts = list(parts)
@@ -404,17 +403,17 @@ class _CombinedDocuments(Documents):
         return part.example(inner)
 
     def record(self, i: int) -> Any:
-        """What the JSON of a document's line says, where the parts are `LineDocuments`."""
+        """The parsed JSON of a document's line, if the parts are `LineDocuments`."""
         part, inner = self._part(i)
         return part.record(inner)
 
     def where(self, i: int) -> str:
-        """The file and the line's number in it, as `record`."""
+        """The document's file and line number, if the parts are `LineDocuments`."""
         part, inner = self._part(i)
         return part.where(inner)
 
     def _part(self, i: int) -> tuple[Any, int]:
-        """The part that a document is in, and its number there."""
+        """The part that has a document, and the document's number in it."""
         at = int(np.searchsorted(self._stops, i, side="right"))
         return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
 
@@ -423,7 +422,7 @@ class _CombinedDocuments(Documents):
 
 
 class _FileDocuments(Documents):
-    """One document a file."""
+    """One document per file."""
 
     def __init__(self, paths: Sequence[str], names: Sequence[str], domain: str | None):
         self._paths, self._names, self._domain = list(paths), list(names), domain
@@ -440,7 +439,7 @@ class _FileDocuments(Documents):
 
 
 class _RangeDocuments(Documents):
-    """Byte ranges of files: rows of (file, start, stop); each file has its domain."""
+    """Documents in byte ranges of files: rows of (file, start, stop), and one domain per file."""
 
     def __init__(self, paths: Sequence[str], ranges: np.ndarray, domains: Sequence[str | None]):
         self._paths, self._ranges, self._domains = list(paths), ranges, list(domains)
@@ -463,14 +462,14 @@ class _RangeDocuments(Documents):
 
 
 class LineDocuments(_RangeDocuments):
-    """Lines of JSON: rows of (file, start, stop, line number)."""
+    """Documents in lines of JSON: rows of (file, start, stop, line number)."""
 
     def check(self, i: int) -> None:
-        """Raises a UserError where line `i` cannot be read; quicker than making an example of it, where that takes long."""
+        """Raises UserError if line `i` cannot be read; may be faster than `example`."""
         self.example(i)
 
     def record(self, i: int) -> Any:
-        """What the JSON of line `i` says."""
+        """The parsed JSON of line `i`."""
         line = self._read(i)
         try:
             return limits.parse_json(line, values=LINE_VALUES, finite=False)
@@ -478,7 +477,7 @@ class LineDocuments(_RangeDocuments):
             raise UserError(f"{self.where(i)} is not JSON ({limits.cause(error)}): {disk.excerpt(line)}") from error
 
     def where(self, i: int) -> str:
-        """The file and the line's number in it."""
+        """The file and line number."""
         file_index, _, _, line = (int(n) for n in self._ranges[i])
         return f"{self._paths[file_index]}:{line}"
 
@@ -490,14 +489,14 @@ def open_lines(
     split: str,
     make: Callable[[Sequence[str], np.ndarray], LineDocuments],
 ) -> LineDocuments:
-    """The lines of a split of JSON-lines files; small files are read through before the run starts.
+    """Opens a split of JSON-lines files; small files are checked completely before the run starts.
 
     Args:
-      source: what the source is called, for errors.
+      source: name of the source, for errors.
       files: paths or globs of the training files, and of the validation files.
-      fraction: the share of the lines held out where there are no validation files.
+      fraction: the fraction of the lines that is held out if there are no validation files.
       split: "train" or "validation".
-      make: documents of paths and of rows of (file, start, stop, line number).
+      make: makes the documents from paths and rows of (file, start, stop, line number).
     """
     name, paths, explicit = disk.choose_files(source, *files, split)
     tables = []
@@ -506,8 +505,8 @@ def open_lines(
         tables.append(np.stack((np.full(len(starts), i), starts, stops, numbers), axis=1))
     lines = np.concatenate(tables)
     if not len(lines):
-        raise UserError(f"{name} ({disk.shown(paths)}) hold no lines: the corpus is empty")
-    # A file that is no JSON shall be called that, not too short to be divided.
+        raise UserError(f"{name} ({disk.shown(paths)}) have no lines: the corpus is empty")
+    # Check before the split: a file that is not JSON must not be reported as too short to hold lines out.
     whole = make(paths, lines)
     for first in np.unique(lines[:, 0], return_index=True)[1]:
         whole.check(first)
@@ -523,7 +522,7 @@ def open_lines(
 
 
 class _JsonlDocuments(LineDocuments):
-    """One document a line."""
+    """One document per line."""
 
     def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: JsonlSource):
         super().__init__(paths, ranges, [source.domain] * len(paths))
@@ -552,7 +551,7 @@ class _JsonlDocuments(LineDocuments):
 
 
 class _TableDocuments(Documents):
-    """Chosen rows of a Hugging Face dataset."""
+    """Selected rows of a Hugging Face dataset."""
 
     def __init__(self, table: Any, rows: np.ndarray, source: HuggingFaceSource):
         self._table, self._rows, self._source = table, rows, source

@@ -1,8 +1,8 @@
-"""A stream of documents becomes a stream of packed rows whose state is four integers.
+"""Turns a stream of documents into a stream of packed rows, with a state of four integers.
 
-The stream packs one window of documents after the other. Where a window ends follows from the documents alone, so the
-state of a stream is the document at which its window begins and how many of its rows have been given out: a restored
-stream reads that one window again. No buffer is saved, and none is lost.
+The stream packs one window of documents after the other. The documents alone decide where a window ends, so the state is
+the document at which the current window begins and the number of its rows that were consumed. A restored stream reads that
+window again; no buffer is saved or lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from capibara.data.packing.pairs import Pairs, PairWindow
 from capibara.data.packing.preferences import Answers, PreferenceWindow
 
 AnyDocument = Document | Pairs | Answers
-Numbered = tuple[int, AnyDocument]  # a document and its number in the stream: numbers ascend, and may leave some out
+Numbered = tuple[int, AnyDocument]  # a document's number in the stream, and the document; numbers ascend, with gaps
 AnyWindow = Window | PairWindow | PreferenceWindow
 D = TypeVar("D", Document, Pairs, Answers)
 
 
 class State(NamedTuple):
-    """Where a stream stands.
+    """The state of a stream.
 
     Attributes:
       document: number in the stream of the first document of the current window.
-      offset: tokens of that document which belong to the window before (CONCAT only).
-      row: rows of the window that were given out.
-      checksum: of the window's tokens; 0 while no row was given out.
+      offset: tokens of that document that belong to the previous window (CONCAT only).
+      row: number of rows of the window that were consumed.
+      checksum: of the window's tokens; 0 before its first row.
     """
 
     document: int = 0
@@ -45,9 +45,9 @@ class Row(NamedTuple):
     number: int
     state: State
 
-    def places(self) -> list[tuple[int, ...]]:
-        """Where the row's documents are in the data."""
-        return self.window.places(self.number)
+    def positions(self) -> list[tuple[int, ...]]:
+        """The positions in the data of the row's documents."""
+        return self.window.positions(self.number)
 
     def fill(self, batch: Batch, b: int) -> None:
         """Copies the row into row `b` of a batch."""
@@ -62,11 +62,11 @@ class Layout:
       length: positions in a row.
       packing: how documents share rows.
       pad_id: the padding id.
-      window_rows: a window holds tokens for at least so many rows; more fill better, fewer start sooner.
-      window_documents: and at least so many documents; more mix better.
-      shuffle_seeds: integers that choose the order of a window's rows; None keeps the corpus order.
-      encoder_length: positions of a row that an encoder reads, of pairs; None for documents.
-      most_pairs: preference pairs in a row; None for other documents.
+      window_rows: a window has tokens for at least so many rows; more reduce padding, fewer start sooner.
+      window_documents: a window has at least so many documents; more shuffle better.
+      shuffle_seeds: integers that choose the order of a window's rows; None: the order of the corpus.
+      encoder_length: positions in a row of an encoder, for pairs; None: for other documents.
+      most_pairs: the largest number of preference pairs in a row; None: for other documents.
     """
 
     length: int
@@ -79,7 +79,7 @@ class Layout:
     most_pairs: int | None = None
 
     def need(self, document: AnyDocument) -> int:
-        """Positions of rows that a document takes."""
+        """The number of positions that a document needs in a row."""
         if isinstance(document, Answers):
             return document.need
         if isinstance(document, Document):
@@ -88,7 +88,7 @@ class Layout:
         return document.need(self.encoder_length, self.length)
 
     def window(self, documents: Sequence[AnyDocument]) -> AnyWindow:
-        """The documents in rows."""
+        """Packs the documents into rows."""
         length, packing, pad_id = self.length, self.packing, self.pad_id
         if self.most_pairs is not None:
             answers = _all(Answers, documents)
@@ -119,17 +119,17 @@ class RowStream:
         """Opens the stream.
 
         Args:
-          read: documents of the stream from a given number on; called now, so that it can begin to read.
+          read: (number) -> the stream's documents from this number on; called now, so that it can begin to read.
           layout: how they are packed.
           first_rows: `window_rows` of the very first window, so that the windows of many streams do not all end at
-            the same step; None is as the others.
+            the same step; None: as the others.
           state: where to resume.
         """
         self._layout, self._first_rows = layout, first_rows
         self._state = state
         self._documents = read(state.document)
-        self._offset = state.offset  # of the first document, until it is read
-        self._ahead: list[Numbered] = []  # read, but for the next window
+        self._offset = state.offset  # in the first document, until that is read
+        self._ahead: list[Numbered] = []  # documents that were read for the next window
         self._window: AnyWindow | None = None
         self._next = State()  # where the next window begins
         self._checksum = 0
@@ -181,7 +181,7 @@ class RowStream:
         self._window = window
 
     def _keep_whole_rows(self, documents: list[Numbered], tokens: int, begin: State) -> None:
-        """Leaves the tokens that do not fill a row to the next window."""
+        """Moves tokens that do not fill a row to the next window."""
         excess = tokens % self._layout.length
         while excess:
             number, document = documents.pop()

@@ -1,9 +1,9 @@
-"""Cached SeqIO tasks in blocks: a restart reads what is at its position, and nothing before it.
+"""Reads cached SeqIO tasks in blocks, so that a resumed run seeks to its position.
 
 seqio_cache_tasks writes a task's examples, as they are at its CacheDatasetPlaceholder, to TFRecord files. They are read here
-as ShardedSource reads a corpus: blocks in a seeded order, some of them together. The task's later preprocessors get the
-examples of one such group after the other, each with a seed of its own, and what comes out is mixed: so an example depends
-on its group alone, and nothing need be read or preprocessed to know where another group is.
+as in ShardedSource: shuffled blocks, in groups of a few. The preprocessors after the cache run on one group at a time, each
+with its own seed, and their results are shuffled. So an example depends only on its group, and a group can be reached
+without reading or preprocessing others.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from capibara.data.dataset import Dataset
 from capibara.data.pipeline.shuffle import bits, permutation
 from capibara.data.shards import index as indexes
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources.readers import GROUP, block_pool, place_in_epoch, places_of
+from capibara.data.sources.readers import GROUP, block_pool, position_in_epoch, positions_of
 from capibara.data.tasks import tasks
 from capibara.storage.remote import Entry
 
-_TOGETHER = 4  # blocks of a group
-_LEAST_GROUPS = 16  # of each stream, as far as blocks of _SMALLEST bytes allow
-_SMALLEST, _LARGEST = 4 << 10, 2 << 20  # bytes of a block: a group's pipeline takes a tenth of a second to build
+_TOGETHER = 4  # blocks in a group
+_LEAST_GROUPS = 16  # groups of each stream, if the cache is large enough
+_SMALLEST, _LARGEST = 4 << 10, 2 << 20  # bytes of a block; not less, since a group's pipeline takes 0.1 s to build
 _MADE_TOGETHER = 4  # groups of different streams that are preprocessed at a time, each by TensorFlow's own threads
-_ENDLESS = 1 << 40  # examples of a pipeline that is only looked at
+_ENDLESS = 1 << 40  # nominal number of examples of a pipeline that is only inspected
 
 
 class NotInBlocks(Exception):
-    """A task that cannot be read in blocks; says why."""
+    """A task cannot be read in blocks; the message says why."""
 
 
 def check_cached(task: Any, split: str, lengths: Mapping[str, int]) -> None:
-    """Looks at the cache of a task, or at those of a mixture's: what shows before anything is read.
+    """Checks the cache of a task, or the caches of a mixture's tasks, without reading examples.
 
     Args:
       task: a seqio.Task or Mixture.
-      split: that is to be read.
+      split: the split to read.
       lengths: positions of each feature, for the preprocessors after the cache.
 
     Raises:
-      UserError: it is not there, or has another split or other features, or a file of it is missing.
+      UserError: it does not exist, lacks the split or a file, or has other features.
     """
     seqio = tasks.load()
     for part in _cached_parts(task):
@@ -63,12 +63,12 @@ def check_cached(task: Any, split: str, lengths: Mapping[str, int]) -> None:
         if split in part.splits:
             about = _info(part, split)
             _files(part, split, about)
-            with contextlib.suppress(NotInBlocks):  # a ragged feature: SeqIO reads it by itself
+            with contextlib.suppress(NotInBlocks):  # a ragged feature: SeqIO can read it
                 _of_no_record(part, _parser(about), lengths)
 
 
 def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
-    """Names the file of a cache that TensorFlow could not read, with TensorFlow's error where none is cut short."""
+    """Raises a UserError that names the file of a cache that TensorFlow could not read, or with TensorFlow's error."""
     import tensorflow as tf
 
     for part in _cached_parts(task):
@@ -83,7 +83,7 @@ def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
 
 
 def fingerprint(task: Any, split: str) -> dict[str, Any]:
-    """Of the cache of one task: JSON-able, equal only for files of the same names and sizes."""
+    """A JSON value that identifies the cache of one task: equal only for files of the same names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     for file in _files(task, split, _info(task, split)):
         digest.update(f"{os.path.basename(file.url)}\0{file.size}\0".encode())
@@ -98,18 +98,18 @@ class CachedBlocks:
     """The blocks of one split of a cached task, in streams."""
 
     def __init__(self, task: Any, dataset: Dataset, split: str, lengths: Mapping[str, int], *, any_steps: bool):
-        """Looks at the cache.
+        """Opens the cache.
 
         Args:
           task: a seqio.Task or Mixture.
           dataset: its number of streams and its seed.
-          split: of the task.
+          split: the split of the task.
           lengths: positions of each feature, for the preprocessors.
-          any_steps: whether preprocessors after the cache may make another number of examples of those they get.
+          any_steps: whether preprocessors after the cache may change the number of examples.
 
         Raises:
-          NotInBlocks: it cannot be read so.
-          UserError: a file of the cache is not whole.
+          NotInBlocks: it cannot be read in blocks.
+          UserError: a file of the cache is cut short.
         """
         seqio = tasks.load()
         if not isinstance(task, seqio.Task):
@@ -122,7 +122,7 @@ class CachedBlocks:
         about = _info(task, split)
         self._parse = _parser(about)
         if not self._only_maps() and not any_steps:
-            raise NotInBlocks("its preprocessors after the cache make more or fewer examples than they get")
+            raise NotInBlocks("its preprocessors after the cache change the number of examples")
         files = _files(task, split, about)
         size = sum(file.size for file in files) // (_TOGETHER * _LEAST_GROUPS * self._count)
         size = min(max(1 << max(size, 1).bit_length() - 1, _SMALLEST), _LARGEST)
@@ -132,12 +132,12 @@ class CachedBlocks:
             raise NotInBlocks(f"the cache has {len(self._index.blocks)} blocks for {self._count} streams")
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able; equal only for the same blocks."""
+        """A JSON value that is equal only for the same blocks."""
         index = self._index
         return {"bytes": index.size, "blocks": len(index.blocks), "together": _TOGETHER, "digest": index.digest()}
 
     def read(self, stream: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Examples of a stream from number `begin` on; the number has that of the group and its own in the group."""
+        """Yields a stream's examples from number `begin` on; a number is GROUP * (group) + (number in the group)."""
         group, skip = divmod(begin, GROUP)
         making, empty = self._made(stream, group), 0
         while True:
@@ -150,18 +150,18 @@ class CachedBlocks:
                 skip += 1
             empty = 0 if len(examples) else empty + 1
             if empty * _TOGETHER > len(self._index.blocks):
-                raise UserError(f"SeqIO task {self._task.name!r}: stream {stream} of its cache holds no example")
+                raise UserError(f"SeqIO task {self._task.name!r}: stream {stream} of its cache has no example")
             group, skip = group + 1, 0
 
     def name(self, stream: int, group: int, number: int) -> dict[str, Any]:
-        """How a person finds an example again: one of those of some blocks."""
+        """Identifies an example by its group's blocks and its number among their examples, for reports."""
         files, blocks = self._index.names(), self._index.blocks[self._blocks(stream, group)]
         return {"shard": stream, "blocks": [f"{files[file]}@{start}" for file, start, _ in blocks], "example": number}
 
     def _blocks(self, stream: int, group: int) -> list[int]:
         size, seed = len(self._index.blocks), self._seed if self._shuffles else None
-        found = places_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
-        return [place_in_epoch(size, at, seed)[1] for at in found]
+        found = positions_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
+        return [position_in_epoch(size, at, seed)[1] for at in found]
 
     def _made(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
         """Reads and preprocesses a group in the background."""
@@ -178,7 +178,7 @@ class CachedBlocks:
         return [record for _, record in found if isinstance(record, bytes)]
 
     def _preprocessed(self, records: list[bytes], stream: int, group: int) -> list[dict[str, Any]]:
-        """What the preprocessors after the cache make of a group's examples."""
+        """Applies the preprocessors after the cache to a group's examples."""
         if not records:
             return []
         import tensorflow as tf
@@ -195,7 +195,7 @@ class CachedBlocks:
         return _after_cache(self._task, data, self._lengths, seed)
 
     def _only_maps(self) -> bool:
-        """Whether the preprocessors after the cache only map, which shows in how many examples tf.data expects."""
+        """Whether the preprocessors after the cache only map, by the number of examples that tf.data expects."""
         return int(_of_no_record(self._task, self._parse, self._lengths).cardinality()) == _ENDLESS
 
 
@@ -205,10 +205,10 @@ def _after_cache(task: Any, data: Any, lengths: Mapping[str, int], seed: int) ->
 
 
 def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Mapping[str, int]) -> Any:
-    """What the preprocessors after the cache make of very many examples, none of which is read.
+    """Builds the pipeline of the preprocessors after the cache for a nominal number of examples, without reading any.
 
     Raises:
-      UserError: they refuse what the cache has, or do not make what the task promises.
+      UserError: they do not accept the cache's features, or do not produce the task's output features.
     """
     import tensorflow as tf
 
@@ -220,7 +220,7 @@ def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Ma
         said = " ".join(str(error).split())
         said = f"no feature {said}" if isinstance(error, KeyError) else said
         raise UserError(
-            f"SeqIO task {task.name!r}: its preprocessors refuse what its cache has ({said}): {again}"
+            f"SeqIO task {task.name!r}: its preprocessors do not accept the features of its cache ({said}): {again}"
         ) from error
     for name, feature in task.output_features.items():
         if feature.required and name not in data.element_spec:
@@ -238,7 +238,7 @@ def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Ma
 
 
 def _files(task: Any, split: str, about: Mapping[str, Any]) -> list[Entry]:
-    """All files of a split; raises UserError where one is missing."""
+    """All files of a split; raises UserError if one is missing."""
     prefix, count = tasks.load().get_cached_tfrecord_prefix(task.cache_dir, split), about["num_shards"]
     found = indexes.listed(f"the cache of SeqIO task {task.name!r}", [f"{prefix}-*-of-{count:05}"])
     if len(found) != count:
@@ -246,14 +246,14 @@ def _files(task: Any, split: str, about: Mapping[str, Any]) -> list[Entry]:
         names = (f"{os.path.basename(prefix)}-{number:05}-of-{count:05}" for number in range(count))
         missing = next((name for name in names if name not in there), "a file")
         raise UserError(
-            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, {len(found)} of {count} files are there: "
+            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, which has {len(found)} of {count} files: "
             "copy it again"
         )
     return found
 
 
 def _info(task: Any, split: str) -> dict[str, Any]:
-    """What seqio_cache_tasks has written about a split."""
+    """The description of a split by seqio_cache_tasks."""
     import tensorflow as tf
 
     path = tasks.load().get_cached_info_path(task.cache_dir, split)
@@ -276,7 +276,7 @@ def _info(task: Any, split: str) -> dict[str, Any]:
 
 
 def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
-    """A serialized tf.train.Example -> its features, as SeqIO reads those of a cache."""
+    """A function from a serialized tf.train.Example to its features, as SeqIO reads a cache."""
     import tensorflow as tf
 
     wanted, types = {}, {}
@@ -289,7 +289,7 @@ def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
             wanted[name] = tf.io.FixedLenSequenceFeature(shape[1:], stored, allow_missing=True)
         else:
             wanted[name] = tf.io.FixedLenFeature(shape, stored)
-        # Caches older than the mark of their version had int32 as int64.
+        # Caches without a version store int32 as int64.
         types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
 
     def parse(serialized: Any) -> dict[str, Any]:
@@ -300,5 +300,5 @@ def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _renamed(feature: str) -> str:
-    """Today's name of a feature of an older cache."""
+    """The current name of a feature of an older cache."""
     return f"{feature.removesuffix('plaintext')}pretokenized" if feature.endswith("_plaintext") else feature

@@ -1,10 +1,10 @@
 """Rows of a SeqIO task or mixture.
 
-As in T5X a decoder reads an example's `inputs`, if it has any, before its `targets` and without loss, and the first
-input of an example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut, unless
-`Dataset.inputs_length` parts the row. For an
-encoder-decoder `inputs` and `targets` are a pair, laid out as by seqio's EncDecFeatureConverter; targets without inputs
-are a text whose spans are to be told. An example's domain is its feature `domain`, or else the task's name.
+As in T5X, a decoder reads an example's `inputs`, if it has any, before its `targets` and without loss, and the first
+input of an example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut into several
+rows, unless `Dataset.inputs_length` is set. For an encoder-decoder `inputs` and `targets` are a pair, packed as by seqio's
+EncDecFeatureConverter; targets without inputs get span corruption. An example's domain is its feature `domain`, or the
+task's name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class TaskFeed(Feed):
-    """Rows of a SeqIO task or mixture: of `Dataset.task_shards` streams, however many hosts there are.
+    """Rows of a SeqIO task or mixture from `Dataset.task_shards` streams, whatever the number of hosts.
 
-    Stream k of K reads seqio.ShardInfo(k, K) and has rows [k * B / K, (k + 1) * B / K) of every global batch of B rows. A
-    host opens the streams that it has rows of. SeqIO gets the same seed for all of them: where a source has fewer files
-    than there are streams its examples are dealt out, and that takes the same order in each stream. The rows of a
-    window are in an order of the stream's own.
+    Stream k of K reads seqio.ShardInfo(k, K) and fills rows [k * B / K, (k + 1) * B / K) of every global batch of B rows. A
+    host opens the streams of its rows. SeqIO gets the same seed for all streams: if a source has fewer files than streams,
+    its examples are distributed over them, which requires the same order in each. Each stream shuffles the rows of a
+    window differently.
     """
 
     def __init__(self, dataset: Dataset, share: Share):
@@ -47,9 +47,9 @@ class TaskFeed(Feed):
         self._task = tasks.get(dataset.mixture_or_task_name, dataset.task_module)
         self._endless = share.epochs is None
         self._shards = dataset.task_shards if self._endless else 1
-        self._each = share.batch_size // self._shards  # rows of a stream in a global batch
+        self._each = share.batch_size // self._shards  # rows per stream in a global batch
         self.first_row = share.first_row // self._each
-        self._skip = share.first_row - self.first_row * self._each  # rows of the first stream that hosts before have
+        self._skip = share.first_row - self.first_row * self._each  # rows of the first stream on earlier hosts
         splits = tasks.splits_of(self._task)
         if share.split not in splits:
             raise UserError(
@@ -61,7 +61,7 @@ class TaskFeed(Feed):
                 _check_same(tasks.vocabulary_of(self._task, feature), dataset.get_vocabulary(), self._task.name)
 
     def _open_blocks(self) -> tuple[CachedBlocks | None, str]:
-        """The blocks of a cached task, or why it has none for this feed."""
+        """The blocks of a cached task; or None, and why it is not read in blocks."""
         dataset = self.dataset
         tasks.add_cache_dirs(dataset.cache_dirs)
         check_cached(self._task, self.share.split, self._lengths())
@@ -95,9 +95,9 @@ class TaskFeed(Feed):
             return settings
         if hosts > 1:
             raise UserError(
-                f"the data state was written by an older version, in which each of {hosts} hosts read a SeqIO task in its "
-                "own way: it cannot be continued: begin another run from its weights, with Trainer.init_from = its "
-                "folder, another MODEL_DIR and Dataset.task_shards"
+                f"the data state is of an older version, in which the rows depended on the number of hosts ({hosts}), and "
+                "cannot be resumed: start another run from its weights, with Trainer.init_from = its folder, another "
+                "MODEL_DIR and Dataset.task_shards"
             )
         return {**{name: value for name, value in settings.items() if name != "hosts"}, "task_shards": 1}
 
@@ -111,7 +111,7 @@ class TaskFeed(Feed):
         split = self.share.split
         if split not in tasks.splits_of(task):
             return {}
-        if self.dataset.use_cached and task.supports_caching:  # its source need not be on this machine
+        if self.dataset.use_cached and task.supports_caching:  # its source may be missing on this machine
             return cached_task.fingerprint(task, split)
         digest = hashlib.blake2b(digest_size=8)
         for shard in task.source.list_shards(split):
@@ -121,7 +121,7 @@ class TaskFeed(Feed):
         return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
 
     def _of_the_cache(self, saved: Any) -> Any:
-        """A saved fingerprint; one of an older version is of the sources of cached tasks, which are not read."""
+        """Updates a saved fingerprint of an older version, which identified the sources of cached tasks."""
         sources = saved.get("sources", {}) if isinstance(saved, Mapping) and self._blocks is None else {}
         cached = [part for part in getattr(self._task, "tasks", [self._task]) if part.supports_caching]
         old = any("examples" in sources.get(part.name, ()) for part in cached)
@@ -146,17 +146,17 @@ class TaskFeed(Feed):
         if self._endless:
             raise UserError(
                 f"SeqIO task {self._task.name!r} has no example for each of its {self._shards} streams in split "
-                f"{self.share.split!r}: lower Dataset.task_shards, or give it more data"
+                f"{self.share.split!r}: lower Dataset.task_shards, or add data"
             )
 
     def next_rows(self, states: Sequence[State]) -> list[Row]:
         rows = round_of(self._streams(states), self._each)
         return [row for at, row in rows if self._skip <= at < self._skip + self.share.rows]
 
-    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
+    def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         if self._blocks is not None:
-            return self._blocks.name(*place)
-        shard, number = place
+            return self._blocks.name(*position)
+        shard, number = position
         return {"shard": shard, "example": number}
 
     def _streams(self, states: Sequence[State]) -> list[RowStream]:
@@ -165,7 +165,7 @@ class TaskFeed(Feed):
     def _stream(self, shard: int, state: State) -> RowStream:
         seeds = (self.dataset.seed, shard) if self.shuffles else None
         layout = layout_of(self.dataset, self._shards, seeds)
-        # As of the rows of a source, so that the windows of many streams do not all end at the same step.
+        # As for rows of a source: the windows of many streams must not all end at the same step.
         first_rows = math.ceil(layout.window_rows * (shard + 1) / self._shards)
         return RowStream(functools.partial(self._documents, shard), layout, first_rows=first_rows, state=state)
 
@@ -182,11 +182,11 @@ class TaskFeed(Feed):
                 targets = targets[: self.dataset.length - longest]
                 inputs = None if inputs is None else inputs[:longest]
             domain = example["domain"].decode() if "domain" in example else self._task.name
-            place = (shard, number) if self._blocks is None else (shard, *divmod(number, GROUP))
-            yield number, assemble(targets, inputs, domain, place)
+            position = (shard, number) if self._blocks is None else (shard, *divmod(number, GROUP))
+            yield number, assemble(targets, inputs, domain, position)
 
     def _read(self, shard: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """A stream's examples from number `begin` on, as SeqIO reads them."""
+        """Yields a stream's examples from number `begin` on, in SeqIO's order."""
         import tensorflow as tf
 
         try:
@@ -201,7 +201,7 @@ class TaskFeed(Feed):
         return tasks.lengths(self._task, dataset.length, dataset.encoder_length, dataset.inputs_length)
 
     def _examples(self, shard: int) -> Any:
-        """The tf.data.Dataset of a stream's examples, in an order that depends on the seed alone."""
+        """The tf.data.Dataset of a stream's examples, in an order that depends only on the seed."""
         seqio, share = tasks.load(), self.share
         import tensorflow as tf
 
@@ -224,7 +224,7 @@ class TaskFeed(Feed):
     def _pipeline(self, arguments: dict[str, Any]) -> Any:
         if self._endless or isinstance(self._task, tasks.load().Task):
             return self._task.get_dataset(**arguments)
-        # A mixture stops at its first exhausted task: a pass over all examples takes one task after the other.
+        # A mixture stops at its first exhausted task, so an epoch reads one task after the other.
         parts = [task.get_dataset(**arguments) for task in self._task.tasks if arguments["split"] in task.splits]
         features = tuple(self._task.output_features)
         parts = [part.map(lambda example: {name: example[name] for name in features}) for part in parts]
@@ -242,7 +242,7 @@ def _ids(example: dict[str, Any], feature: str, name: str) -> np.ndarray:
 
 
 def _check_same(task: Vocabulary, given: Vocabulary, name: str) -> None:
-    """The task's ids must mean the same in the vocabulary that was given in Gin (which may have unused ids more)."""
+    """Raises UserError unless the vocabulary of Gin has the task's ids; it may have more unused ids."""
     common = min(task.size, given.size)
     same = (
         np.array_equal(task.token_bytes()[:common], given.token_bytes()[:common])
@@ -253,5 +253,5 @@ def _check_same(task: Vocabulary, given: Vocabulary, name: str) -> None:
     if not same:
         raise UserError(
             f"Dataset.vocabulary ({given}) differs from the one of SeqIO task {name!r} "
-            f"(sizes {given.size} and {task.size}): leave Dataset.vocabulary out, or give the same"
+            f"(sizes {given.size} and {task.size}): leave Dataset.vocabulary out, or set the same"
         )

@@ -10,22 +10,22 @@ import tempfile
 from collections.abc import Iterator
 from typing import TextIO
 
-# What C++ code logs ("I0000 00:00:1795260255.792467 20288 cudart_stub.cc:31] ..."), and absl's line before the first.
+# Log lines of C++ code ("I0000 00:00:1795260255.792467 20288 cudart_stub.cc:31] ..."), and absl's line before the first.
 _LOG_LINE = re.compile(rb"^(WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} [\d:. ]+\S+:\d+\] )")
 
 
 @contextlib.contextmanager
 def without_cpp_logs() -> Iterator[None]:
-    """Drops the log lines that C++ libraries write to standard error within this context.
+    """A context that drops the log lines that C++ libraries write to standard error.
 
-    No setting of TensorFlow's reaches the lines that it logs while it is loaded (that there is no GPU), so file
-    descriptor 2 is a temporary file meanwhile. What else was written follows at the end, and all of it where the
-    context fails. Python's own standard error goes on to the terminal: another thread may have to report a mistake.
+    No setting of TensorFlow suppresses the lines that it logs while it is loaded (that there is no GPU). So file descriptor 2
+    is redirected to a temporary file. Other output is printed at the end, and all of it if the context raises. Python's
+    sys.stderr still goes to the terminal, since another thread may report an error.
     """
     python = sys.stderr
     try:
         terminal = os.dup(2)
-    except OSError:  # a process without standard error
+    except OSError:  # the process has no standard error
         yield
         return
     with tempfile.TemporaryFile() as file, open(terminal, "wb", buffering=0) as sink:

@@ -1,7 +1,7 @@
 """SeqIO tasks and mixtures by name (https://github.com/google/seqio), and their vocabularies.
 
-SeqIO brings TensorFlow, whose import takes seconds: it is imported inside functions, in a background thread where
-`preload` was called in time, and never touches the accelerators.
+SeqIO imports TensorFlow, which takes seconds: it is imported inside functions, or by `preload` in a background thread, and
+never uses the accelerators.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from capibara.data.tasks.quiet import without_cpp_logs
 from capibara.data.tokenizers.vocabulary import Vocabulary, sentencepiece_pieces
 
 _LOCK = threading.RLock()
-# Held where a pipeline is built: SeqIO keeps the next seed of its preprocessors in a global.
+# Held while a pipeline is built: SeqIO keeps the next seed of its preprocessors in a global variable.
 BUILDING = threading.RLock()
 
 
 def preload(task_module: str | None = None) -> threading.Thread:
     """Imports SeqIO, and `task_module`, in a background thread; import JAX and Flax before.
 
-    A failure goes to the log (level info): whoever needs the task imports again and meets it, then as an error.
+    A failure is logged (level info); the next use of the task imports again and raises the error.
     """
 
     def work() -> None:
         try:
             load(task_module)
-        except Exception:  # shown, as it deserves, by the call that needs the result
+        except Exception:  # raised again by the call that needs the result
             logging.getLogger(__name__).info("SeqIO or the task module failed to import early", exc_info=True)
 
     thread = threading.Thread(target=work, name="capibara-seqio", daemon=True)
@@ -47,14 +47,14 @@ def preload(task_module: str | None = None) -> threading.Thread:
 def load(task_module: str | None = None) -> Any:
     """The seqio module, after `task_module` has registered its tasks."""
     with _LOCK:
-        # TensorFlow reads these when it is imported, and says much on stderr without them.
+        # TensorFlow reads these when it is imported, and prints a lot on stderr without them.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
         with contextlib.nullcontext() if "tensorflow" in sys.modules else without_cpp_logs():
             tf = extras.require("tensorflow", extra="seqio", why="SeqIO tasks")
             for kind in ("GPU", "TPU"):
                 tf.config.set_visible_devices([], kind)
-        # SeqIO advises against its own FunctionDataSource because a restart repeats data; ours does not.
+        # SeqIO warns that its FunctionDataSource repeats data after a restart; here it does not.
         logging.getLogger("absl").addFilter(_is_no_restart_advice)
         seqio = extras.require("seqio", extra="seqio", why="SeqIO tasks")
         if task_module is not None:
@@ -70,7 +70,7 @@ def get(name: str, task_module: str | None = None) -> Any:
     """The seqio.Task or seqio.Mixture called `name`.
 
     Raises:
-      UserError: there is no module or no task of that name; the nearest names are shown.
+      UserError: there is no such module or task; the message has the most similar names.
     """
     seqio = load(task_module)
     if name in seqio.MixtureRegistry.names():
@@ -96,7 +96,7 @@ def _import_task_module(task_module: str) -> None:
 
 
 def add_cache_dirs(folders: Sequence[str]) -> None:
-    """Folders in which SeqIO looks for the caches of tasks."""
+    """Adds folders in which SeqIO searches the caches of tasks."""
     seqio = load()
     for folder in folders:
         if folder not in seqio.get_global_cache_dirs():
@@ -104,12 +104,12 @@ def add_cache_dirs(folders: Sequence[str]) -> None:
 
 
 def parts(task: Any, split: str) -> list[str]:
-    """The names of the tasks of a mixture, or of the task itself, that have a split."""
+    """The names of a mixture's tasks, or of the task itself, if they have the split."""
     return [part.name for part in getattr(task, "tasks", [task]) if split in splits_of(part)]
 
 
 def lengths(task: Any, length: int, encoder_length: int | None, inputs_length: int | None) -> dict[str, int]:
-    """Positions of each feature; arguments as of a Dataset."""
+    """Positions of each feature; the arguments are fields of Dataset."""
     inputs, targets = encoder_length or inputs_length or length, length - (inputs_length or 0)
     return {name: inputs if name == "inputs" else targets for name in task.output_features}
 
@@ -118,7 +118,7 @@ def splits_of(task: Any) -> Sequence[str]:
     """The splits of a task or mixture.
 
     Raises:
-      UserError: its source is a dataset of TFDS that is not there.
+      UserError: its source is a TFDS dataset that is not prepared on this machine.
     """
     try:
         return tuple(task.splits)
@@ -144,7 +144,7 @@ def vocabulary_of(task: Any, feature: str = "targets") -> Vocabulary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeqioVocabulary(Vocabulary):
-    """A seqio.Vocabulary; as in T5X the padding id begins a document."""
+    """A seqio.Vocabulary; as in T5X, the padding id begins a document."""
 
     vocabulary: Any
     size_multiple: int = 128
@@ -162,12 +162,12 @@ class SeqioVocabulary(Vocabulary):
     def eos_id(self) -> int:
         eos_id = self.vocabulary.eos_id
         if eos_id is None:
-            raise UserError(f"the SeqIO vocabulary {self.vocabulary} has no end token: give it an eos_id")
+            raise UserError(f"the SeqIO vocabulary {self.vocabulary} has no end token: set its eos_id")
         return eos_id
 
     @property
     def sentinel_ids(self) -> Sequence[int]:
-        """The extra ids of SeqIO from the top, as T5 takes them; the unused ids above them where there are none."""
+        """SeqIO's extra ids from the top, as in T5; if there are none, the unused ids above the others."""
         size, extra = self.vocabulary.vocab_size, self.vocabulary.extra_ids
         return range(size - 1, size - extra - 1, -1) if extra else super().sentinel_ids
 
@@ -180,7 +180,7 @@ class SeqioVocabulary(Vocabulary):
         if isinstance(vocabulary, seqio.ByteVocabulary):
             pieces = [b""] * 3 + [bytes([i]) for i in range(256)]
         elif isinstance(vocabulary, seqio.SentencePieceVocabulary):
-            # seqio appends its sentinels to the model, as pieces with text; they are special all the same.
+            # seqio appends its sentinels to the model as pieces with text, but they are special.
             pieces = sentencepiece_pieces(vocabulary.tokenizer)[: vocabulary.vocab_size - vocabulary.extra_ids]
         elif isinstance(vocabulary, seqio.PassThroughVocabulary):
             pieces = []

@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Tokenizers: text to token ids and back."""

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: where they are, and what those beside tokenizer.json call its special tokens."""
+"""The files of a tokenizer: their paths, and the special tokens that the files beside tokenizer.json name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from capibara.storage import copies, outputs, remote
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-MAP_FILE = "special_tokens_map.json"  # older tokenizers' own file of special tokens
+MAP_FILE = "special_tokens_map.json"  # special tokens of older tokenizers
 TEMPLATE_FILE = "chat_template.jinja"
-GENERATION_FILE = "generation_config.json"  # which tokens end a text, and how it is sampled
-MODEL_FILE = "config.json"  # of a model in transformers, whose token ids count where there is no GENERATION_FILE
+GENERATION_FILE = "generation_config.json"  # end tokens and sampling options
+MODEL_FILE = "config.json"  # config of a transformers model; its token ids are used if there is no GENERATION_FILE
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
-# All that a tokenizer may come in, by its kind.
+# The files of a tokenizer, by its kind.
 FILES = (
     TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json", GENERATION_FILE,
 )  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_ENDS = 1024
-OWN = "tokenizer"  # the folder in a run folder that has the run's tokenizer
-ORIGIN = "origin"  # the folder in a run folder that has what its initial weights came with
-PATHS = "paths.json"  # in a run folder: {path that Gin gives: where the run folder has what was there}
+OWN = "tokenizer"  # folder in a run folder: the run's tokenizer
+ORIGIN = "origin"  # folder in a run folder: files that came with the pretrained weights
+PATHS = "paths.json"  # file in a run folder: {path in the Gin configuration: path of the copy in the run folder}
 
 
 def located(tokenizer: str) -> str:
-    """A tokenizer's folder or file, given that or a run folder that has one; of one in a bucket a copy on this machine."""
+    """The path of a tokenizer's folder or file, from that or from a run folder; one in a bucket is copied first."""
     tokenizer = local(tokenizer)
     own = os.path.join(tokenizer, OWN)
     is_run = os.path.isdir(own) and not any(map(os.path.isfile, _main_files(tokenizer)))
@@ -42,26 +42,28 @@ def located(tokenizer: str) -> str:
 
 @functools.cache
 def local(path: str) -> str:
-    """A file or folder on this machine; of one in a bucket (gs://) a copy, of a folder of the tokenizer's files in it.
+    """The path on this machine of a file or folder; copies it from a bucket (gs://), from folders only tokenizer files.
+
+    If the original does not exist, neither does the returned path.
 
     Raises:
-      UserError: it cannot be read; of what is not there, what comes back is not there either.
+      UserError: it cannot be read.
     """
     if not outputs.is_remote(path):
         return path
-    if any(entry.url == remote.address(path) for entry in remote.listed(path)):  # a file, which others are beside
+    if any(entry.url == remote.address(path) for entry in remote.listed(path)):  # a file, not a folder
         folder, _, name = path.rpartition("/")
         return os.path.join(copies.local_folder(folder, {name, *FILES}), name)
     return copies.local_folder(path, {*FILES, *(f"{OWN}/{name}" for name in FILES)})
 
 
 def is_folder(tokenizer: str) -> bool:
-    """Whether a path, as Gin gives it, is a folder."""
+    """Whether a path of the Gin configuration is a folder."""
     return os.path.isdir(local(tokenizer))
 
 
 def is_there(tokenizer: str) -> bool:
-    """Whether a path, as Gin gives it, leads to a tokenizer, or is any file."""
+    """Whether a path of the Gin configuration is a file, or a folder with a tokenizer."""
     return os.path.isfile(tokenizer) or any(map(os.path.isfile, _main_files(located(tokenizer))))
 
 
@@ -70,13 +72,13 @@ def _main_files(folder: str) -> list[str]:
 
 
 def folder_of(tokenizer: str) -> str:
-    """The folder of a tokenizer, given that, the file in it, or a run folder."""
+    """The folder of a tokenizer, from that, a file in it, or a run folder."""
     tokenizer = located(tokenizer)
     return tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
 
 
 def file_of(tokenizer: str, *names: str) -> str:
-    """The main file of a tokenizer, given as of `folder_of`: in a folder the first of `names` that it has."""
+    """The main file of a tokenizer, from the same as `folder_of`; in a folder, the first of `names` that exists."""
     tokenizer = located(tokenizer)
     if not os.path.isdir(tokenizer):
         return tokenizer
@@ -85,7 +87,7 @@ def file_of(tokenizer: str, *names: str) -> str:
 
 
 def carried(folder: str) -> dict[str, bytes]:
-    """The files of a folder that are a tokenizer's, by name; with a generation_config.json where config.json has its ids."""
+    """The contents of a folder's tokenizer files, by name; config.json's token ids become a generation_config.json."""
     files = {}
     for name in FILES:
         with contextlib.suppress(FileNotFoundError):
@@ -96,12 +98,12 @@ def carried(folder: str) -> dict[str, bytes]:
 
 
 def beside(tokenizer: str) -> dict[str, bytes]:
-    """The files of a tokenizer.json, which may have any name, and those beside it."""
+    """The contents of a tokenizer.json, which may have another name, and of the tokenizer files beside it."""
     return carried(folder_of(tokenizer)) | {TOKENIZER_FILE: read_bytes(file_of(tokenizer, TOKENIZER_FILE))}
 
 
 def place_of(tokenizer: str) -> str:
-    """Where a run folder has what Gin names so: its folder of the tokenizer, or the tokenizer.json in it."""
+    """The path in a run folder of the copy of a Gin path: its tokenizer folder, or the tokenizer.json in it."""
     return OWN if is_folder(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
 
 
@@ -112,16 +114,16 @@ def read_bytes(path: str) -> bytes:
 
 
 def generation(config: Mapping[str, Any]) -> bytes:
-    """What transformers' generate starts from, of a config.json: its token ids; empty where it has none."""
+    """A generation_config.json with the token ids of a config.json; empty if it has none."""
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return (json.dumps(ids, indent=2) + "\n").encode() if ids else b""
 
 
 def end_ids(folder: str) -> tuple[int, ...]:
-    """The tokens that end a text of a model, as transformers' generate takes them from the folder of its tokenizer.
+    """The ids of a model's end tokens, as transformers' generate reads them from the tokenizer's folder.
 
     Raises:
-      UserError: the file cannot be read, or they are no numbers of tokens.
+      UserError: the file cannot be read, or the values are not token ids.
     """
     for name in (GENERATION_FILE, MODEL_FILE):
         if (values := read_json(os.path.join(folder, name))) is not None:
@@ -130,7 +132,7 @@ def end_ids(folder: str) -> tuple[int, ...]:
 
 
 def ids_of(value: Any, where: str) -> tuple[int, ...]:
-    """The numbers of an eos_token_id: none, one or several.
+    """The ids in an eos_token_id: none, one or several.
 
     Raises:
       UserError: it is something else.
@@ -138,15 +140,15 @@ def ids_of(value: Any, where: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > _MOST_ENDS or not all(type(one) is int for one in ids):
         shown = limits.shortened(value)
-        raise UserError(f"{where} has eos_token_id = {shown}, must be a token's number or a list of them: correct it")
+        raise UserError(f"{where} has eos_token_id = {shown}, must be a token id or a list of them: correct it")
     return tuple(ids)
 
 
 def read_json(path: str) -> Mapping[str, Any] | None:
-    """What a file beside a tokenizer says; None: there is none.
+    """The content of a JSON file beside a tokenizer; None: it does not exist.
 
     Raises:
-      UserError: it cannot be read, or holds no JSON object.
+      UserError: it cannot be read, or is not a JSON object.
     """
     try:
         return limits.read_json(path)
@@ -157,8 +159,8 @@ def read_json(path: str) -> Mapping[str, Any] | None:
 def special_tokens(folder: str) -> dict[str, str]:
     """The special tokens of a tokenizer's folder by their fields ("eos_token"), as transformers reads them.
 
-    tokenizer_config.json says them. Where it does not list the added tokens it is an older one: then
-    special_tokens_map.json counts before it.
+    They are in tokenizer_config.json. If that does not list the added tokens, it is of an older version, and
+    special_tokens_map.json takes precedence.
 
     Raises:
       UserError: one of the files cannot be read.
@@ -169,11 +171,11 @@ def special_tokens(folder: str) -> dict[str, str]:
 
 
 def named(values: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a file's values name; a token is its text, or an object with that as its content."""
+    """The special tokens in a file's values; a token is a text, or an object with the text as its content."""
     told = {field: value.get("content") if isinstance(value, Mapping) else value for field, value in values.items()}
     return {field: token for field, token in told.items() if field.endswith("_token") and isinstance(token, str)}
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, short."""
+    """An error's message on one line, shortened."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,7 +1,7 @@
-"""Tokenizers of others, looked at before a native library reads them: sizes, expansions, regular expressions.
+"""Checks untrusted tokenizers before a native library reads them: sizes, expansions, regular expressions.
 
-What cannot be judged by looking (a SentencePiece model, a compiled table, a regular expression that is not known) is tried
-in a process of its own, with a deadline and a bound of memory: there a crash is an exit code.
+What cannot be checked by inspection (a SentencePiece model, a compiled table, an unknown regular expression) is loaded and
+used in a separate process with a time and memory limit, where a crash is only an exit code.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from capibara.core.types import UserError
 
 TOKENS, LARGEST_ID = 4_000_000, 2**24
 _TOKEN_CHARACTERS = 65_536
-_STEPS, _GROWTH, _WORD = 64, 64, 1000  # of a normalizer or pre-tokenizer; characters made of one; of WordPiece's words
+# Steps of a normalizer or pre-tokenizer; characters that they may make of one; characters of a word in WordPiece.
+_STEPS, _GROWTH, _WORD = 64, 64, 1000
 _PROBE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
-_PROBE_S = 60.0  # by the clock; its own limit is in seconds of the processor
+_PROBE_S = 60.0  # wall-clock limit; the process itself limits its CPU time
 _PROBE_CHARACTERS = 2000
-# Steps that do what their name says, whatever their parameters are.
+# Steps that are safe with any parameters.
 _PLAIN = frozenset(
     "Sequence NFC NFD NFKC NFKD Lowercase StripAccents Strip Nmt ByteLevel BertNormalizer Prepend Replace Split Digits "
     "Whitespace WhitespaceSplit Punctuation Metaspace BertPreTokenizer UnicodeScripts CharDelimiterSplit "
     "TemplateProcessing BertProcessing RobertaProcessing ByteFallback Fuse WordPiece BPEDecoder CTC".split()
 )
-# Patterns of GPT-2, Llama 3, Qwen, GPT-4o and Gemma, and what GGUF's names stand for.
+# Safe patterns: those of GPT-2, Llama 3, Qwen, GPT-4o, Gemma, and of the pre-tokenizers that GGUF names.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -47,10 +48,10 @@ _KNOWN = {
 
 
 def check_json(content: bytes, path: str) -> None:
-    """Looks at a tokenizer.json.
+    """Checks a tokenizer.json.
 
     Raises:
-      UserError: it is none, or one that no library should read; says why.
+      UserError: it is not a tokenizer.json, or is not safe to load; the message says why.
     """
     try:
         spec = limits.parse_json(content)
@@ -69,33 +70,33 @@ def check_json(content: bytes, path: str) -> None:
 
 
 def load_json(content: bytes, path: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json.
+    """Checks a tokenizer.json and loads it as tokenizers.Tokenizer.
 
     Raises:
-      UserError: it is none, or one that no library should read; says why.
+      UserError: it is not a tokenizer.json, or is not safe to load; the message says why.
     """
     import tokenizers
 
     check_json(content, path)
     try:
         return tokenizers.Tokenizer.from_buffer(content)
-    except BaseException as error:  # the library raises bare Exception, and panics
+    except BaseException as error:  # the library raises Exception, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise UserError(f"{path} is not a tokenizer.json: {limits.cause(error, 200)}") from error
 
 
 def check_sentencepiece(content: bytes, path: str) -> None:
-    """Tries a SentencePiece model.
+    """Loads and uses a SentencePiece model in a separate process.
 
     Raises:
-      UserError: it is none, or the library cannot use it.
+      UserError: it is not a SentencePiece model, or the library cannot use it.
     """
     _probe("sentencepiece", content, _texts([]), path)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is how a library in Rust fails, which is no Exception."""
+    """Whether it is a panic of a library in Rust, which is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 
@@ -114,7 +115,7 @@ def _check_spec(spec: Any) -> None:
         raise limits.Refused(f"the token {limits.shortened(wrong)}, whose id must be from 0 to {LARGEST_ID:,}")
     added = spec.get("added_tokens") or []
     if not isinstance(added, list) or len(added) > TOKENS // 4:
-        raise limits.Refused("added_tokens that are no list of a usual length")
+        raise limits.Refused("added_tokens that are no list, or too long a list")
     for token in added:
         if not isinstance(token, dict) or not _is_token(token.get("content")) or not _is_id(token.get("id")):
             raise limits.Refused(f"the added token {limits.shortened(token)}, must have a content and an id")
@@ -135,7 +136,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _steps(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All steps of the four parts, those of sequences too."""
+    """All steps of the four parts of a tokenizer, including those in sequences."""
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth, count, left = 1.0, 0, [spec.get(part)]
         while left:
@@ -155,7 +156,7 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many characters a step may make of one."""
+    """The largest number of characters that a step makes of one."""
     content = step.get("content")
     if step["type"] == "Replace" and isinstance(content, str):
         pattern = step.get("pattern")
@@ -175,7 +176,7 @@ def _regular(step: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(patterns: list[str]) -> list[str]:
-    """What a pattern may be slow on: runs of the characters that it has, of some usual ones, and of pairs of them."""
+    """Texts on which patterns may be slow: runs of the patterns' characters, of common ones, and of pairs of them."""
     own = sorted(set(re.sub(r"\\[pP]\{[^}]*\}|[\\\[\](){}|?*+^$]", "", "".join(patterns))))[:24]
     characters = list(dict.fromkeys([*own, *"aA1 \n.'\t\u4e2d\u00e9\u2581"]))
     runs = [character * _PROBE_CHARACTERS for character in characters]
@@ -187,7 +188,7 @@ _tried: set[bytes] = set()
 
 
 def _probe(kind: str, content: bytes, texts: list[str], path: str) -> None:
-    """Raises UserError where a library does not load a tokenizer, or does not encode texts with it."""
+    """Raises UserError if the library cannot load a tokenizer, or encode the texts with it, in a separate process."""
     key = hashlib.blake2b(content, digest_size=16, person=kind.encode()[:16]).digest()
     if key in _tried:
         return
@@ -202,7 +203,7 @@ _CALLED = {"json": "tokenizer.json that can be used", "sentencepiece": "Sentence
 
 
 def _run(given: bytes) -> str | None:
-    """What is wrong, in a line; None: nothing."""
+    """Runs the probe with this standard input; returns what is wrong, in one line, or None."""
     environment = dict(os.environ) | {
         "TOKENIZERS_PARALLELISM": "false",
         "RAYON_NUM_THREADS": "1",
@@ -213,7 +214,7 @@ def _run(given: bytes) -> str | None:
             [sys.executable, "-I", _PROBE], input=given, capture_output=True, timeout=_PROBE_S, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"the library was not done with it after {_PROBE_S:.0f} s"
+        return f"the library takes more than {_PROBE_S:.0f} s to load it and encode texts with it"
     said = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == 0 and said == "fine":
         return None

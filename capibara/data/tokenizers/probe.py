@@ -1,7 +1,8 @@
-"""Run as a program: loads a tokenizer from its standard input and encodes texts with it, under limits of its own.
+"""A program that loads a tokenizer from its standard input and encodes texts with it, under limits of time and memory.
 
-Standard input: 8 bytes, the length of [kind, texts] in JSON, that, and the tokenizer's file. Prints "fine" or what is
-wrong. A process of its own, since the libraries abort, crash and loop on some files, and imports nothing of ours.
+Standard input: the length of a JSON value [kind, texts] in 8 bytes, this JSON, and the tokenizer's file. Prints "fine" or
+what is wrong. It is a separate process because the libraries abort, crash or loop on some files; it imports nothing of
+capibara.
 """
 
 import json
@@ -12,7 +13,7 @@ CPU_S, DATA_BYTES = 5, 900 << 20
 
 
 def main() -> int:
-    """Tries it; returns the exit code."""
+    """Loads and uses the tokenizer; returns the exit code."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
@@ -20,7 +21,7 @@ def main() -> int:
     kind, texts = json.loads(given.read(int.from_bytes(given.read(8), "little")))
     try:
         _json(given.read(), texts) if kind == "json" else _sentencepiece(given.read(), texts)
-    except BaseException as error:  # Rust's panics are no Exceptions
+    except BaseException as error:  # panics of Rust are not Exceptions
         print(f"wrong: {str(error)[:400] or type(error).__name__}")
         return 1
     print("fine")

@@ -1,6 +1,6 @@
-"""Trains a SentencePiece vocabulary that loses nothing: BPE with bytes for what it does not know.
+"""Trains a lossless SentencePiece vocabulary: BPE with byte fallback.
 
-No normalisation, spaces and line ends are kept, digits stay single (https://arxiv.org/abs/1808.06226).
+There is no normalisation, spaces and line ends are kept, and digits are single tokens (https://arxiv.org/abs/1808.06226).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from capibara.data.sources.sources import Corpus
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary
 from capibara.storage import outputs
 
-_LEAST_SIZE = 384  # three special ids, 256 bytes, and room for the usual characters
+_LEAST_SIZE = 384  # three special ids, 256 bytes, and some characters
 _CHUNK_CHARACTERS = 4096
 _MEASURED_DOCUMENTS = 50
 _TRAINER: dict[str, Any] = dict(
@@ -50,12 +50,12 @@ def train_sentencepiece(
     """Trains on a sample of `documents` and writes the model file.
 
     Args:
-      documents: the training split; what the vocabulary never saw, the bytes stand in for.
-      output: path of the model file; it appears when it is complete.
-      size: number of ids, of which 0 is padding (and beginning), 1 the end, 2 unknown.
-      sample_bytes: documents are drawn until they hold so many characters.
-      seed: chooses the sample.
-      report: receives the progress, a line at a time.
+      documents: the training split; characters outside of the sample are encoded as bytes.
+      output: path of the model file, which is written atomically.
+      size: number of ids; 0 is padding (and beginning), 1 the end, 2 unknown.
+      sample_bytes: documents are sampled up to so many characters.
+      seed: seed of the sample.
+      report: called with each line of the progress.
 
     Returns:
       The vocabulary.
@@ -102,7 +102,7 @@ def _summary(vocabulary: SentencePieceVocabulary, texts: list[str]) -> str:
 def _chunks(texts: Iterator[str], sample_bytes: int) -> Iterator[str]:
     left = sample_bytes
     for text in texts:
-        text = text.replace("\0", " ")  # the trainer's strings end at a zero byte
+        text = text.replace("\0", " ")  # the trainer's strings end at a null byte
         for begin in range(0, len(text), _CHUNK_CHARACTERS):
             yield text[begin : begin + _CHUNK_CHARACTERS]
         left -= len(text)
@@ -111,7 +111,7 @@ def _chunks(texts: Iterator[str], sample_bytes: int) -> Iterator[str]:
 
 
 class _Counter:
-    """Counts the characters that pass through."""
+    """Counts the characters of the texts that pass through."""
 
     characters = 0
 

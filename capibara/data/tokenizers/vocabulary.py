@@ -1,11 +1,10 @@
 """Vocabularies: text to token ids and back, without loss.
 
-Every vocabulary knows the bytes that each of its ids stands for, so `decode` gives back exactly the text that was
-encoded (bytes that are not UTF-8, from a model's sample, become U+FFFD), and a loss per token becomes bits per byte.
+Every vocabulary knows the bytes of each of its ids, so `decode` returns exactly the text that was encoded (bytes of a
+model's sample that are not UTF-8 become U+FFFD), and a loss per token can be converted to bits per byte.
 
-Ids 0, 1 and 2 of the byte vocabulary are padding, end of document and unknown, the bytes follow (ByT5,
-https://arxiv.org/abs/2105.13626). As in T5X the padding id also begins a document where a vocabulary has no beginning
-token of its own.
+Ids 0, 1 and 2 of the byte vocabulary are padding, end of document and unknown; the bytes follow (ByT5,
+https://arxiv.org/abs/2105.13626). As in T5X, the padding id also begins a document if a vocabulary has no beginning token.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from capibara.data.tokenizers.files import (
     special_tokens,
 )
 
-_SPACE = "\u2581"  # what SentencePiece writes for a space
-# A Unicode noncharacter, which no text may hold: within the spelling of a special token it keeps this from being one.
+_SPACE = "\u2581"  # SentencePiece's character for a space
+# A Unicode noncharacter, which texts do not contain: inside the text of a special token it prevents its recognition.
 GUARD = "\ufdd0"
 
 
-_DECIDING = tuple(name for name in FILES if name != GENERATION_FILE)  # what ends a text, training does not read
+_DECIDING = tuple(name for name in FILES if name != GENERATION_FILE)  # training does not read the end tokens
 
 
 class OwnFiles(NamedTuple):
-    """A tokenizer's files as a run folder keeps them.
+    """Copies of a tokenizer's files for a run folder.
 
     Attributes:
-      files: content by name, of what goes into the run folder's tokenizer/.
-      places: a path that Gin gives -> where the run folder has what was there: "tokenizer", or "tokenizer/NAME".
-      deciding: names of the files that must not change within a run.
+      files: name -> content of the files in the run folder's tokenizer/.
+      places: path in the Gin configuration -> path of its copy in the run folder: "tokenizer", or "tokenizer/NAME".
+      deciding: names of the files that must not change during a run.
     """
 
     files: dict[str, bytes]
@@ -69,24 +68,24 @@ class OwnFiles(NamedTuple):
 
 
 class Vocabulary(abc.ABC):
-    """What the loader, the metrics and the sampler need to know of a tokenizer.
+    """The interface of a tokenizer for the loader, the metrics and the sampler.
 
-    A new one is a frozen dataclass that gives `encode`, `pieces` and the attributes here; where it reads files it says so
-    in `path_fields` and `own_files`. examples/extend/my_tokenizer.py is one.
+    A new one is a frozen dataclass with `encode`, `pieces` and the attributes here; if it reads files, also with
+    `path_fields` and `own_files`. See examples/extend/my_tokenizer.py.
 
     Attributes:
-      path_fields: fields that hold paths; a run whose folder was moved reads the copies there.
+      path_fields: fields whose values are paths; a run reads the copies in its folder if the originals are gone.
       size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
-      extra_ids: ids without text that are added at the end; `size` has room for them.
+      extra_ids: number of ids without text that are added at the end; `size` includes them.
       pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
     """
 
     path_fields: ClassVar[tuple[str, ...]] = ()
     size_multiple: int
     extra_ids: int
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # each of them is a dataclass
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
 
-    if TYPE_CHECKING:  # fields of some, properties of others
+    if TYPE_CHECKING:  # fields in some subclasses, properties in others
 
         @property
         def pad_id(self) -> int: ...
@@ -103,7 +102,7 @@ class Vocabulary(abc.ABC):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Every id that ends a text: `eos_id` first, then those that generation_config.json beside a tokenizer names."""
+        """All ids that end a text: `eos_id` first, then those of generation_config.json beside the tokenizer."""
         return (self.eos_id,)
 
     def _end_ids_of(self, folder: str) -> tuple[int, ...]:
@@ -111,13 +110,13 @@ class Vocabulary(abc.ABC):
 
     @property
     def sentinel_ids(self) -> Sequence[int]:
-        """Ids free to stand for removed spans, the first span's first: the extra ids, else the unused, from the top."""
+        """Ids for removed spans, in the order of the spans: the extra ids, or else the unused ids, from the top."""
         text = len(self.pieces)
         return range((text + self.extra_ids if self.extra_ids else self.size) - 1, text - 1, -1)
 
     @property
     def mask_id(self) -> int:
-        """The id that hides a token from a masked language model: the first of `sentinel_ids`, where none is named so.
+        """The id of the mask token of a masked language model; without one, the first of `sentinel_ids`.
 
         Raises:
           UserError: every id stands for text.
@@ -134,21 +133,21 @@ class Vocabulary(abc.ABC):
         """Ids of `text`, without beginning and end tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of every text, each an int32 array."""
+        """Ids of every text, as int32 arrays."""
         return [np.asarray(self.encode(text), np.int32) for text in texts]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation that a chat template rendered.
+        """Encodes a conversation that a chat template rendered.
 
         Args:
-          text: special tokens in it become their ids, but for those that a `GUARD` breaks up; guards vanish.
+          text: special tokens in it become their ids, unless a `GUARD` interrupts their text; guards are removed.
 
         Returns:
-          ids [n] int32, and [n, 2] int64, the characters of `text` where each token begins and ends; tokens that hold
-          the bytes of one character share it.
+          ids [n] int32, and the offsets in `text` where each token begins and ends, [n, 2] int64; tokens with parts of
+          the same character share its offsets.
 
         Raises:
-          UserError: a vocabulary without special tokens in its text.
+          UserError: the vocabulary does not recognise special tokens in text.
         """
         raise UserError(
             f"Dataset.vocabulary ({type(self).__name__}) does not read the special tokens of chat templates: "
@@ -156,23 +155,23 @@ class Vocabulary(abc.ABC):
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; special and unused ids stand for nothing, broken UTF-8 becomes U+FFFD."""
+        """Text of `ids`, without special and unused ids; invalid UTF-8 becomes U+FFFD."""
         return self.bytes_of(ids).decode("utf-8", errors="replace")
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
-        """What `ids` stand for in UTF-8, which a single one of them may break; special and unused ids: nothing."""
+        """The bytes of `ids`, without special and unused ids; a single id may be incomplete UTF-8."""
         pieces = self.pieces
         known = len(pieces)
         return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known)
 
     def token_bytes(self) -> np.ndarray:
-        """[V] int32: the UTF-8 bytes each id stands for, 0 for special and unused ids."""
+        """The number of bytes of each id, [V] int32; 0 for special and unused ids."""
         lengths = np.zeros(self.size, np.int32)
         lengths[: len(self.pieces)] = [len(piece) for piece in self.pieces]
         return lengths
 
     def fingerprint(self) -> str:
-        """Changes when any id stands for something else."""
+        """A hash that changes if any id has other bytes."""
         digest = hashlib.blake2b(digest_size=8)
         for piece in self.pieces:
             digest.update(len(piece).to_bytes(4, "little") + piece)
@@ -184,7 +183,7 @@ class Vocabulary(abc.ABC):
         """The bytes of every id; b"" for special ids."""
 
     def own_files(self) -> OwnFiles:
-        """What a run folder keeps, so that the folder can be moved.
+        """The files that a run folder keeps, so that it does not depend on the original paths.
 
         Raises:
           OSError, UserError: a file of the tokenizer cannot be read.
@@ -192,7 +191,7 @@ class Vocabulary(abc.ABC):
         return OwnFiles({}, {}, _DECIDING)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tokenizer handles are cached properties: a worker process loads its own.
+        # Tokenizer objects are cached properties and not pickled: a worker process loads its own.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -226,7 +225,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # surrogatepass: a lone surrogate in a JSON string is data like any other and must not stop a run.
+        # surrogatepass: a lone surrogate in a JSON string is ordinary data and must not stop a run.
         return [
             np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32) + np.int32(self._OFFSET)
             for text in texts
@@ -243,7 +242,7 @@ class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model file, such as `python -m capibara.prepare vocabulary` writes.
 
     Attributes:
-      path: the .model file, a folder that holds tokenizer.model or spiece.model, or a run folder with such a tokenizer.
+      path: the .model file, a folder with tokenizer.model or spiece.model, or a run folder with such a tokenizer.
       size_multiple: the size is rounded up to a multiple of this.
       extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
     """
@@ -307,7 +306,7 @@ class SentencePieceVocabulary(Vocabulary):
     def encode(self, text: str) -> list[int]:
         if _SPACE not in text:
             return self.processor.encode(text)
-        # The model would read its own space mark as a space: spell the character in bytes instead, if it has them.
+        # The model would read this character as a space: encode it as bytes instead, if the model has them.
         mark = [self._byte_ids[byte] for byte in _SPACE.encode() if byte in self._byte_ids]
         ids: list[int] = []
         for i, part in enumerate(text.split(_SPACE)):
@@ -336,13 +335,13 @@ class TokenizerJsonVocabulary(Vocabulary):
     """A tokenizer.json file of Hugging Face `tokenizers`.
 
     Attributes:
-      path: the tokenizer.json file, the folder that holds it, or a run folder that carries one.
-      eos_token: the end token; None: what tokenizer_config.json in that folder says (or special_tokens_map.json, as of
-        tokenizer_files.special_tokens), else one of the usual names; the same for the others, where a file is given
-        the usual names alone.
-      bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
-      pad_token: the padding token; None looks for the usual names, then takes the end token.
-      mask_token: hides a token from a masked language model; None looks for the usual names, then takes an unused id.
+      path: the tokenizer.json file, its folder, or a run folder with one.
+      eos_token: the end token; None: that of tokenizer_config.json in the folder (or special_tokens_map.json, see
+        files.special_tokens), or else one with a common name. If `path` is a file, only common names are tried. The same
+        holds for the tokens below.
+      bos_token: the beginning token; None: as for eos_token, or else the end token (as in GPT-2).
+      pad_token: the padding token; None: as for eos_token, or else the end token.
+      mask_token: the mask token of a masked language model; None: as for eos_token, or else an unused id.
       size_multiple: the size is rounded up to a multiple of this.
       extra_ids: ids without text added after the tokenizer's.
     """
@@ -365,7 +364,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @property
     def folder(self) -> str:
-        """Where the tokenizer's files lie."""
+        """The folder of the tokenizer's files."""
         return folder_of(self.path)
 
     @property
@@ -386,7 +385,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         usual = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")
         found = self._special("eos_token", self.eos_token, usual)
         if found is None:
-            raise UserError(f"{self.path} has no usual end token: name it with TokenizerJsonVocabulary.eos_token")
+            raise UserError(f"{self.path} has no end token of a common name: set TokenizerJsonVocabulary.eos_token")
         return found
 
     @functools.cached_property
@@ -416,7 +415,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def _special(self, field: str, name: str | None, usual: Sequence[str]) -> int | None:
         if name is None:
-            name = self._told.get(field)
+            name = self._special_tokens.get(field)
         if name is None:
             return next((i for i in map(self.tokenizer.token_to_id, usual) if i is not None), None)
         token_id = self.tokenizer.token_to_id(name)
@@ -425,25 +424,25 @@ class TokenizerJsonVocabulary(Vocabulary):
         return token_id
 
     @functools.cached_property
-    def _told(self) -> dict[str, str]:
-        """Special tokens by their fields, as the files of the folder say; a file alone says none."""
+    def _special_tokens(self) -> dict[str, str]:
+        """Special tokens by their fields, from the files of the folder; empty if `path` is a file."""
         return special_tokens(self.folder) if is_folder(self.path) else {}
 
     def encode(self, text: str) -> list[int]:
-        with _panics_told(self.path):
+        with _panics_as_user_errors(self.path):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _panics_told(self.path):
+        with _panics_as_user_errors(self.path):
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        with _panics_told(self.path):
+        with _panics_as_user_errors(self.path):
             encoding = self._rendered_tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for at, token in enumerate(encoding.ids):
-            if token in self._greedy:  # the white space that it takes along may be another's
+            if token in self._greedy:  # exclude the white space from its offsets: it may belong to another message
                 name, start = self._greedy[token], offsets[at, 0]
                 start += text[start : offsets[at, 1]].index(name)
                 offsets[at] = start, start + len(name)
@@ -451,23 +450,23 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def _greedy(self) -> dict[int, str]:
-        """The added tokens that swallow white space beside them."""
+        """The added tokens that include white space beside them (lstrip, rstrip)."""
         added = json.loads(self.tokenizer.to_str()).get("added_tokens", [])
         return {token["id"]: token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     @functools.cached_property
     def _rendered_tokenizer(self) -> Any:
-        """The tokenizer with a normalizer that drops guards: it runs after the special tokens were found."""
+        """The tokenizer with a normalizer that removes guards, which runs after the search for special tokens."""
         import tokenizers
 
         spec = json.loads(self.tokenizer.to_str())
         unguard = {"type": "Replace", "pattern": {"String": GUARD}, "content": ""}
         before = spec.get("normalizer")
         spec["normalizer"] = {"type": "Sequence", "normalizers": [unguard, *([before] if before else [])]}
-        spec["post_processor"] = None  # some take the space before a word out of its token's offsets
+        spec["post_processor"] = None  # some exclude the space before a word from its token's offsets
         for token in spec.get("added_tokens", []):
             if token.get("special"):
-                token["normalized"] = False  # looked for in the text as it is, guards and all
+                token["normalized"] = False  # search for it in the original text, with guards
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     @functools.cached_property
@@ -509,7 +508,7 @@ def sentencepiece_pieces(processor: Any) -> list[bytes]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    # GPT-2's byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order.
+    # GPT-2's byte-level alphabet: printable Latin-1 is itself, the other bytes are U+0100 and up, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -526,13 +525,13 @@ def _content(path: str, name: str) -> bytes:
     try:
         return limits.read(path)
     except FileNotFoundError:
-        where = "" if os.path.isabs(path) else f" in {os.getcwd()}, from which it is looked for"
+        where = "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
         raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}") from None
 
 
 @contextlib.contextmanager
-def _panics_told(path: str) -> Iterator[None]:
-    """Raises UserError for how a library in Rust fails."""
+def _panics_as_user_errors(path: str) -> Iterator[None]:
+    """A context that turns panics of a library in Rust into a UserError."""
     try:
         yield
     except BaseException as error:

@@ -164,7 +164,7 @@ def test_a_coordinator_that_is_gone_ends_nothing_here(made, store, monkeypatch, 
     assert said.empty()
 
 
-@pytest.mark.parametrize("where", ["put", "all_put"])
+@pytest.mark.parametrize("where", ["put", "list_values"])
 def test_a_fault_of_the_comparison_is_told(made, store, monkeypatch, capfd, where):
     def fail(*_, **__):
         raise RuntimeError("INVALID_ARGUMENT:\nno such key")

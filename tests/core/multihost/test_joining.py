@@ -62,11 +62,15 @@ def test_emulated_devices_are_of_this_process_alone_unless_it_is_named(monkeypat
 @pytest.mark.parametrize(
     "flags, environment, said",
     [
-        ({"num_processes": 2}, {}, "--coordinator_address, --process_id is not given"),
-        ({"coordinator_address": "a:1"}, {}, "--num_processes, --process_id is not given"),
+        ({"num_processes": 2}, {}, "--coordinator_address, --process_id is not set"),
+        ({"coordinator_address": "a:1"}, {}, "--num_processes, --process_id is not set"),
         ({}, {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID is 'two', must be a number"),
         ({}, {"JAX_LOCAL_DEVICE_IDS": "a,1"}, "JAX_LOCAL_DEVICE_IDS is 'a,1', must be numbers"),
-        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "process 2 of 2"),
+        (
+            {},
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "process id is 2, must be from 0 to 1",
+        ),
     ],
 )
 def test_what_is_not_enough_is_named(monkeypatch, flags, environment, said):

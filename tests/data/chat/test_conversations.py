@@ -202,7 +202,7 @@ def test_what_is_too_long_is_left_out_and_counted(corpus, folder, caplog):
     assert sum((batch["segment_ids"] > 0).sum() for batch in batches) == sum(n for n in lengths if n <= 60)
     told = [record.getMessage() for record in caplog.records]
     assert [message.split(" read so far ")[1].split()[0] for message in told] == ["1", "10"]
-    assert "longer than Dataset.length (60) were left out, see Dataset.too_long" in told[0]
+    assert "longer than Dataset.length (60) were dropped, see Dataset.too_long" in told[0]
 
 
 def test_what_is_too_long_is_cut(corpus, folder, caplog):
@@ -234,7 +234,7 @@ def test_messages_without_weight(tmp_path, folder, caplog):
     with caplog.at_level(logging.WARNING):
         batches = list(make_loader(dataset, split="validation", batch_size=1, epochs=1))
     assert said(batches, dataset.vocabulary) == {"yes<|im_end|>": 1}
-    assert "of 2 conversations read so far 1 without loss were left out" in caplog.text
+    assert "of 2 conversations read so far 1 without loss were dropped" in caplog.text
     path.write_text(json.dumps({"messages": [talk[0], {**talk[1], "weight": 0.5}]}) + "\n")
     with pytest.raises(UserError, match="a.jsonl:1: the weight of a message must be 0 or 1, not 0.5"):
         dataset.source.open("validation")

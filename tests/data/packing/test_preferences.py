@@ -151,7 +151,7 @@ def test_prompts_are_read_from_what_data_sets_have():
 
 def test_sources_of_different_things_are_not_combined(make_dataset):
     sources = make_dataset().source, make_dataset([{"prompt": "a"}] * 9, PromptJsonlSource).source
-    with pytest.raises(UserError, match="hold different things"):
+    with pytest.raises(UserError, match="have different formats"):
         CombinedSource(sources=sources)
 
 

@@ -185,7 +185,7 @@ def test_hosts_that_read_different_data_are_refused(corpus):
         merge_states(states)
     again = copy.deepcopy(states[0])
     again["rows"][0][0] += 1
-    with pytest.raises(UserError, match="not read the same data: stream 0 stands at"):
+    with pytest.raises(UserError, match="not read the same data: stream 0 is at"):
         merge_states([*states[:2], again])
 
 
@@ -324,7 +324,7 @@ def test_documents_without_text_are_refused(tmp_path, append_eos, options):
     path = tmp_path / "blank.jsonl"
     path.write_text('{"text": ""}\n' * 5)
     loader = make_loader(make_dataset(path, append_eos=append_eos), batch_size=2, **options)
-    with pytest.raises(UserError, match="the documents hold no text: the corpus is empty"):
+    with pytest.raises(UserError, match="the documents have no text: the corpus is empty"):
         next(loader)
 
 
@@ -338,7 +338,7 @@ def test_a_few_documents_without_text_do_no_harm(tmp_path):
     assert set(next(loader)["targets"][0]) == {ByteVocabulary().eos_id}
     loader.close()
     loader = make_loader(make_dataset(path, source=source, shuffle=False, append_eos=False), batch_size=2)
-    with pytest.raises(UserError, match="none of a row's documents holds text"):
+    with pytest.raises(UserError, match="a row's stream has only empty documents"):
         next(loader)
 
 

@@ -180,7 +180,7 @@ def test_a_local_shard_that_is_cut_short_while_it_is_read_is_refused(tmp_path):
         ("x.tfrecord", b"no records at all", "no TFRecord file"),
         ("x.tfrecord", b"\x1f\x8b\x08" + b"\0" * 20, "is compressed"),
         ("x.jsonl.gz", b"whatever", "is compressed"),
-        ("x.bin", b"whatever", "says no format"),
+        ("x.bin", b"whatever", "has no known ending"),
         ("x.jsonl", b"", "are empty"),
     ],
 )

@@ -199,6 +199,6 @@ def test_empty_documents_alone_are_refused(corpus, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 50)
     dataset = dataset_of(str(tmp_path / "empty.jsonl"))
     loader = make_loader(dataset, batch_size=1)
-    with pytest.raises(UserError, match="hold no text"):
+    with pytest.raises(UserError, match="have no text"):
         next(loader)
     loader.close()

@@ -90,7 +90,7 @@ def test_pairs_and_several_files_keep_a_question_on_one_side(archive, tmp_path):
             {},
             "--members is not set: name some of the files of .*: alpaca.json, info.json, pairs.jsonl",
         ),
-        (("data-1.0.tar.gz",), {"members": ["info.json"]}, "info.json must hold a list of conversations, not dict"),
+        (("data-1.0.tar.gz",), {"members": ["info.json"]}, "info.json must be a list of conversations, not dict"),
         (("bad.zip",), {"members": ["x"]}, "bad.zip cannot be read as an archive"),
         (("bad.jsonl",), {}, r"bad.jsonl is not JSON \("),
         (("text.jsonl",), {}, r"text.jsonl:2 holds no conversation \(it has: text\)"),

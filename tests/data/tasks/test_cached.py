@@ -185,7 +185,7 @@ def test_preprocessors_that_do_not_only_map_have_seqios_order_unless_asked(cache
     _, state = read(dataset(), 20)
     assert state["settings"]["cached_order"] == "seqio"
     read(dataset(), 1, state=state)
-    assert "all before it again (its preprocessors after the cache make more or fewer examples" in caplog.text
+    assert "all before it again (its preprocessors after the cache change the number of examples" in caplog.text
     caplog.clear()
     asked = dataset(cached_order=CachedOrder.BLOCKS)
     whole, _ = read(asked, 60)
@@ -335,5 +335,5 @@ def test_a_cache_made_now_trains(task_folder, tmp_path):
 
 def test_a_stream_without_examples_ends_the_run(cache):
     dataset = cache(lambda examples: examples.filter(lambda example: example["targets"][0] < 0))
-    with pytest.raises(UserError, match="stream 0 of its cache holds no example"):
+    with pytest.raises(UserError, match="stream 0 of its cache has no example"):
         read(dataset(cached_order=CachedOrder.BLOCKS), 1)
