@@ -127,8 +127,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if (self.source is None) == (self.mixture_or_task_name is None):
-            given = "neither" if self.source is None else "both"
-            raise UserError(f"Dataset needs exactly one of source and mixture_or_task_name, {given} are set")
+            found = "neither is set" if self.source is None else "both are set"
+            raise UserError(f"Dataset needs exactly one of source and mixture_or_task_name: {found}")
         if self.source is not None and self.vocabulary is None:
             raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}

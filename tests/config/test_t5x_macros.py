@@ -170,7 +170,7 @@ def test_the_later_value_holds_or_is_told(built):
     for lines in ("Z_LOSS = 0.25\nTrainer.z_loss = 0.5", "Trainer.z_loss = %Z\nZ_LOSS = 0.25\nZ = 0.5"):
         with pytest.raises(UserError, match=told):
             built(lines)
-    with pytest.raises(UserError, match=r"Z_LOSS gives Trainer.z_loss, .*\(command line"):
+    with pytest.raises(UserError, match=r"Z_LOSS sets Trainer.z_loss, .*\(command line"):
         built("Z_LOSS = 0.25", "Trainer.z_loss = 0.5")
     assert built("Z_LOSS = 0.25\nTrainer.z_loss = %Z_LOSS").z_loss == 0.25
 

@@ -359,7 +359,7 @@ class TestAdafactorFields:
             (dict(clipping_threshold=0.0), "clipping_threshold is 0.0, must be finite and above 0"),
             (dict(step_offset=-1), "step_offset is -1, must not be negative"),
             (dict(weight_decay_rate=-1.0), "weight_decay_rate is -1.0"),
-            (dict(factor_map=(("(", ("row", "column")),)), "no regular expression"),
+            (dict(factor_map=(("(", ("row", "column")),)), "must be a regular expression"),
             (dict(factor_map=(("q", ("row", "col")),)), "the role 'col' for 'q', must be one of row, column"),
             (dict(factor_map=(("q", ("row", "none")),)), "must have both rows and columns, or neither"),
             (dict(factoring="dimensions", factor_map=(("q", ("none",)),)), "no effect with factoring 'dimensions'"),

@@ -297,9 +297,9 @@ def test_bad_arguments(corpus):
         make_loader(dataset, split="test", batch_size=4)
     with pytest.raises(UserError, match="epochs"):
         make_loader(dataset, batch_size=4, epochs=0)
-    with pytest.raises(UserError, match="neither given"):
+    with pytest.raises(UserError, match="neither is set"):
         Dataset()
-    with pytest.raises(UserError, match="both given"):
+    with pytest.raises(UserError, match="both are set"):
         make_dataset(corpus, mixture_or_task_name="x")
     with pytest.raises(UserError, match="vocabulary"):
         make_dataset(corpus, vocabulary=None)

@@ -144,7 +144,9 @@ def test_validation_reads_every_held_out_document_once_on_any_number_of_hosts(co
 
 def test_fewer_blocks_than_rows_are_refused(corpus):
     dataset = dataset_of(corpus("jsonl", shards=2))
-    with pytest.raises(UserError, match=r"has \d+ blocks for the 512 rows .* on 8 hosts"):
+    with pytest.raises(
+        UserError, match=r"has \d+ blocks, must have at least one for each of the 512 rows .* on 8 hosts"
+    ):
         make_loader(dataset, batch_size=512, shard_index=0, shard_count=8)
 
 
@@ -191,7 +193,7 @@ def test_sources_of_shards_are_combined(corpus, tmp_path):
     assert files <= {"jsonl", "parquet"}
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     mixed = CombinedSource(sources=(first, JsonlSource(files=(str(tmp_path / "a.jsonl"),))))
-    with pytest.raises(UserError, match="give all of them as @ShardedSource"):
+    with pytest.raises(UserError, match="make all of them @ShardedSource"):
         mixed.open("train")
 
 

@@ -111,7 +111,7 @@ def test_an_empty_validation_file_is_named(tmp_path, make):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     source = make(files=(str(tmp_path / "a.jsonl"),), validation_files=(str(tmp_path / "empty"),))
     assert len(source.open("train")) == 1
-    with pytest.raises(UserError, match=r"Source.validation_files \(.*empty\) hold no .*: the corpus is empty"):
+    with pytest.raises(UserError, match=r"Source.validation_files \(.*empty\) have no .*: the corpus is empty"):
         source.open("validation")
 
 

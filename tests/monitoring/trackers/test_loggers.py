@@ -115,7 +115,7 @@ class TestMetricsFile:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(callback._lines, "_file", Full())
-        with pytest.raises(UserError, match="metrics.jsonl cannot be written: the disk is full") as error:
+        with pytest.raises(UserError, match="metrics.jsonl cannot be written: disk full") as error:
             callback.on_step(1, {"loss": 1.0})
         assert "\n" not in str(error.value)
 
