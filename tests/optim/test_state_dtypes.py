@@ -164,12 +164,12 @@ class TestState:
         assert all(n.codes == n.scales for n in blocks) and bool(blocks) == (dtype is StateDtype.INT8)
 
     def test_adafactor_is_refused(self):
-        with pytest.raises(UserError, match="state_dtype is int8, which adafactor's .* set float32"):
+        with pytest.raises(UserError, match="state_dtype is int8, but adafactor's .* set float32"):
             Optimizer(name="adafactor", state_dtype="int8")
 
 
 class TestNoise:
-    def test_depends_on_place_and_seed_alone(self):
+    def test_depends_on_the_index_and_the_seed_alone(self):
         """Not on the mesh, nor on what ran before: a run that is resumed rounds as it would have."""
         x = jnp.full((64, 256), 1.003)
         mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
