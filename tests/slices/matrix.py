@@ -88,20 +88,23 @@ def shown(sizes: dict[str, int]) -> str:
 @contextlib.contextmanager
 def running(*sites: str) -> Iterator[None]:
     """Asserts that functions of capibara, each given as "file qualified.name", are called within the context."""
-    seen = set()
+    seen, codes = set(), set()
 
-    def look(frame, event, _):
+    def look(frame, *_):
+        """At the beginning of each Python function; a profile would be called at the ends, and for those in C, too."""
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
-            path = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
-            seen.add(f"{path} {code.co_qualname.replace('.<locals>', '')}")
+        if code not in codes:
+            codes.add(code)
+            if code.co_filename.startswith(str(PACKAGE)):
+                path = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
+                seen.add(f"{path} {code.co_qualname.replace('.<locals>', '')}")
 
-    before = sys.getprofile()
-    sys.setprofile(look)
+    before = sys.gettrace()
+    sys.settrace(look)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.settrace(before)
     assert not set(sites) - seen, f"{sorted(set(sites) - seen)} did not run: it is no part of this program"
 
 

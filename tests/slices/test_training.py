@@ -155,7 +155,6 @@ WITHIN = {
 ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice
     ("train step", "experts", "v5e-8"),
-    ("train step", "encoder-decoder", "v5e-4"),
     ("train step, DPO", "decoder", "v6e-8"),
     ("train step, GRPO", "decoder", "v6e-4"),
     ("state of given weights", "decoder QLoRA", "v5e-4"),
