@@ -1,6 +1,7 @@
 """Gemma 3n: its cache, its segments, narrow layers, and what it refuses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,22 @@ def replaced(**fields):
     return dataclasses.replace(CONFIG, **fields)
 
 
+@functools.cache
 def model_and_params(config=CONFIG):
-    """Parameters that all do something: scales of AltUp begin at zero, and a LoRA's `b`."""
+    """The same for all tests of a config. Parameters that all do something: scales of AltUp begin at zero, and a LoRA's `b`."""
     model = api.build(config)
     params = jax.jit(model.init)(jax.random.key(0))
     params["layers"]["altup"]["correct_scale"] += 0.5
     return model, params
+
+
+@functools.cache
+def jitted_logits(config):
+    return jax.jit(api.build(config).logits)
+
+
+def logits_of(model):
+    return jitted_logits(model.config)
 
 
 def batch_of(rows=2, length=24, seed=0):
@@ -53,12 +64,14 @@ def batch_of(rows=2, length=24, seed=0):
     return {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
 
 
-@pytest.mark.parametrize("sparse", [(), (0.8,) * 2, (0.8,) * 3, (0.5, 0.0, 0.8)])
+@pytest.mark.parametrize(
+    "sparse", [(0.5, 0.0, 0.8), *(pytest.param(x, marks=pytest.mark.heavy) for x in ((), (0.8,) * 2, (0.8,) * 3))]
+)
 def test_layers_run_one_by_one_or_by_a_scan_alike(sparse):
     model, params = model_and_params(replaced(activation_sparsity=sparse))
     unrolled = api.build(dataclasses.replace(model.config, layer_loop="unroll"))
     batch = batch_of()
-    got, want = (jax.jit(m.logits)(params, batch) for m in (model, unrolled))
+    got, want = (logits_of(m)(params, batch) for m in (model, unrolled))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
@@ -68,7 +81,7 @@ def test_layers_run_one_by_one_or_by_a_scan_alike(sparse):
 def test_the_cache_gives_what_whole_rows_give(pieces):
     model, params = model_and_params()
     batch = batch_of()
-    want = jax.jit(model.logits)(params, batch)
+    want = logits_of(model)(params, batch)
     served, cache, at, got = model.serving(params), model.start_cache(2, 24), 0, []
     assert len(cache["layers"]) == CONFIG.kv_layers
     for size in pieces:
@@ -92,9 +105,9 @@ def test_documents_do_not_see_each_other():
     batch["positions"] = np.where(np.arange(24) < 10, np.arange(24), np.arange(24) - 10)[None]
     second = batch_of(rows=1)
     second = {"tokens": second["tokens"][:, 10:]} | {n: second[n][:, :14] for n in ("positions", "segment_ids")}
-    got = jax.jit(model.logits)(params, batch)
-    np.testing.assert_allclose(got[:, :10], jax.jit(model.logits)(params, alone), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(got[:, 10:], jax.jit(model.logits)(params, second), rtol=0, atol=1e-5)
+    got = logits_of(model)(params, batch)
+    np.testing.assert_allclose(got[:, :10], logits_of(model)(params, alone), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[:, 10:], logits_of(model)(params, second), rtol=0, atol=1e-5)
 
 
 @pytest.mark.heavy
@@ -121,8 +134,8 @@ def test_narrow_layers_are_those_of_their_width():
     kept = (np.arange(48) < np.array(widths)[:, None]).astype(np.float32)
     of_units = {"up": kept[:, None], "gate": kept[:, None], "down": kept[..., None]}
     cut = params | {"layers": params["layers"] | {"mlp": {name: mlp[name] * of_units[name] for name in mlp}}}
-    want = jax.jit(model.logits)(cut, batch)
-    np.testing.assert_allclose(jax.jit(model.logits)(params, batch), want, rtol=0, atol=1e-6)
+    want = logits_of(model)(cut, batch)
+    np.testing.assert_allclose(logits_of(model)(params, batch), want, rtol=0, atol=1e-6)
     gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.logits(p, batch) ** 2)))(params)["layers"]["mlp"]
     for name, there in of_units.items():
         assert np.any(gradient[name]) and not np.any(gradient[name] * (1 - there))
@@ -140,11 +153,11 @@ def test_adapters_are_of_layers_that_have_the_weight():
     model, params = model_and_params(config)
     attention = params["layers"]["attention"]
     assert attention["key_lora"]["a"].shape[0] == 4 and attention["query_lora"]["a"].shape[0] == 8
-    logits = jax.jit(model.logits)(params, batch_of())
+    logits = logits_of(model)(params, batch_of())
     np.testing.assert_allclose(logits, jax.jit(model.plain.logits)(model.base(params), batch_of()), rtol=0, atol=1e-6)
     for owner, name in (("attention", "key"), ("laurel", "left"), ("per_layer", "input_gate")):
         params["layers"][owner][f"{name}_lora"]["b"] += 0.3
-    changed = jax.jit(model.logits)(params, batch_of())
+    changed = logits_of(model)(params, batch_of())
     assert np.abs(changed - logits).max() > 1e-3
     merged = jax.jit(model.plain.logits)(model.merge(params), batch_of())
     np.testing.assert_allclose(merged, changed, rtol=0, atol=2e-5)
