@@ -231,11 +231,12 @@ def test_layer_patterns_run_in_groups_and_what_is_left_over(layers, pattern):
     batch = batch_of([[16], [7, 9]])
     params = random_params(api.build(config))
     scan, unrolled = (
-        api.build(dataclasses.replace(config, layer_loop=loop)).logits(params, batch) for loop in ("scan", "unroll")
+        jax.jit(api.build(dataclasses.replace(config, layer_loop=loop)).logits)(params, batch)
+        for loop in ("scan", "unroll")
     )
     np.testing.assert_allclose(scan, unrolled, rtol=1e-4, atol=1e-4)
     reach = 2 * layers if "global" not in pattern[:layers] else 16
     changed = {**batch, "tokens": batch["tokens"].copy()}
     changed["tokens"][0, 0] += 1
-    moved = np.abs(api.build(config).logits(params, changed) - scan)[0].max(-1) > 0
+    moved = np.abs(jax.jit(api.build(config).logits)(params, changed) - scan)[0].max(-1) > 0
     assert moved[0] and not moved[reach + 1 :].any() and (reach < 16 or moved[15])

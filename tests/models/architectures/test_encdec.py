@@ -185,11 +185,10 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
 
 
-@pytest.mark.parametrize("backend", ["xla", "blockwise"])
-def test_attention_back_ends_agree(backend):
+def test_attention_back_ends_agree():
     batch = batch_of([[100, 28], [90]], [[40, 24], [64]], encoder_length=128, length=64)
     want = api.build(dataclasses.replace(TINY, attention="xla"))
-    got = api.build(dataclasses.replace(TINY, attention=backend))
+    got = api.build(dataclasses.replace(TINY, attention="blockwise"))
     params = random_params(want)
 
     def grads(model):
