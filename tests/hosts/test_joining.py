@@ -60,8 +60,11 @@ def assert_found_and_learned_alike(done, folder, alone):
 
 
 def test_four_processes_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone):
-    """By the metadata server; the processes are forked, so that they need not import what the first has."""
-    args = quickstart(*QUICK, "TRAIN_STEPS=2")
+    """By the metadata server; the processes are forked, so that they need not import what the first has.
+
+    Of the quickstart's model and rows these are small: four processes compile it at once.
+    """
+    args = quickstart(*QUICK, "TRAIN_STEPS=2", "LENGTH=64", "BATCH_SIZE=8", "DecoderConfig.num_layers=1")
     whole, four = alone(*args), cluster("GCE", 4)
     done = four.run("train", *args, "--gin.MODEL_DIR=forked")
     assert_found_and_learned_alike(done, shell.folder / "forked", whole)
