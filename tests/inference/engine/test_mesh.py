@@ -77,8 +77,8 @@ def matrix():
         for index, sizes in enumerate(MESHES):
             short = (
                 (name, config) == ("decoder", {})
-                and index > 1
-                or (name != "gpt_oss" and index == 3 and "page_size" in config)
+                and index == 2
+                or (index == 3 and {"cache_dtype", "page_size"} <= config.keys())
             )
             yield pytest.param(name, config, sizes, marks=() if short else pytest.mark.heavy)
 

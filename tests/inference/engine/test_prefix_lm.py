@@ -56,9 +56,10 @@ def test_texts_are_those_of_a_pass_over_the_whole(name):
     model = MODELS[name]
     params = params_of(model)
     want = [written(model, params, prompt, GREEDY.max_new_tokens) for prompt in PROMPTS]
-    settings = [{"draft_tokens": 2}, {}]
-    settings += [{"page_size": 16, "pages": 8}] if name != "windows" else []
-    for config in settings:
+    pages = {"page_size": 16, "pages": 8}
+    guesses = {"draft_tokens": 2}
+    settings = {"rope": [guesses, pages, {}], "relative": [guesses | pages, {}], "windows": [guesses, {}]}
+    for config in settings[name]:
         engine = Engine(model, params, VOCABULARY, LENGTH, EngineConfig(slots=2, prefill_tokens=16, **config))
         streams = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
         assert [stream.result().tokens for stream in streams] == want, config
