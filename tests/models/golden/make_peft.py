@@ -37,6 +37,13 @@ ADAPTERS = {
     "gpt2": dict(target_modules=["c_attn", "mlp.c_proj"], use_dora=True, fan_in_fan_out=True),
     "gpt_neox": dict(target_modules=["query_key_value", "dense_4h_to_h"], use_rslora=True),
     "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"]),
+    "gemma3n": dict(
+        target_modules=[
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+            *("linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"),
+        ],
+        rank_pattern={"linear_left": 3},
+    ),
 }
 FIELDS = (
     "peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora",
