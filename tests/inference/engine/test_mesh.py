@@ -13,7 +13,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig
 from capibara.models.moe.moe import Moe
 from capibara.sharding import Plan
 
@@ -32,6 +32,18 @@ CONFIGS = {
         attention_sinks="head",
         moe=Moe(num_experts=4, top_k=2, expert_dim=32, bias="all"),
     ),
+    "gemma3n": Gemma3nConfig(
+        **SIZES | dict(num_layers=3),
+        num_kv_heads=2,
+        layer_pattern=("local", "global"),
+        window=16,
+        streams=2,
+        laurel_rank=4,
+        per_layer_dim=8,
+        per_layer_vocab_size=380,
+        kv_shared_layers=1,
+        activation_sparsity=(0.5,),
+    ),
     "encoder_decoder": EncoderDecoderConfig(**SIZES),
 }
 MESHES = [dict(data=2, fsdp=1), dict(fsdp=1, tensor=2), dict(fsdp=4), dict(data=2, fsdp=1, tensor=2)]
@@ -43,7 +55,10 @@ PROMPTS = ["def f", "a longer prompt, of many words and some more", "", "import 
 def made(name):
     model = api.build(CONFIGS[name])
     # Large weights, so that one token stands out and equal texts are no accident.
-    return model, jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
+    params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
+    if name == "gemma3n":  # begins at zero
+        params["layers"]["altup"]["correct_scale"] += 0.5
+    return model, params
 
 
 def texts(name, sizes=None, **config):
@@ -72,6 +87,9 @@ def matrix():
         ("experts", {}),
         ("gpt_oss", {}),
         ("gpt_oss", dict(page_size=8)),
+        ("gemma3n", {}),
+        ("gemma3n", dict(page_size=8)),
+        ("gemma3n", dict(draft_tokens=3)),
         ("encoder_decoder", {}),
     ]:
         for index, sizes in enumerate(MESHES):

@@ -100,14 +100,14 @@ def test_the_cache_gives_what_whole_rows_give(pieces):
 def test_documents_do_not_see_each_other():
     model, params = model_and_params()
     batch = batch_of(rows=1)
-    alone = {name: value[:, :10] for name, value in batch.items()}
-    batch["segment_ids"] = np.where(np.arange(24) < 10, 1, 2)[None]
-    batch["positions"] = np.where(np.arange(24) < 10, np.arange(24), np.arange(24) - 10)[None]
+    alone = {name: value[:, :12] for name, value in batch.items()}
+    batch["segment_ids"] = np.where(np.arange(24) < 12, 1, 2)[None].astype(np.int32)
+    batch["positions"] = (np.arange(24) % 12)[None].astype(np.int32)
     second = batch_of(rows=1)
-    second = {"tokens": second["tokens"][:, 10:]} | {n: second[n][:, :14] for n in ("positions", "segment_ids")}
+    second = {"tokens": second["tokens"][:, 12:]} | {n: second[n][:, :12] for n in ("positions", "segment_ids")}
     got = logits_of(model)(params, batch)
-    np.testing.assert_allclose(got[:, :10], logits_of(model)(params, alone), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(got[:, 10:], logits_of(model)(params, second), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[:, :12], logits_of(model)(params, alone), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[:, 12:], logits_of(model)(params, second), rtol=0, atol=1e-5)
 
 
 @pytest.mark.heavy
