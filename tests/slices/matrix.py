@@ -22,7 +22,7 @@ from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora, Moe
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora, Moe
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer
 from capibara.planner.hardware import topology
@@ -36,6 +36,18 @@ ROWS, LENGTH = 16, 256
 SIZES = dict(vocab_size=512, embed_dim=256, num_layers=2, num_heads=8, head_dim=128, mlp_dim=512, dtype="bfloat16")
 DECODER = DecoderConfig(**SIZES, num_kv_heads=4)
 EXPERTS = dataclasses.replace(DECODER, moe=Moe(num_experts=4, top_k=2, expert_dim=256))
+GEMMA3N = Gemma3nConfig(
+    **SIZES | dict(num_layers=5),
+    num_kv_heads=4,
+    layer_pattern=("local", "global"),
+    window=128,
+    logit_soft_cap=30.0,
+    laurel_rank=64,
+    per_layer_dim=64,
+    per_layer_vocab_size=512,
+    kv_shared_layers=2,
+    activation_sparsity=(0.95,),
+)
 LORA = Lora(rank=8, targets=("all-linear",), base_dtype="bfloat16")
 # Weights of 1024 inputs have enough blocks for their scales to be spread over devices.
 QLORA = dict(embed_dim=1024, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
@@ -61,12 +73,21 @@ MODELS = {
         window=128,
         moe=Moe(num_experts=4, top_k=2, expert_dim=256, bias="all"),
     ),
+    "gemma3n": GEMMA3N,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
     "encoder": EncoderConfig(**SIZES),
     "decoder LoRA": dataclasses.replace(DECODER, lora=dataclasses.replace(LORA, trainable_tokens=(3, 200))),
     "decoder QLoRA": dataclasses.replace(DECODER, **QLORA),
     "experts LoRA": dataclasses.replace(EXPERTS, lora=LORA),
+    "gemma3n QLoRA": dataclasses.replace(GEMMA3N, **QLORA),
 }
+
+
+def compiles_on(name: str, sizes: dict[str, int]) -> bool:
+    """Whether a model runs on such a mesh: Gemma 3n has no stages."""
+    return "stage" not in sizes or MODELS[name].runs_in_stages
+
+
 # Meshes of a slice: all for what is trained, the first for what shares its layers.
 SLICES = {
     "v5e-4": [dict(fsdp=2, tensor=2), dict(fsdp=4)],

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrix import MODELS, mesh_of, replicated, running, shown
+from matrix import MODELS, compiles_on, mesh_of, replicated, running, shown
 
 from capibara import sharding
 from capibara.core import tree
@@ -72,6 +72,8 @@ def cases():
                 yield slice_name, sizes, "decoder LoRA", "guesses"  # adapters are merged for the engine
                 yield slice_name, sizes, "prefix LM", "int8"
                 yield slice_name, sizes, "gpt-oss", "pages" if meshes is SERVING else "rows"
+                if compiles_on("gemma3n", sizes):
+                    yield slice_name, sizes, "gemma3n", "pages" if meshes is SERVING else "rows"
                 if meshes is SERVING:
                     yield from ((slice_name, sizes, "decoder", cache) for cache in BESIDE)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from matrix import LOSSES, SLICES, Case, running, shown
+from matrix import LOSSES, SLICES, Case, compiles_on, running, shown
 
 from capibara.checkpoints import saving
 from capibara.evaluation import scoring
@@ -126,13 +126,13 @@ COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {
-    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", *ADAPTED)),
+    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", "gemma3n", *ADAPTED, "gemma3n QLoRA")),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
     "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
-    "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
+    "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "gemma3n", "decoder QLoRA")),
     "evaluation, DPO": Program("objectives/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
@@ -176,6 +176,8 @@ def matrix():
     for name, program in PROGRAMS.items():
         for model, (slice_name, meshes) in itertools.product(program.models, SLICES.items()):
             for number, sizes in enumerate(meshes if name in ON_ALL_MESHES else meshes[:1]):
+                if not compiles_on(model, sizes):
+                    continue
                 is_short = number == 0 and (name, model, slice_name) in SHORT
                 yield pytest.param(
                     *(name, model, slice_name, sizes),
