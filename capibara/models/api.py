@@ -32,7 +32,7 @@ from capibara.models.layers.stack import Stats
 from capibara.models.layers.transformer import ComputeDtype, Head, TransformerConfig
 from capibara.models.moe import moe
 from capibara.models.moe.moe import Moe
-from capibara.models.registry import model_of, module_of
+from capibara.models.registry import configurations, model_of, module_of
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Submodel",
     "TransformerConfig",
     "build",
+    "configurations",
     "model_of",
     "paged",
     "put_rows",

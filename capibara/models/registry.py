@@ -28,6 +28,11 @@ def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
     return register
 
 
+def configurations() -> tuple[type[TransformerConfig], ...]:
+    """The classes of configurations that name their own models, the last that was registered first."""
+    return tuple(reversed(_MODULES))
+
+
 def module_of(config: TransformerConfig) -> type[nnx.Module]:
     """The model class of a configuration.
 

@@ -250,8 +250,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
         given = steps | ({} if config.is_bound("Trainer.init_from") else {"init_from": None})
         run = config.build(Trainer, model_dir="unused", **given)
         return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, **lengths)) if lengths else run
-    kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
-    bound = [kind for kind in kinds if config.is_bound(kind.__name__)]
+    bound = [kind for kind in api.configurations() if config.is_bound(kind.__name__)]
     if not bound:
         raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
     if len(bound) > 1:

@@ -14,7 +14,7 @@ from capibara.models.moe.router import Hints
 from capibara.monitoring.defaults import Monitoring
 from capibara.objectives.base import Normalization
 from capibara.training import setup as run
-from capibara.training.trainer import Trainer
+from capibara.training.trainer import Trainer, of_gin
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,11 @@ def test_an_encoders_rows_divide_too(make_trainer):
         UserError, match=r"Dataset.encoder_length \(66\) must be a multiple of 4 \(Plan.context\): try 68"
     ):
         run.lower_step(trainer, api.build(trainer.model), sharding.make_mesh(plan))
+
+
+@pytest.mark.parametrize("name", ["gemma3n_e2b", "t5_small", "llama3.2_1b"])
+def test_the_file_of_a_model_alone_is_a_run(name):
+    config.parse([f"models/{name}.gin"], [], [])
+    found = of_gin(length=64)
+    kind = {"gemma3n_e2b": api.Gemma3nConfig, "t5_small": api.EncoderDecoderConfig}.get(name, api.DecoderConfig)
+    assert type(found.model) is kind and found.dataset.length == 64
