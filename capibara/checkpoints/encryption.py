@@ -1,7 +1,7 @@
-"""Checkpoints that nobody can read or forge without a key: AES-256-GCM (NIST SP 800-38D), by the package cryptography.
+"""Encryption of checkpoints: AES-256-GCM (NIST SP 800-38D), by the package cryptography.
 
-The manifest is not encrypted but signed (keyed BLAKE2b), with the hashes of all files: a file of another place, step or run
-is told from the right one. A whole step of another run with the same key is not.
+The manifest is not encrypted but signed (keyed BLAKE2b), and has the hashes of all files, so that a file of another
+path, step or run is detected. A complete step of another run with the same key is not.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from capibara.core.types import UserError
 
 CIPHER = "AES-256-GCM"
 _MAGIC = b"CAPIENC1"
-_HEAD = struct.Struct("<8sI")  # the magic number, and how many segments follow
-_SEGMENT = 64 << 20  # bytes that are encrypted at a time: GCM ends below 2**36, the package below 2**31
+_HEAD = struct.Struct("<8sI")  # magic number, and number of segments
+_SEGMENT = 64 << 20  # bytes per segment: GCM's limit is just below 2**36, the package's below 2**31
 _NONCE, _TAG = 12, 16
-_MOST_BYTES = 4096  # of a file that has a key
+_MOST_BYTES = 4096  # of a key file
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encryption:
-    """Where the key of a run's checkpoints is: 32 bytes, as 64 hexadecimal digits or in base64.
+    """The key of a run's checkpoints: 32 bytes, as 64 hexadecimal digits or in base64.
 
-    A new one: `openssl rand -hex 32`. What it encrypts is lost with it.
+    Make one with `openssl rand -hex 32`. Without it the encrypted checkpoints are lost.
 
     Attributes:
-      key_env: the environment variable that holds it.
-      key_file: a file that holds it instead, in these forms or as bare bytes; None: none.
-      old_key_file: holds the key before this one, with which steps are still read; None: none.
-      encrypt: new steps are encrypted; False: encrypted ones are read, and new ones are not.
-      plain_steps: a run may resume from a step that is not encrypted: anybody may have written that.
+      key_env: name of the environment variable with the key.
+      key_file: file with the key instead, in these forms or as raw bytes; None: not used.
+      old_key_file: file with the previous key, with which older steps can be read; None: not used.
+      encrypt: whether to encrypt new steps; False: encrypted ones can be read, new ones are not encrypted.
+      plain_steps: whether a run may resume from an unencrypted step, which anybody could have written.
     """
 
     key_env: str = "CAPIBARA_CHECKPOINT_KEY"
@@ -56,7 +56,7 @@ class Encryption:
         """The key.
 
         Raises:
-          UserError: there is none, or it is no such key; or cryptography is not installed.
+          UserError: it is missing or invalid, or cryptography is not installed.
         """
         if self.key_file is not None:
             return _of_file("key_file", self.key_file)
@@ -66,10 +66,10 @@ class Encryption:
         return _key(name, os.environ[self.key_env].encode())
 
     def keys(self) -> dict[str, Key]:
-        """All keys that steps are read with, by their ids.
+        """All keys for reading steps, by id.
 
         Raises:
-          UserError: as of `key`.
+          UserError: as in `key`.
         """
         found = [self.key()]
         if self.old_key_file is not None:
@@ -81,7 +81,7 @@ class Key:
     """A key of 32 bytes.
 
     Attributes:
-      id: names it without telling anything of it.
+      id: identifies the key without revealing it.
     """
 
     def __init__(self, secret: bytes):
@@ -93,7 +93,7 @@ class Key:
         self._content, self._manifest = _derived(secret, "content"), _derived(secret, "manifest")
 
     def seal(self, data: bytes | memoryview, name: str) -> bytes:
-        """Data encrypted as what `name` says: under another name it does not open."""
+        """Encrypts data and binds it to `name`: it cannot be opened under another name."""
         view = memoryview(data).cast("B")
         count = max(1, -(-len(view) // _SEGMENT))
         parts = [_HEAD.pack(_MAGIC, count)]
@@ -104,10 +104,10 @@ class Key:
         return b"".join(parts)
 
     def open(self, sealed: bytes | memoryview, name: str) -> bytes:
-        """What `seal` was given.
+        """The inverse of `seal`.
 
         Raises:
-          Corrupted: it was not sealed by this key under this name, or has changed since.
+          Corrupted: it was not sealed with this key and name, or was modified.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -127,7 +127,7 @@ class Key:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def content_hash(self, data: Any) -> str:
-        """The hash of what is encrypted; without the key nobody can compare it with that of a guess."""
+        """A keyed hash of encrypted data, so that guesses cannot be confirmed without the key."""
         return hashlib.blake2b(data, key=self._content, digest_size=16).hexdigest()
 
     def mac(self, manifest: bytes) -> str:
@@ -135,7 +135,7 @@ class Key:
         return hashlib.blake2b(manifest, key=self._manifest, digest_size=32).hexdigest()
 
     def check_mac(self, manifest: bytes, mac: str | None) -> None:
-        """Raises Corrupted where a manifest was not signed with this key."""
+        """Raises Corrupted if a manifest was not signed with this key."""
         if not hmac.compare_digest(self.mac(manifest), mac or ""):
             raise Corrupted("its manifest is not authentic: it was not signed with this key")
 
@@ -160,7 +160,7 @@ def _of_file(field: str, path: str) -> Key:
 
 
 def _key(name: str, given: bytes, bare: bool = False) -> Key:
-    """The key that is given in one of its forms; 32 characters that one can type are a password, and too weak for one."""
+    """Parses a key; rejects 32 printable characters, which are probably a password and too weak."""
     if bare and len(given) == 32 and not all(32 <= byte < 127 for byte in given):
         return Key(given)
     text = given.strip()

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder looked at from outside: what there is, whether it is whole, what may go."""
+"""Inspects a run folder's checkpoints from outside: lists, verifies, seals and prunes them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _QUARANTINED = {
 
 
 def check(action: str, keep: int | None, keep_every: int | None) -> None:
-    """Raises UserError where the flags of `prune` make no sense."""
+    """Raises UserError for invalid flags of `prune`."""
     for name, value in (("keep", keep), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise UserError(f"--{name}={value} is of prune, and at least 1")
+            raise UserError(f"--{name}={value} is for prune, must be at least 1")
     if action == "prune" and keep is None:
         raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
 
@@ -45,7 +45,7 @@ class Inspection:
     def __init__(self, model_dir: str, step: int | None = None):
         self._folder, self._alone = step_folders.folder_of(model_dir), step is not None
         self._lost: list[int] = []
-        with contextlib.suppress(UserError):  # the run's manifest has changed, which `verified` reports
+        with contextlib.suppress(UserError):  # the run's manifest was modified, which `verified` reports
             self._lost = run_manifest.lost_steps(self._folder.parent)
         try:
             there = self._folder.exists() or not self._lost
@@ -63,7 +63,7 @@ class Inspection:
             self._steps = [step]
 
     def done(self, action: str, status: Callable[[int], None], **options: Any) -> list[Row]:
-        """What `listed`, `verified` or `pruned` (with its options) give, by the verb's name for them."""
+        """The result of `listed`, `verified`, `sealed` or `pruned` (with its options), by the action's name."""
         match action:
             case "list":
                 return self.listed()
@@ -75,7 +75,7 @@ class Inspection:
                 return self.pruned(**options)
 
     def listed(self) -> list[Row]:
-        """A row for every step, by its manifest alone."""
+        """A row for every step, from its manifest only."""
         return (
             [self._row(step)[0] for step in self._steps]
             + self._lost_rows()
@@ -86,10 +86,10 @@ class Inspection:
         )
 
     def verified(self, status: Callable[[int], None] = lambda step: None) -> list[Row]:
-        """The same, with what is wrong with the files of each.
+        """Like `listed`, with the faults of each step's files.
 
         Args:
-          status: told the step that is read.
+          status: called with the step that is being read.
         """
         rows = []
         for step in self._steps:
@@ -102,7 +102,7 @@ class Inspection:
         return rows if self._alone else rows + self._lost_rows() + [self._run_row()]
 
     def sealed(self) -> list[Row]:
-        """Takes the run folder's own files, and the steps that are there, as they are now."""
+        """Accepts the run folder's own files, and its list of steps, as they are now."""
         with not_writable_explained(self._folder), self._held(dry_run=False):
             paths = run_manifest.seal(self._folder.parent)
         return [{"step": "run", "faults": [], "sealed": paths}]
@@ -114,7 +114,7 @@ class Inspection:
         ]
 
     def _run_row(self) -> Row:
-        """What is wrong with the files of the run folder outside its steps."""
+        """Faults of the run folder's own files."""
         run = self._folder.parent
         row: Row = {"step": "run", "faults": [], "strays": []}
         try:
@@ -140,15 +140,15 @@ class Inspection:
             return []
 
     def pruned(self, *, keep: int, keep_every: int | None, corrupted: bool, dry_run: bool) -> list[Row]:
-        """Removes the steps that no rule keeps; a row for every one that went, or would.
+        """Removes the steps that no rule keeps; returns a row for each removed step.
 
         Args:
-          keep, keep_every: as of retention.expendable.
-          corrupted: remove what was quarantined, too.
+          keep, keep_every: as in retention.expendable.
+          corrupted: whether to remove quarantined steps, too.
           dry_run: remove nothing.
 
         Raises:
-          UserError: a run is writing there, or no step that would stay is what was saved.
+          UserError: a run is writing there, or no remaining step is intact.
         """
         drop = retention.expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
@@ -156,10 +156,10 @@ class Inspection:
             gone = retention.prunable(self._folder, stay, drop) if drop else []
             if gone is None:
                 raise UserError(
-                    f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
-                    "capibara convert verify says what is wrong with them"
+                    f"none of the remaining steps ({', '.join(map(str, stay))}) is intact: nothing is removed; "
+                    "capibara convert verify lists their faults"
                 )
-            names = [*map(str, gone), *(self._quarantined if corrupted else ())]  # in the order in which they go
+            names = [*map(str, gone), *(self._quarantined if corrupted else ())]  # in the order of removal
             rows = [self._row(int(name))[0] if name.isdecimal() else {"step": name, "faults": []} for name in names]
             for name in () if dry_run else names:
                 step_folders.remove(self._folder / name)
@@ -167,7 +167,7 @@ class Inspection:
 
     @contextlib.contextmanager
     def _held(self, dry_run: bool) -> Iterator[None]:
-        """Within it no run writes there; to look needs no such thing."""
+        """Holds the run folder's lease, so that no run writes there; not needed for a dry run."""
         if dry_run:
             yield
             return
@@ -178,7 +178,7 @@ class Inspection:
             lease.release()
 
     def _row(self, step: int) -> tuple[Row, Manifest | None]:
-        """A step's row, and its manifest where that can be read."""
+        """A step's row, and its manifest if it can be read."""
         try:
             found = manifest.read(self._folder / str(step))
         except Corrupted as fault:
@@ -206,7 +206,7 @@ def _short(row: Row) -> str:
 
 
 def lines(rows: Sequence[Row], action: str) -> Iterator[str]:
-    """The rows of an action for a terminal."""
+    """The rows of an action as lines for a terminal."""
     if not rows:
         yield "nothing to remove" if action == "prune" else "no steps"
     for row in rows:

@@ -1,4 +1,4 @@
-"""When to save, what to keep, what to verify."""
+"""Configures when to save, what to keep and what to verify."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from capibara.core.types import UserError
 class Verify(enum.StrEnum):
     """When the files of the step that a run resumes from are compared with its manifest.
 
-    before: anything is restored. background: while training goes on; what has changed since it was saved stops the run
-    at its next checkpoint, and is quarantined. off: never.
+    before: before anything is restored. background: during training; corruption stops the run at its next checkpoint,
+      and
+    the step is quarantined. off: never.
     """
 
     BEFORE = "before"
@@ -23,7 +24,7 @@ class Verify(enum.StrEnum):
 
 
 class Compression(enum.StrEnum):
-    """Of the arrays' files. zstd makes trained weights little smaller and the save a few times as long."""
+    """Compression of arrays. zstd shrinks trained weights little, and makes saves a few times slower."""
 
     NONE = "none"
     ZSTD = "zstd"
@@ -32,20 +33,21 @@ class Compression(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """When to save and what to keep. The newest step that is what was saved is never removed.
+    """When to save and what to keep. The newest intact step is never removed.
 
     Attributes:
       every: steps between saves; 0: only at the end and when interrupted.
-      keep: newest steps that are kept.
-      keep_every: steps that are multiples of it are kept for ever; None: none.
-      keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
-      milestones: steps that are kept for ever.
+      keep: number of newest steps to keep.
+      keep_every: keep steps that are multiples of it forever; None: none.
+      keep_best: number of steps with the lowest validation loss to keep in addition; 0: none.
+      milestones: steps to keep forever.
       verify: when a step's files are compared with its manifest.
-      cast: arrays that were saved in another floating-point dtype are converted where a run resumes; else refused.
-      incremental: arrays that have not changed since the step before (frozen ones, those beside LoRA) are not written
-        again: a step refers to the older one that holds them, which stays as long as it is needed.
-      compression: of the arrays' files.
-      encryption: where the key is that all files but the manifest and layouts are encrypted with; None: they are not encrypted.
+      cast: whether to convert arrays that were saved in another floating-point dtype when resuming; else they are an
+        error.
+      incremental: whether to skip arrays that have not changed since the previous step (frozen ones, as with LoRA): a
+        step then refers to the older one that holds them, which is kept as long as it is needed.
+      compression: of arrays.
+      encryption: the key with which to encrypt all files except manifest and layouts; None: no encryption.
     """
 
     every: int = 1000

@@ -1,4 +1,4 @@
-"""Reads steps onto the devices: whole, their parameters alone, or parts; and falls back to the newest that is whole."""
+"""Reads steps onto the devices, whole or in part; falls back to the newest intact one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from capibara.core.background import Task
 from capibara.core.multihost import hosts
 from capibara.core.types import PyTree, UserError
 
-_RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # of a run.json
-TASK_LIMIT_S = 3600.0  # that a save or a verification may take; hosts wait for each other's as long
-_LOGGED = 20  # lost steps that the log names
+_RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # limits of a run.json
+TASK_LIMIT_S = 3600.0  # for a save or a verification; hosts wait that long for each other's
+_LOGGED = 20  # most lost steps to name in the log
 T = TypeVar("T")
 
 
 class State(Protocol):
-    """What is saved: arrays by name, of which a constructor makes the same again."""
+    """A state to save: named trees of arrays; its constructor takes them back."""
 
     def parts(self) -> dict[str, Any]:
-        """A tree of arrays by each of its names."""
+        """The trees of arrays, by name."""
         ...
 
 
@@ -39,7 +39,7 @@ S = TypeVar("S", bound=State)
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The JSON parts of a checkpoint, as they were given to `save`, the shapes of its arrays, and its score."""
+    """The JSON parts of a checkpoint, as passed to `save`, the shapes of its arrays, and its score."""
 
     step: int
     data: dict[str, Any]
@@ -49,14 +49,14 @@ class Restored:
 
 
 class StepReader:
-    """Reads the steps of a folder by the keys that a run has.
+    """Reads the steps of a folder with the run's keys.
 
     Args:
       folder: of the steps.
-      config: how they are verified and converted, and where the keys are.
+      config: how steps are verified and converted, and the keys.
 
     Raises:
-      UserError: a key that is named is not there.
+      UserError: a configured key is missing.
     """
 
     def __init__(self, folder: epath.Path, config: Checkpointing):
@@ -64,11 +64,11 @@ class StepReader:
         self._keys = {} if config.encryption is None else config.encryption.keys()
 
     def manifest(self, step: int) -> Manifest:
-        """Of a step that we have the key of.
+        """The manifest of a step for which we have the key.
 
         Raises:
-          UserError: we do not have it, or the step is not encrypted and must be.
-          Corrupted: it is not what was saved.
+          UserError: we do not have the key, or the step is not encrypted although it must be.
+          Corrupted: the manifest is corrupted.
         """
         found = manifest.read(self._folder / str(step))
         key, encryption = self.key_of(found), self._config.encryption
@@ -99,7 +99,7 @@ class StepReader:
         """The JSON parts of a committed step.
 
         Raises:
-          Corrupted: they are not what was saved.
+          Corrupted: they are corrupted.
         """
         found = self.manifest(step)
         file = found.by_path.get(manifest.RUN)
@@ -113,15 +113,15 @@ class StepReader:
             values = limits.parse_json(content, values=_RUN_VALUES, finite=False)
             parts = {name: values[name] for name in ("data", "progress", "shapes")}
             if not all(isinstance(part, dict) for part in parts.values()):
-                raise ValueError("its parts are no objects")
+                raise ValueError("its parts are not JSON objects")
             if not all(isinstance(shape, str) for shape in parts["shapes"].values()):
-                raise ValueError("its shapes are no texts")
+                raise ValueError("its shapes are not texts")
             return Restored(step=step, **parts, score=found.about.get("score"))
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupted(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
 
     def state(self, restored: Restored, target: S) -> S:
-        """The arrays of a step; as of `CheckpointReader.restore_state`."""
+        """The arrays of a step; see `CheckpointReader.restore_state`."""
         saved, wanted = restored.shapes, target.parts()
         if _window(saved) != _window(shapes_of(wanted)):
             saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
@@ -130,7 +130,7 @@ class StepReader:
         return type(target)(**self._read(restored.step, wanted))
 
     def params(self, restored: Restored, target: PyTree, *, average: bool) -> PyTree:
-        """The parameters of a step; as of `CheckpointReader.restore_params`."""
+        """The parameters of a step; see `CheckpointReader.restore_params`."""
         saved = restored.shapes
         averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
         wanted = {
@@ -148,7 +148,7 @@ class StepReader:
         return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
 
     def part(self, restored: Restored, keep: Callable[[str], bool]) -> PyTree:
-        """Parameters whose names are kept; as of `CheckpointReader.newest_part`."""
+        """Parameters selected by name; see `CheckpointReader.newest_part`."""
         here = SingleDeviceSharding(jax.local_devices()[0])
         saved, wanted = restored.shapes, {}
         for path, shape in saved.items():
@@ -161,7 +161,7 @@ class StepReader:
         return tree.joined(found.get("ema", {}), found.get("params", {}))
 
     def optimizer(self, restored: Restored, target: PyTree) -> tuple[int, PyTree] | None:
-        """The step and its optimizer's state; as of `CheckpointReader.newest_optimizer`."""
+        """The step and its optimizer state; see `CheckpointReader.newest_optimizer`."""
         step, saved = restored.step, restored.shapes
         if any(path.startswith("ema/") for path in saved):
             return None
@@ -181,7 +181,7 @@ class StepReader:
 
 
 class CheckpointReader:
-    """The steps of a run folder, which is not changed: another process may be saving there.
+    """Reads the steps of a run folder without changing it: another process may be saving there.
 
     Args:
       model_dir: the run folder.
@@ -194,7 +194,7 @@ class CheckpointReader:
         self._folder, self._config = step_folders.folder_of(model_dir), config
         self._reader = StepReader(self._folder, config)
         self._verifying: Task | None = None
-        self.corrupted: dict[int, str] = {}  # step -> why it was passed over
+        self.corrupted: dict[int, str] = {}  # step -> why it was skipped
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +208,7 @@ class CheckpointReader:
             error.add_note(f"{self._in_flight} failed too: {failed}")
 
     def steps(self) -> list[int]:
-        """All committed steps, oldest first; nothing is said of what has become of their files since."""
+        """All committed steps, oldest first; their files are not checked."""
         return step_folders.steps(self._folder) if self._folder.is_dir() else []
 
     def latest_step(self) -> int | None:
@@ -216,15 +216,15 @@ class CheckpointReader:
         return max(self.steps(), default=None)
 
     def restore(self, target: S) -> tuple[Restored, S] | None:
-        """The newest step that is what was saved, read onto the devices; None in a new run folder.
+        """Restores the newest intact step onto the devices; None in a new run folder.
 
-        Newer ones that are not are named in `corrupted`, and quarantined by a run. Every process calls it.
+        Newer corrupted steps are listed in `corrupted`, and quarantined by a run. Every process must call it.
 
         Args:
-          target: as of `restore_state`.
+          target: as in `restore_state`.
 
         Raises:
-          UserError: there are steps and not one of them is whole, or they hold another model.
+          UserError: there are steps, but none is intact, or they hold another model.
         """
 
         def attempt(step: int) -> tuple[Restored, S]:
@@ -235,7 +235,7 @@ class CheckpointReader:
         return self._newest(attempt)
 
     def verified_step(self) -> int | None:
-        """The newest step whose files are those that were saved; as `restore`, without reading it."""
+        """The newest intact step; like `restore`, without reading it."""
 
         def attempt(step: int) -> int:
             verification.check_rest(self._folder / str(step), self._config.verify)
@@ -246,21 +246,21 @@ class CheckpointReader:
         return self._newest(attempt)
 
     def newest_params(self, target: PyTree, *, average: bool = True) -> tuple[int, PyTree] | None:
-        """The newest whole step with its parameters, as `restore_params` gives them; None: there is none."""
+        """The newest intact step and its parameters, as from `restore_params`; None: there is none."""
         return self._newest(lambda step: (step, self.restore_params(step, target, average=average)))
 
     def newest_part(self, keep: Callable[[str], bool]) -> PyTree | None:
-        """Of the newest whole step those parameters whose names are kept, their averages where it has some.
+        """Selected parameters of the newest intact step, moving averages if it has them.
 
-        They lie on this process's first device, of whatever model they are; None: there is no step.
+        They are placed on this process's first device, for any model; None: there is no step.
         """
         return self._newest(lambda step: self._reader.part(self.restore_progress(step), keep))
 
     def newest_optimizer(self, target: PyTree) -> tuple[int, PyTree] | None:
-        """The newest whole step with its optimizer's state; None: it has none, or averages of its parameters.
+        """The newest intact step and its optimizer state; None: it has none, or it has moving averages.
 
         Args:
-          target: of the state, ShapeDtypeStructs with the shardings wanted.
+          target: of the state, ShapeDtypeStructs with the wanted shardings.
 
         Raises:
           UserError: it is the state of another optimizer.
@@ -268,10 +268,10 @@ class CheckpointReader:
         return self._newest(lambda step: self._reader.optimizer(self.restore_progress(step), target))
 
     def restore_progress(self, step: int) -> Restored:
-        """Reads the JSON parts of a committed step; the arrays come with `restore_state`.
+        """Reads the JSON parts of a committed step; `restore_state` reads the arrays.
 
         Raises:
-          Corrupted: they are not what was saved.
+          Corrupted: they are corrupted.
         """
         return self._reader.progress(step)
 
@@ -280,45 +280,45 @@ class CheckpointReader:
 
         Args:
           restored: from `restore_progress`.
-          target: ShapeDtypeStructs with the shardings wanted now (they may differ from those of the save).
+          target: ShapeDtypeStructs with the wanted shardings (they may differ from those of the save).
 
         Returns:
-          The state, without `losses` where the save had none, or others: this may be switched from start to start.
+          The state; without `losses` if the save had none, or others: they may be turned on and off between starts.
 
         Raises:
-          UserError: the checkpoint holds another model: names the first array that differs.
-          Corrupted: it is not what was saved.
+          UserError: the checkpoint holds another model; names the first array that differs.
+          Corrupted: an array is corrupted.
         """
         return self._reader.state(restored, target)
 
     def restore_params(self, step: int, target: PyTree, *, average: bool = True) -> PyTree:
-        """Reads only the parameters of a step, of each its moving average where one was kept: for inference and export.
+        """Reads only the parameters of a step, moving averages if it has them: for inference and export.
 
         Args:
           step: a committed one.
-          target: ShapeDtypeStructs with the shardings wanted.
-          average: False: not their averages, but they themselves.
+          target: ShapeDtypeStructs with the wanted shardings.
+          average: False: the parameters themselves instead of their averages.
 
         Raises:
-          UserError: the checkpoint holds another model: names the first array that differs.
-          Corrupted: it is not what was saved.
+          UserError: the checkpoint holds another model; names the first array that differs.
+          Corrupted: an array is corrupted.
         """
         return self._reader.params(self.restore_progress(step), target, average=average)
 
     def check(self) -> None:
-        """Raises what a verification beside training has found, if it has ended; waits for nothing."""
+        """Raises what a finished background verification found; does not wait."""
         if self._verifying is not None and self._verifying.done:
             verifying, self._verifying = self._verifying, None
             verifying.wait(0.0)
 
     def close(self) -> None:
-        """Waits for a verification beside training, and raises what it has found."""
+        """Waits for the background verification, and raises what it found."""
         if self._verifying is not None:
             self._verifying.join(TASK_LIMIT_S)
         self.check()
 
     def _newest(self, attempt: Callable[[int], T]) -> T | None:
-        """What `attempt` gives of the newest step that it finds whole, on all processes; None: there is no step."""
+        """The result of `attempt` for the newest step that is intact on all processes; None: there is no step."""
         found = newest_whole(self._folder, attempt, self.corrupted, read_only=self._is_read_only)
         if found is None:
             return None
@@ -331,22 +331,22 @@ class CheckpointReader:
 def newest_whole(
     folder: epath.Path, attempt: Callable[[int], T], corrupted: dict[int, str], *, read_only: bool
 ) -> tuple[int, T] | None:
-    """The newest step that `attempt` finds whole on all processes, and what it gives; None: there is no step.
+    """The newest step that `attempt` finds intact on all processes, and its result; None: there is no step.
 
     Args:
       folder: of the steps.
-      attempt: reads a step, and raises Corrupted where it is not what was saved.
-      corrupted: is told of the steps that are passed over, and why.
-      read_only: they are not quarantined.
+      attempt: reads a step; raises Corrupted if it is corrupted.
+      corrupted: receives the skipped steps, and why.
+      read_only: do not quarantine them.
 
     Raises:
-      UserError: there are steps, and not one of them is whole.
+      UserError: there are steps, but none is intact.
     """
     lost = step_folders.lost(folder)
     step_folders.check_foreign(folder)
     there = step_folders.steps(folder) if folder.is_dir() else []
     steps, lost = hosts.gathered([there[::-1], lost])[0]
-    passed: list[int] = [*lost]  # quarantined only when there is one to resume from
+    passed: list[int] = [*lost]  # quarantined only if there is a step to resume from
 
     def pass_over(step: int, fault: str) -> None:
         corrupted[step] = fault
@@ -384,29 +384,29 @@ def _quarantine(folder: epath.Path, step: int) -> None:
 
 
 def shapes_of(arrays: PyTree) -> dict[str, str]:
-    """Name -> "float32[2,3]" for every array: two models can be told apart before anything is read."""
+    """Name -> "float32[2,3]" for every array, so that models can be compared before anything is read."""
     described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
     return dict(zip(tree.path_names(arrays), described, strict=True))
 
 
 def parsed_shape(text: str) -> jax.ShapeDtypeStruct:
-    """The array of which `shapes_of` gave this."""
+    """The inverse of `shapes_of` for one array."""
     dtype, _, sizes = text.removesuffix("]").partition("[")
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype))
 
 
 def check_shapes(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str], *, cast: bool) -> None:
-    """Compares a step's arrays with those wanted.
+    """Compares a step's arrays with the wanted ones.
 
     Args:
       folder: of the step.
-      saved, wanted: of `shapes_of`.
-      cast: another floating-point dtype is no difference.
+      saved, wanted: from `shapes_of`.
+      cast: ignore differences between floating-point dtypes.
 
     Raises:
-      UserError: they differ: names the first array that does.
+      UserError: they differ; names the first array that does.
     """
-    # Parameters first: the moments of the optimizer differ only because they do.
+    # Parameters first: the optimizer's moments differ only because parameters do.
     for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
         old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
         if old == new or (cast and _differ_in_precision(old, new)):
@@ -417,7 +417,7 @@ def check_shapes(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[s
         other |= {"loss_scale": "another dtype's state"}
         hint = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
         if not absent and any(f"/{moment}/" in path for moment in ("v", "v_row", "v_col")):
-            hint = ", which of runs begun by an earlier version is Adafactor.factoring = 'dimensions'"
+            hint = ", which for runs of an earlier version is Adafactor.factoring = 'dimensions'"
         raise UserError(
             f"checkpoint {folder} holds {other.get(part, 'another model')}: {path} is {old} there, {new} in this "
             f"configuration: restore the configuration of the run{hint}, or set another MODEL_DIR"
@@ -425,7 +425,7 @@ def check_shapes(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[s
 
 
 def _window(shapes: Mapping[str, str]) -> dict[str, str]:
-    """Those of the window of losses, of `shapes_of`."""
+    """The arrays of the window of losses, from `shapes_of`."""
     return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}
 
 

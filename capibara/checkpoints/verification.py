@@ -1,4 +1,4 @@
-"""Verifies the step that a run resumes from: before anything is restored, or beside training."""
+"""Verifies the step that a run resumes from: before it is restored, or during training."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from capibara.core.types import TryAgain
 
 
 class RestoredFromCorruption(TryAgain):
-    """What a run was restored from turned out not to be what was saved: it must be started again."""
+    """A run was restored from a corrupted step: it must be started again."""
 
 
 def check_rest(folder: epath.Path, when: Verify) -> None:
-    """Verifies what is not verified as it is read: chunks are compared with their hashes then.
+    """Verifies the files that are not verified on reading, as chunks are by their hashes.
 
     Args:
       folder: of the step.
-      when: unless it is BEFORE, only the manifest is looked at.
+      when: unless it is BEFORE, only the manifest is checked.
 
     Raises:
-      Corrupted: there is no manifest, or a file of this process's share is not what was saved.
+      Corrupted: the manifest is missing, or a file of this process's share is corrupted.
     """
     if when is Verify.BEFORE:
         manifest.verify(folder, lambda file: file.array is None and _is_ours(file))
@@ -36,17 +36,17 @@ def check_rest(folder: epath.Path, when: Verify) -> None:
 
 
 def check_all(folder: epath.Path) -> None:
-    """Raises Corrupted where a file of this process's share is not what was saved."""
+    """Raises Corrupted if a file of this process's share is corrupted."""
     manifest.verify(folder, _is_ours)
 
 
 def beside_training(folder: epath.Path, corrupted: dict[int, str], *, read_only: bool) -> Task:
-    """Verifies a step in a thread. What it finds corrupted it quarantines, and ends with RestoredFromCorruption.
+    """Verifies a step in a thread; quarantines a corrupted one, and raises RestoredFromCorruption.
 
     Args:
       folder: of the step.
-      corrupted: is told of the step and why.
-      read_only: nothing is quarantined.
+      corrupted: receives the step and why.
+      read_only: do not quarantine it.
     """
     return Task(functools.partial(_verify, folder, corrupted, read_only), "capibara-verify")
 
@@ -56,15 +56,15 @@ def _verify(folder: epath.Path, corrupted: dict[int, str], read_only: bool) -> N
         check_all(folder)
     except Corrupted as fault:
         corrupted[int(folder.name)] = str(fault)
-        if not read_only:  # whichever process has found it
+        if not read_only:  # on whichever process found it
             with contextlib.suppress(FileNotFoundError):
                 step_folders.quarantine(folder, step_folders.CORRUPTED)
         raise RestoredFromCorruption(
             f"{folder}, from which this run was restored, is corrupted: {fault}: run the command again to "
-            "resume from the step before"
+            "resume from the previous step"
         ) from None
 
 
 def _is_ours(file: File) -> bool:
-    """Whether this process verifies a file: each has its share."""
+    """Whether this process verifies a file; the processes divide the files."""
     return int(file.xxh128, 16) % jax.process_count() == jax.process_index()

@@ -98,7 +98,7 @@ def test_pruning_keeps_what_is_asked_for_and_the_last_whole_step(model_dir, caps
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["2", "1"] and (folder / "1").exists()
     damage(model_dir, 3)
     assert run("prune", model_dir, "--keep=1") == 2
-    assert "none of the steps that would stay (3) is what was saved: nothing is removed" in capsys.readouterr().err
+    assert "none of the remaining steps (3) is intact: nothing is removed" in capsys.readouterr().err
     assert run("prune", model_dir, "--keep=1", "--keep_every=2") == 0
     assert sorted(p.name for p in folder.iterdir()) == ["2", "3"]
     (folder / "3").rename(folder / "3.corrupted")
@@ -122,9 +122,9 @@ def test_a_run_that_is_writing_is_left_alone(model_dir, capsys):
         (["list", ""], "list has '' for RUN, must be a run folder: name one"),
         (["lst", "x"], "invalid choice: 'lst'"),
         (["prune", "x"], "prune needs --keep"),
-        (["prune", "x", "--keep=0"], "--keep=0 is of prune, and at least 1"),
-        (["list", "x", "--keep=1"], "--keep=1 is of prune"),
-        (["verify", "x", "--dry_run"], "--dry_run is of prune, not of verify"),
+        (["prune", "x", "--keep=0"], "--keep=0 is for prune, must be at least 1"),
+        (["list", "x", "--keep=1"], "--keep=1 is for prune"),
+        (["verify", "x", "--dry_run"], "--dry_run is for prune, not for verify"),
         (["prune", "x", "--keep=1", "--step=3"], "--step=3 is of list and verify"),
     ],
 )

@@ -60,30 +60,30 @@ def changed_json(content: bytes, rng: random.Random) -> bytes:
     """A value in it changed to another, a type's edge, or moved elsewhere."""
     values = json.loads(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        places = list(_places(values))
-        owner, key = rng.choice(places)
+        locations = list(_locations(values))
+        owner, key = rng.choice(locations)
         match rng.randrange(5):
             case 0:
                 owner[key] = rng.choice(NUMBERS)
             case 1:
                 owner[key] = copy.deepcopy(rng.choice(WHOLE))
             case 2:
-                other, name = rng.choice(places)
+                other, name = rng.choice(locations)
                 owner[key] = json.loads(json.dumps(other[name]))
             case 3 if isinstance(owner, dict):
                 owner[rng.choice(("", "a", "\ud800", "type"))] = owner.pop(key)
             case _:
                 del owner[key]
-        if not list(_places(values)):
+        if not list(_locations(values)):
             break
     return json.dumps(values).encode()
 
 
-def _places(values: object) -> list:
+def _locations(values: object) -> list:
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     found = [(values, key) for key, _ in list(items)[:300]]
     for owner, key in list(found):
-        found += _places(owner[key])
+        found += _locations(owner[key])
     return found
 
 

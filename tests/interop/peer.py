@@ -36,7 +36,7 @@ KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 
 
 def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Logits of the golden tokens; what a decoder continues the first places with, and an encoder-decoder answers."""
+    """Logits of the golden tokens; what a decoder continues the first positions with, and an encoder-decoder answers."""
     if name not in DECODERS:
         found = {"logits": make_encoders.logits(make_encoders.CASES[name], model)}
         return found | ({} if name == "bert" else generated(model))

@@ -81,7 +81,7 @@ def batch_of(tokens, padding=0):
 
 
 def answered(name):
-    """Our logits of a row without padding, and those of transformers, at the places that are kept."""
+    """Our logits of a row without padding, and those of transformers, at the positions that are kept."""
     model, params = loaded(name)
     if name in ENCODERS and name != "bert":
         encoder = batch_of(ENCODERS["encoder_tokens"], ENCODERS["padding"])

@@ -66,7 +66,7 @@ FUSED = (("query", "key", "value"), ("gate", "up"))
 
 
 def answered(model, params):
-    """Logits of the last row, at the places that are kept."""
+    """Logits of the last row, at the positions that are kept."""
     tokens = np.array(ANSWERS["tokens"], np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}

@@ -107,9 +107,9 @@ def test_every_value_is_at_the_nearest_place_of_its_grid(chosen):
     weight, _ = correlated()
     packed = grid.rounded(weight, *chosen.nearest(weight))
     zeros, scales = (np.repeat(x, packed.group_size, 1).astype(np.float32) for x in (packed.zeros, packed.scales))
-    places = scales[..., None] * (np.arange(16) - zeros[..., None])
+    grid_values = scales[..., None] * (np.arange(16) - zeros[..., None])
     np.testing.assert_allclose(
-        np.abs(packed.values() - weight), np.min(np.abs(places - weight[..., None]), -1), atol=1e-6
+        np.abs(packed.values() - weight), np.min(np.abs(grid_values - weight[..., None]), -1), atol=1e-6
     )
     assert np.array_equal(packed.zeros, np.full_like(packed.zeros, 8)) == chosen.symmetric
 
@@ -131,7 +131,9 @@ def test_q4_0_has_every_code_and_scale():
 
 def nibbles(words, axis):
     """Eight values of 4 bits of every int32, lowest bits first, along an axis."""
-    parts = np.stack([(words.view(np.uint32) >> np.uint32(4 * place)) & np.uint32(15) for place in range(8)], axis + 1)
+    parts = np.stack(
+        [(words.view(np.uint32) >> np.uint32(4 * position)) & np.uint32(15) for position in range(8)], axis + 1
+    )
     return parts.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :]).astype(np.float32)
 
 

@@ -122,7 +122,7 @@ def test_a_folder_comes_back_from_a_run_folder(name, tmp_path):
     assert one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
 
 
-# What reads texts with places left out needs ids for these.
+# What reads texts with spans left out needs ids for these.
 SPARE = dict.fromkeys((api.EncoderConfig, api.EncoderDecoderConfig), "TokenizerJsonVocabulary.extra_ids = 2\n")
 
 

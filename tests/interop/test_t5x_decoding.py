@@ -68,8 +68,8 @@ def rows_of(case, prompts):
 def searched(model, params, case, prompts, num_decodes, alpha, min_log_prob=-1e7):
     batch, before = rows_of(case, prompts)
     length = batch["encoder_tokens"].shape[1] if "encoder_tokens" in batch else None
-    places = batch["tokens"].shape[1] + peer.NEW
-    programs = beam_search.build(model, VOCAB, beam_search.Sizes(num_decodes, peer.NEW, places, length))
+    capacity = batch["tokens"].shape[1] + peer.NEW
+    programs = beam_search.build(model, VOCAB, beam_search.Sizes(num_decodes, peer.NEW, capacity, length))
     count = len(prompts)
     asked = beam_search.asked_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
     return beam_search.search(programs, model.serving(params), batch, asked)

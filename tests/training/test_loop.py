@@ -78,7 +78,7 @@ def test_it_holds_for_adafactor_and_smoothed_labels(make_trainer, train, tmp_pat
 
 def test_the_state_of_adafactor_before_it_had_rules_says_how_to_go_on():
     saved = {"params/q": "float32[2,8]", "opt_state/1/v/q": "float32[2,8]"}
-    with pytest.raises(UserError, match="which of runs begun by an earlier version is Adafactor.factoring = 'dimens"):
+    with pytest.raises(UserError, match="which for runs of an earlier version is Adafactor.factoring = 'dimens"):
         restoring.check_shapes("run/10", saved, saved | {"opt_state/1/v/q": "float32[1]"}, cast=False)
 
 

@@ -46,7 +46,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        found = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]

@@ -86,7 +86,7 @@ class _File:
         self._tied = gguf_names.tied(config)
         self._writer = gguf.GGUFWriter(path, family.arch)
         self._types: dict[str, Any] = {}
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         experts = gguf_names.expert_count(wanted)
         shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in wanted}
         self._unread = family.unread(config)
@@ -96,14 +96,14 @@ class _File:
         if factors is not None:
             shapes[gguf_rope.FACTORS] = factors.shape
         self._add_values(values, types)
-        place = 0
+        offset = 0
         for name, shape in shapes.items():
             kind = types.type(name, shape)
             size = _bytes_of(gguf, shape, kind)
-            self._types[name], self._places[name] = kind, place
+            self._types[name], self._offsets[name] = kind, offset
             self._writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
-            place += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
-        self._size = place
+            offset += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
+        self._size = offset
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray | Packed]], show: Callable[[str, str], None]) -> None:
         """Writes the file."""
@@ -116,10 +116,10 @@ class _File:
             start = self._gguf.GGUFWriter.ggml_pad(file.tell(), writer.data_alignment)
             file.truncate(start + self._size)
             if self._factors is not None:
-                file.seek(start + self._places[gguf_rope.FACTORS])
+                file.seek(start + self._offsets[gguf_rope.FACTORS])
                 file.write(self._factors.tobytes())
             for name, (shape, filling) in self._unread.items():
-                file.seek(start + self._places[name])
+                file.seek(start + self._offsets[name])
                 file.write(gguf_types.quantized(np.full(shape, filling, np.float32), self._types[name]).data)
             for name, value in tensors:
                 if name == "lm_head.weight" and self._tied:
@@ -130,7 +130,7 @@ class _File:
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
                 show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
                 data = self._data(tensor, value)
-                file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
+                file.seek(start + self._offsets[tensor.stored] + (tensor.expert or 0) * data.nbytes)
                 file.write(data.data)
             if missing:
                 raise UserError(

@@ -152,7 +152,7 @@ def _gptq(folder: Folder, about: Mapping[str, object]) -> _Found:
         def values(base: str = base, inputs: int = inputs, groups: int = groups, indexed: bool = indexed) -> np.ndarray:
             zeros = folder.stored(f"{base}.qzeros").view(np.uint32)
             if form == "gptq":  # it stores zeros minus 1, subtracted from whole words
-                zeros = zeros + np.uint32(sum(1 << place for place in range(0, _WORD, bits)))
+                zeros = zeros + np.uint32(sum(1 << position for position in range(0, _WORD, bits)))
             group_I = folder.stored(f"{base}.g_idx") if indexed else np.arange(inputs) // (inputs // groups)
             codes_IO = np.ascontiguousarray(_codes(folder.stored(f"{base}.qweight").T.view(np.uint32), bits).T)
             weight_IO = _scaled(codes_IO, folder.stored(f"{base}.scales"), _codes(zeros, bits), group_I)
@@ -203,8 +203,10 @@ def _codes(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -
     """Unpacks codes from words along the last axis, the first one in the lowest bits; uint8."""
     count = _WORD // bits
     codes = np.empty((*words.shape, count), np.uint8)
-    for place in range(count):
-        codes[..., order[place] if order else place] = words >> np.uint32(bits * place) & np.uint32((1 << bits) - 1)
+    for position in range(count):
+        codes[..., order[position] if order else position] = words >> np.uint32(bits * position) & np.uint32(
+            (1 << bits) - 1
+        )
     return codes.reshape(*words.shape[:-1], -1)
 
 

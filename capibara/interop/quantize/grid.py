@@ -184,6 +184,6 @@ def _words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(_IN_A_WORD)))
     """Packs eight neighbours along the last axis into an int32, the first of `order` in its lowest bits."""
     codes = codes.reshape(len(codes), -1, _IN_A_WORD).astype(np.uint32)
     words = np.zeros(codes.shape[:2], np.uint32)
-    for place, of_eight in enumerate(order):
-        words |= (codes[..., of_eight] & np.uint32(_LAST)) << np.uint32(4 * place)
+    for position, of_eight in enumerate(order):
+        words |= (codes[..., of_eight] & np.uint32(_LAST)) << np.uint32(4 * position)
     return words.view(np.int32)

@@ -261,11 +261,11 @@ class _Layers:
         self, layer: Params, xs: list[np.ndarray], index: int
     ) -> tuple[Params, dict[str, Packed], list[np.ndarray]]:
         """A layer after quantization, its quantized weights, and the inputs of the next layer."""
-        place = index % len(self._config.layer_pattern)
+        entry = index % len(self._config.layer_pattern)
         sums: dict[str, _Sums] = {}
         after = []
         for x, batch in zip(xs, self._batches):
-            y, inputs = self._seen(layer, x, batch, place)
+            y, inputs = self._seen(layer, x, batch, entry)
             after.append(np.asarray(y))
             for name, (products, sizes) in inputs.items():
                 sums.setdefault(name, _Sums()).add(products, sizes, x.shape[0] * x.shape[1])
@@ -275,7 +275,7 @@ class _Layers:
         if self._how.method is Method.GPTQ:
             answers = dict(self._answers(rounded))
             now = tree.map_with_names(lambda name, x: answers.get(f"layers/{name}", x), layer)
-            after = [np.asarray(self._after(now, x, batch, place)) for x, batch in zip(xs, self._batches)]
+            after = [np.asarray(self._after(now, x, batch, entry)) for x, batch in zip(xs, self._batches)]
         return layer, {row.name.format(l=index): value for row, value in rounded.items()}, after
 
     def _folded(self, layer: Params, sums: dict[str, _Sums]) -> Params:
@@ -329,10 +329,10 @@ def _seen(
     layer: Params,
     x: jax.Array,
     batch: Mapping[str, jax.Array],
-    place: int,
+    entry: int,
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """A layer's outputs, and the sums of its weights' inputs."""
-    y, inputs = run(layer, x, batch, place)
+    y, inputs = run(layer, x, batch, entry)
     flat = {name: inputs[name].reshape(x.shape[0] * x.shape[1], -1) for name in _INPUTS}
     return y, {name: (x_NI.T @ x_NI, jnp.sum(jnp.abs(x_NI), 0)) for name, x_NI in flat.items()}
 

@@ -75,15 +75,15 @@ def merged(name):
 
 def mixed(one, **how):
     """The texts of every adapter, asked for in turn: each batch has rows of several."""
-    asked = [(name, place) for place in range(len(PROMPTS)) for name in NAMES]
-    streams = [one.submit(PROMPTS[place], GREEDY, likeliest=3, adapter=name, **how) for name, place in asked]
+    asked = [(name, index) for index in range(len(PROMPTS)) for name in NAMES]
+    streams = [one.submit(PROMPTS[index], GREEDY, likeliest=3, adapter=name, **how) for name, index in asked]
     return {key: stream.result() for key, stream in zip(asked, streams)}
 
 
 def check(found):
-    for (name, place), one in found.items():
-        want = merged(name)[place]
-        assert one.tokens == want.tokens, (name, place)
+    for (name, index), one in found.items():
+        want = merged(name)[index]
+        assert one.tokens == want.tokens, (name, index)
         for got, wanted in zip(one.pieces, want.pieces):
             assert got.log_probability == pytest.approx(wanted.log_probability, abs=2e-4)
             np.testing.assert_allclose(*([p for _, p in x.likeliest] for x in (got, wanted)), rtol=0, atol=2e-4)
@@ -108,7 +108,7 @@ def test_texts_of_a_mixed_batch_are_those_of_the_merged_models(config):
     if "prefix_cache_mib" in config:  # and again, of what was kept
         found = mixed(one)
         check(found)
-        assert all(completion.cached_tokens for (_, place), completion in found.items() if place == 1)
+        assert all(completion.cached_tokens for (_, index), completion in found.items() if index == 1)
     texts = {tuple(tuple(one.tokens) for one in merged(name)) for name in NAMES}
     assert len(texts) == len(NAMES)  # each adapter says something else
 
@@ -127,12 +127,12 @@ def test_texts_are_the_same_where_devices_share_layers(sizes):
 
 
 def test_many_adapters_are_gathered_for_few_rows():
-    """Two slots and six adapters: a decode step copies those of its rows in place of making the products of all."""
+    """Two slots and six adapters: a decode step copies those of its rows instead of making the products of all."""
     named = [Adapter(f"{one.name}{copy}", *one[1:]) for copy in (0, 1) for one in adapters("poet", "coder", "long")]
     one = engine(beside=named, slots=2)
-    asked = [(n.name, place) for place in (0, 2) for n in named]
-    streams = [one.submit(PROMPTS[place], GREEDY, likeliest=3, adapter=name) for name, place in asked]
-    check({(name[:-1], place): stream.result() for (name, place), stream in zip(asked, streams)})
+    asked = [(n.name, index) for index in (0, 2) for n in named]
+    streams = [one.submit(PROMPTS[index], GREEDY, likeliest=3, adapter=name) for name, index in asked]
+    check({(name[:-1], index): stream.result() for (name, index), stream in zip(asked, streams)})
 
 
 def test_what_is_asked_of_an_adapter_that_is_not_there_is_refused():

@@ -66,9 +66,9 @@ def alone():
 @pytest.mark.parametrize("order", [range(7), [6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 2, 5, 1, 4]], ids=str)
 def test_a_text_does_not_depend_on_what_else_there_is(order):
     one, streams = engine(), {}
-    for place, number in enumerate(order):
+    for turn, number in enumerate(order):
         streams[number] = one.submit(*REQUESTS[number])
-        for _ in range(place % 3):
+        for _ in range(turn % 3):
             one.step()
     assert [streams[number].result().tokens for number in range(7)] == alone()
     assert len({tuple(tokens) for tokens in alone()}) == 7
@@ -332,7 +332,7 @@ def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
 @pytest.mark.parametrize("read", [30, 60])  # fewer than a window, and more
 @pytest.mark.parametrize("end, one_by_one", [(0, False), (1, False), (1, True), (5, False), (5, True), (14, False)])
 def test_what_was_read_beyond_an_end_is_taken_back(read, end, one_by_one):
-    """A layer with a window keeps its last places: they still must have what the next turn of a conversation sees."""
+    """A layer with a window keeps its last positions: they still must have what the next turn of a conversation sees."""
     model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
     make = functools.partial(Engine, model, params(), VOCABULARY, 96)
     config = EngineConfig(slots=1, decode_steps=8)

@@ -38,9 +38,9 @@ def written(model, params, prompt, count):
     while len(found) < count:
         row = np.zeros((1, LENGTH), np.int32)
         row[0, : len(ids)] = ids
-        places = np.arange(LENGTH)[None]
-        batch = {"tokens": row, "segment_ids": (places < len(ids)) * 1, "positions": places}
-        batch["prefix"] = (places < read) * 1
+        positions = np.arange(LENGTH)[None]
+        batch = {"tokens": row, "segment_ids": (positions < len(ids)) * 1, "positions": positions}
+        batch["prefix"] = (positions < read) * 1
         of_next = logits(params, batch)[0, len(ids) - 1, : VOCABULARY.size]
         token = int(jnp.argmax(of_next))
         if token in VOCABULARY.end_ids:
@@ -105,9 +105,9 @@ def test_choices_are_scored_after_inputs_that_see_each_other():
     scores = Scorer(model, params, LENGTH)(pairs)
     for (context, continuation), score in zip(pairs, scores):
         ids = jnp.asarray([[*context, *continuation]])
-        places = np.arange(ids.shape[1])[None]
-        batch = {"tokens": ids, "segment_ids": jnp.ones_like(ids), "positions": places}
-        batch["prefix"] = (places < len(context)).astype(np.int32)
+        positions = np.arange(ids.shape[1])[None]
+        batch = {"tokens": ids, "segment_ids": jnp.ones_like(ids), "positions": positions}
+        batch["prefix"] = (positions < len(context)).astype(np.int32)
         log_p = jax.nn.log_softmax(model.logits(params, batch))[0]
         want = sum(log_p[len(context) + i - 1, token] for i, token in enumerate(continuation))
         np.testing.assert_allclose(score.log_probability, want, rtol=1e-5)

@@ -68,9 +68,9 @@ def test_a_search_as_wide_as_all_texts_finds_the_best_of_them(alpha, ends):
     found = beam_search.search(beam_search.build(SMALL, 7, sizes), served, batch, asked)
     for row, prompt in enumerate(prompts):
         best = scored(SMALL, params, prompt, alpha, tokens, ends)[:5]
-        for place, (text, score) in enumerate(best, 1):
-            assert found.texts[row, -place].tolist() == [*text, *[0] * (tokens - len(text))]
-            np.testing.assert_allclose(found.scores[row, -place], score, rtol=1e-5)
+        for rank, (text, score) in enumerate(best, 1):
+            assert found.texts[row, -rank].tolist() == [*text, *[0] * (tokens - len(text))]
+            np.testing.assert_allclose(found.scores[row, -rank], score, rtol=1e-5)
 
 
 def made(name, **config):

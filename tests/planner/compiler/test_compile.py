@@ -126,7 +126,7 @@ from capibara.planner.hardware import topology
 mesh = sharding.make_mesh(sharding.Plan(batch_size=4), topology.slice_devices("v5e-4"))
 on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
 on_host = on_device.with_memory_kind("pinned_host")
-shape = lambda size, place: jax.ShapeDtypeStruct((size,), jnp.float32, sharding=place)
+shape = lambda size, where: jax.ShapeDtypeStruct((size,), jnp.float32, sharding=where)
 step = lambda w, g: jax.device_put(jax.device_put(w, on_device) - g, on_host)
 jitted = jax.jit(step, donate_argnums=0, out_shardings=on_host)
 reports = [planner.compile_train_step(jitted.lower(shape(2**26, on_host), shape(2**26, on_device)))]

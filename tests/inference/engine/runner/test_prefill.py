@@ -36,7 +36,7 @@ def made(params, **config):
 
 
 class Counted:
-    """Programs of an engine, with the rows and places of what was read."""
+    """Programs of an engine, with the rows and positions of what was read."""
 
     def __init__(self, engine):
         self.prefilled, self.resumed, programs = [], [], engine._core.runner._programs

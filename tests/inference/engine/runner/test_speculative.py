@@ -26,7 +26,7 @@ REQUESTS = [
     ("no word twice", dataclasses.replace(COLD, seed=2)),
     (PROMPT, dataclasses.replace(COLD, seed=3, repetition_penalty=1.1)),
     ("abababababababababab<", dataclasses.replace(GREEDY, thinking_tokens=3, thinking_tags=("<", "?>"))),
-    ("x", dataclasses.replace(GREEDY, max_new_tokens=64)),  # longer than its slot has places
+    ("x", dataclasses.replace(GREEDY, max_new_tokens=64)),  # longer than its slot
 ]
 
 
@@ -95,7 +95,7 @@ def test_an_end_among_the_guesses_ends_the_text(copies):
 def test_those_who_wait_go_on_after_an_end_that_nobody_foresaw(copies):
     prompt, asked = REQUESTS[2]
     [whole], _ = texts(copies, 5, REQUESTS[2:3])
-    end = next(token for place, token in enumerate(whole.tokens) if place > 3 and token not in whole.tokens[:place])
+    end = next(token for index, token in enumerate(whole.tokens) if index > 3 and token not in whole.tokens[:index])
     one = Engine(api.build(CONFIG), copies, VOCABULARY, 64, EngineConfig(slots=1, draft_tokens=5))
     streams = [one.submit(prompt, asked, ends=[end]) for _ in range(3)]
     one.run()
