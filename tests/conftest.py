@@ -35,6 +35,32 @@ from capibara.core import devices  # noqa: E402
 os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with the first computation
 
 
+# The files that take longest, begun first: else one worker is still at such a file when the others have nothing left.
+# Those of tests/hosts, which start up to four processes each, stand apart from each other.
+_LONGEST = """
+hosts/test_joining slices/test_training training/test_loop models/moe/test_moe interop/test_t5x_training
+examples/test_extend hosts/test_axes models/architectures/test_gemma3n faults/test_numbers models/cache/test_cache
+training/test_lora models/adapters/test_lora hosts/test_bucket inference/engine/cache/test_pages
+inference/engine/test_engine faults/test_supervision inference/engine/test_prefix_lm models/adapters/test_lora_experts
+hosts/test_answering slices/test_generation training/test_parallelism integration/test_infer integration/test_evaluate
+models/architectures/test_encdec integration/test_train models/architectures/test_decoder interop/test_quantization
+hosts/test_following checkpoints/test_bucket inference/server/test_server inference/server/test_serve
+inference/sampling/test_beam_search interop/test_t5x interop/test_adapters training/test_preference test_types
+faults/test_hostile_files cli/test_prove planner/compiler/test_compile_cache data/tasks/test_tasks faults/test_judge
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, the others after them as they come."""
+    rank = {str(CHECKOUT / "tests" / f"{name}.py"): number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: tests also wait for processes, servers and clocks."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
+
 # Looking through all that JAX holds is a tenth of the time that most tests take.
 gc.set_threshold(10_000, 10, 10)
 
