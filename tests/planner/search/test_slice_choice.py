@@ -16,6 +16,7 @@ CONFIG = api.DecoderConfig(
     vocab_size=32_000, embed_dim=2048, num_layers=16, num_heads=16, mlp_dim=7168, dtype="bfloat16"
 )
 WORK = workload.describe(api.build(CONFIG), Optimizer(), length=2048)
+QUESTION = Question(batch_size=256)  # each size more would take the search as long again
 
 
 def args(goal="cheapest", chips="v5e,v6e", **values):
@@ -27,7 +28,7 @@ def args(goal="cheapest", chips="v5e,v6e", **values):
 
 @pytest.fixture(scope="module")
 def found():
-    return slice_choice.offers(WORK, args(), Question())
+    return slice_choice.offers(WORK, args(), QUESTION)
 
 
 def test_all_offers_fit_and_come_by_their_chips(found):
@@ -66,7 +67,7 @@ def test_a_target_is_reached_by_the_fewest_chips(found):
 def test_a_model_that_fits_no_slice_is_one_line():
     huge = dataclasses.replace(CONFIG, embed_dim=16384, num_heads=128, num_layers=512, mlp_dim=65536)
     work = workload.describe(api.build(huge), Optimizer(), length=2048)
-    found = slice_choice.offers(work, args(chips="v5e"), Question())
+    found = slice_choice.offers(work, args(chips="v5e"), QUESTION)
     with pytest.raises(UserError, match="no slice of these chips has a plan that fits"):
         slice_choice.best(found, args("smallest_slice"))
 
@@ -74,11 +75,11 @@ def test_a_model_that_fits_no_slice_is_one_line():
 def test_no_more_slices_are_searched_than_the_objective_needs(found):
     """Of the large chips the largest slices take minutes."""
     searched = []
-    smallest = slice_choice.offers(WORK, args("smallest_slice", chips="v6e,v5e,v6e"), Question(), searched.append)
+    smallest = slice_choice.offers(WORK, args("smallest_slice", chips="v6e,v5e,v6e"), QUESTION, searched.append)
     fewest = found[0].slice_.chips
     assert {offer.slice_.chips for offer in smallest} == {fewest} and len(set(searched)) == len(searched)
     speed = found[0].best.cost.tokens_per_s
-    reached = slice_choice.offers(WORK, args("target_throughput", tokens_per_s=speed * 0.99), Question())
+    reached = slice_choice.offers(WORK, args("target_throughput", tokens_per_s=speed * 0.99), QUESTION)
     assert reached[-1].slice_.chips == fewest
 
 
