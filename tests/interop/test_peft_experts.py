@@ -14,48 +14,22 @@ from capibara.core.types import UserError
 from capibara.interop.hf import tables, tensors
 from capibara.interop.peft import folder as peft
 from capibara.models import api
-from capibara.models.api import DecoderConfig, Lora, Moe
-from capibara.models.layers.rope import Rope
+from capibara.models.api import Lora
 
 safetensors = pytest.importorskip("safetensors.numpy")
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "models" / "golden"
 ANSWERS = json.loads((GOLDEN / "peft_experts.json").read_text())
 sys.path.insert(0, str(GOLDEN))
 import answers  # noqa: E402
+import mixtures  # noqa: E402
 
-SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-5, head="separate")
-FAMILIES = {
-    "mixtral": dict(mlp_dim=48, moe=Moe(num_experts=8, top_k=2)),
-    "gpt_oss": dict(
-        mlp_dim=64,
-        head_dim=16,
-        bias="attention",
-        activation="clamped_swiglu",
-        swiglu_alpha=1.5,
-        swiglu_limit=0.5,
-        attention_sinks="head",
-        layer_pattern=("local", "global"),
-        window=8,
-        rope=Rope(
-            theta=500.0,
-            scaling="yarn",
-            factor=4.0,
-            original_length=64,
-            beta_fast=2.0,
-            beta_slow=0.25,
-            yarn_bounds="exact",
-        ),
-        moe=Moe(num_experts=8, top_k=3, bias="all"),
-    ),
-    "qwen3_moe": dict(mlp_dim=24, head_dim=16, qk_norm="head", rope=Rope(theta=1e6), moe=Moe(num_experts=8, top_k=4)),
-}
 CASES = ("mixtral_fused", "qwen3_moe_fused", "gpt_oss_fused", "mixtral", "qwen3_moe")
 LAYER = "base_model.model.model.layers.1."
 
 
 def base_of(name):
     """The plain model, and its parameters as the reference has them."""
-    model = api.build(DecoderConfig(**SIZES, **FAMILIES[name], dtype="float32"))
+    model = api.build(mixtures.CONFIGS[name])
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
     values = tensors.read(tables.of(name, shapes, fused_experts=True), shapes, answers.draw)
