@@ -61,16 +61,23 @@ def losses(metrics):
 
 @pytest.fixture
 def resumed(train, tmp_path):
-    """(name, arguments) -> the metrics of a run of 4 steps, of which the last two, made again from step 2, are the same."""
+    """(name) -> the metrics of a run of 4 steps, of which the last two, made again from step 2, are the same."""
 
-    def resumed(name, *args):
-        whole = train(name, 4, *args)
+    def resumed(name):
+        whole = train(name, 4)
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-        assert sorted(whole) == [1, 2, 3, 4] and losses(train(name, 4, *args)) == losses(whole)
+        assert sorted(whole) == [1, 2, 3, 4] and losses(train(name, 4)) == losses(whole)
         assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
         return whole
 
     return resumed
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["my_schedule", "my_tokenizer", "my_block", "my_model"])
+def test_others_resume_too(resumed, name):
+    """They keep nothing from step to step; the short tests resume what does."""
+    resumed(name)
 
 
 def trainer_of(name):
@@ -128,8 +135,8 @@ def test_a_verdict_of_the_compiler_is_of_the_users_code_too(monkeypatch):
     assert compile_cache.users_digest(trainer_of("tiny")) == {}
 
 
-def test_schedule(resumed):
-    rates = [record["learning_rate"] for record in resumed("my_schedule").values()]
+def test_schedule(train):
+    rates = [record["learning_rate"] for record in train("my_schedule", 4).values()]
     np.testing.assert_allclose(rates, [1e-2, 5e-3, 1e-2, 5e-3], rtol=1e-6)
 
 
@@ -144,12 +151,12 @@ def test_source(resumed):
     assert sorted(texts) == sorted(pydoc_data.topics.topics.values()) and len(train) > 3 * len(validation)
 
 
-def test_tokenizer(resumed, run, tmp_path, monkeypatch):
+def test_tokenizer(train, run, tmp_path, monkeypatch):
     """Nothing is lost; the run folder carries the words, and is read where there are no others."""
     vocabulary = trainer_of("my_tokenizer").dataset.vocabulary
     ids = vocabulary.encode("import née")
     assert vocabulary.decode(ids) == "import née" and len(ids) == 1 + 1 + len("née".encode())
-    resumed("my_tokenizer")
+    train("my_tokenizer", 1)
     assert (tmp_path / "run" / "tokenizer" / "words.txt").read_bytes() == (FOLDER / "data/words.txt").read_bytes()
     shutil.copytree(tmp_path / "run", tmp_path / "moved" / "run")
     monkeypatch.chdir(tmp_path / "moved")
@@ -214,13 +221,13 @@ def test_batch_provider(train, resumed):
     assert losses(noisy)[1] != clean[1]
 
 
-def test_decoder_block(resumed, run, tmp_path):
+def test_decoder_block(train, run, tmp_path):
     """Its vectors are trained, each step of its cache is what training reads, and it writes text."""
     import jax
 
     from capibara.models import api
 
-    resumed("my_block")
+    train("my_block", 2)
     model = api.build(trainer_of("my_block").model)
     params = model.init(jax.random.key(0))
     assert model.abstract_params["layers"]["mlp_scale"].shape == (2, 16)
@@ -243,14 +250,14 @@ def test_decoder_block(resumed, run, tmp_path):
     assert told.startswith("def")
 
 
-def test_model(resumed, run, tmp_path):
+def test_model(train, run, tmp_path):
     """It sees no later token and no other document; the planner weighs it, and what cannot write says so."""
     import jax
 
     from capibara.models import api
     from capibara.planner.model import workload
 
-    told = resumed("my_model")
+    told = train("my_model", 4)
     assert told[4]["loss"] < told[1]["loss"]
     trainer = trainer_of("my_model")
     model = api.build(trainer.model)
