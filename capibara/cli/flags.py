@@ -14,6 +14,8 @@ from capibara.core.types import UserError
 # Old names of flags; they work for one more version.
 _RENAMED = {"--damaged": "--corrupted", "--objective": "--goal"}
 
+Arguments = argparse.Namespace  # of a command line
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, with mistakes raised as UserError and flags never abbreviated."""

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(args) -> None:
+def run(args: flags.Arguments) -> None:
     """Runs the flags' request with the run's newest checkpoint (its moving averages if it keeps them)."""
     from capibara import config, loading
     from capibara.core import devices
@@ -76,7 +76,7 @@ def run(args) -> None:
         how = next(messages := iter(line))["how"]
         Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters).follow(messages)
         return
-    prompts = files.read_prompts(args.prompts, sampling, names[:-1]) if args.prompts else []
+    prompts = files.read_prompts(args.prompts, sampling, [*loaded.paths]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
@@ -95,6 +95,6 @@ def run(args) -> None:
                 for done in files.complete(engine, prompts, args.out, talk, about):
                     status.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
             print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
-        else:
+        elif talk is not None:
             with engine.start():
                 terminal.Talk(engine, talk, lengths[0], sampling, terminal.write, names[0]).run()

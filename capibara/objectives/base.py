@@ -6,13 +6,13 @@ import enum
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from capibara import sharding
-from capibara.core.types import Batch, Params
+from capibara.core.types import Batch, Params, PyTree
 from capibara.kernels.cross_entropy import LossSums, cross_entropy, token_log_probabilities
 from capibara.models.api import Model, Stats
 from capibara.sharding import RematPolicy
@@ -55,8 +55,8 @@ class Objective(NamedTuple):
       divisor: (their weight, at least 1; the batch) -> what the gradient is divided by; None: the weight.
     """
 
-    sums: Callable[..., tuple[jax.Array, Any, Stats]]
-    metrics: Callable[[Any, jax.Array], Metrics]
+    sums: Callable[..., tuple[jax.Array, PyTree, Stats]]
+    metrics: Callable[[PyTree, jax.Array], Metrics]
     divisor: Callable[[jax.Array, Batch], jax.Array | float] | None = None
 
 

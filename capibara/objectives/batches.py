@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader
 from capibara.models.api import Model
@@ -158,7 +158,7 @@ class LoaderBatches(BatchProvider):
     def state(self) -> dict[str, Any]:
         return {}
 
-    def _batch_sums(self, params: Params, batch: Batch) -> Any:
+    def _batch_sums(self, params: Params, batch: Batch) -> PyTree:
         plan, mesh = self.run.plan, self.run.mesh
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             return self._objective.sums(params, batch, RematPolicy(), None)[1]

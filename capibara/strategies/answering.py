@@ -235,7 +235,7 @@ def _prompts(dataset: Dataset, split: str) -> PromptDocuments:
     return found
 
 
-def name_of(reward: Any) -> str:
+def name_of(reward: object) -> str:
     """Of a reward function."""
     return getattr(reward, "__name__", type(reward).__name__)
 
@@ -244,5 +244,5 @@ def _text(numbers: Sequence[float], dtype: type[np.number]) -> str:
     return base64.b64encode(np.array(numbers, dtype).tobytes()).decode()
 
 
-def _numbers(text: str, dtype: type[np.number]) -> list[Any]:
+def _numbers(text: str, dtype: type[np.number]) -> list[int] | list[float]:
     return np.frombuffer(base64.b64decode(text), dtype).tolist()

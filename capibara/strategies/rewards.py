@@ -83,7 +83,7 @@ def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, patt
     return float(_compiled(pattern).fullmatch(answer.strip()) is not None)
 
 
-def check_reward(reward: Any) -> None:
+def check_reward(reward: object) -> None:
     """Raises UserError unless it can be called with a prompt, an answer and a record, and its patterns are some."""
     name = getattr(reward, "__name__", repr(reward))
     if not callable(reward):
