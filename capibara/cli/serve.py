@@ -64,9 +64,9 @@ def serve(args) -> int:
             signal.signal(number, lambda one, _: line.signal(one))
         _load(args)[0].engine.follow(line)
         return 0
-    door = server.opened(args.host, args.port, args.api_key_file, _KEY)
-    tell = lambda served: print(f"{served.name} is at {door.url}", flush=True)  # noqa: E731
-    return server.run(door.listening, door.keys, lambda: _load(args), tell, args.host, line)
+    endpoint = server.open_endpoint(args.host, args.port, args.api_key_file, _KEY)
+    tell = lambda served: print(f"{served.name} is at {endpoint.url}", flush=True)  # noqa: E731
+    return server.run(endpoint.listening, endpoint.keys, lambda: _load(args), tell, args.host, line)
 
 
 def _load(args):

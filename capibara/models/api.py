@@ -17,7 +17,7 @@ from capibara.kernels.matmul.quantized import Quantization
 from capibara.models import flops, serving_params
 from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerged
 from capibara.models.adapters.lora import Lora
-from capibara.models.adapters.unmerged import Adapter, Beside
+from capibara.models.adapters.unmerged import Adapter, BatchAdapters
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.architectures.encdec import EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig
@@ -37,7 +37,7 @@ from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
     "Adapter",
-    "Beside",
+    "BatchAdapters",
     "Cache",
     "ComputeDtype",
     "DecoderConfig",
@@ -197,7 +197,7 @@ class Model:
         return self.logits_of(params, hidden), cache
 
     def decode(
-        self, params: Params, tokens: jax.Array, cache: Cache, adapters: Beside | None = None
+        self, params: Params, tokens: jax.Array, cache: Cache, adapters: BatchAdapters | None = None
     ) -> tuple[jax.Array, Cache]:
         """Reads one token [B] of each row; returns the logits [B, V] in float32 after it, and the updated cache."""
         batch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}

@@ -125,7 +125,7 @@ def test_a_run_that_is_writing_is_left_alone(model_dir, capsys):
         (["prune", "x", "--keep=0"], "--keep=0 is for prune, must be at least 1"),
         (["list", "x", "--keep=1"], "--keep=1 is for prune"),
         (["verify", "x", "--dry_run"], "--dry_run is for prune, not for verify"),
-        (["prune", "x", "--keep=1", "--step=3"], "--step=3 is of list and verify"),
+        (["prune", "x", "--keep=1", "--step=3"], "--step=3 is for list and verify"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys, tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ def test_a_run_and_a_folder_of_peft_give_the_same_file(folders, tmp_path, capfd)
         ),
         (["--from=base", "--to=TO/x.gguf"], "gguf_lora is for a run with adapters, and --from=base is no run folder"),
         (["--from=dora", "--to=TO/x.gguf"], "Lora.dora has magnitudes, which is more than pairs of matrices"),
-        (["--from=saved", "--to=TO/x.gguf"], "Lora.modules_to_save trains output as it is, which is more than pairs"),
+        (["--from=saved", "--to=TO/x.gguf"], "Lora.modules_to_save trains output in full, which is more than pairs"),
     ],
 )
 def test_mistakes_are_one_line(argv, match, folders, monkeypatch, tmp_path, capfd):

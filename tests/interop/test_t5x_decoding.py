@@ -71,7 +71,7 @@ def searched(model, params, case, prompts, num_decodes, alpha, min_log_prob=-1e7
     capacity = batch["tokens"].shape[1] + peer.NEW
     programs = beam_search.build(model, VOCAB, beam_search.Sizes(num_decodes, peer.NEW, capacity, length))
     count = len(prompts)
-    asked = beam_search.asked_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
+    asked = beam_search.beam_requests_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
     return beam_search.search(programs, model.serving(params), batch, asked)
 
 

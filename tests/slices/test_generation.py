@@ -22,7 +22,7 @@ from capibara.inference.engine.runner import programs
 from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models import api
-from capibara.models.api import Adapter, Beside, Lora, unmerged
+from capibara.models.api import Adapter, BatchAdapters, Lora, unmerged
 from capibara.planner.compiler import compile as compiler
 from capibara.sharding import Rules
 
@@ -103,14 +103,16 @@ class Abstract:
         lora = Lora(rank=8, targets=("all-linear",))
         model = api.build(dataclasses.replace(self.model.config, lora=lora))
         values = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), model.trained(model.abstract_params))
-        found = unmerged.together([Adapter(str(n), lora, values) for n in range(3)], 2, self.model.config.dtype.value)
+        found = unmerged.stack_factors(
+            [Adapter(str(n), lora, values) for n in range(3)], 2, self.model.config.dtype.value
+        )
         placed = lambda names, x: jax.ShapeDtypeStruct(  # noqa: E731
             x.shape, x.dtype, sharding=sharding.lying(self.mesh, Rules(), names, x.shape)
         )
         return jax.tree.map(placed, unmerged.axes_of(self.model, found), found, is_leaf=tree.is_axes)
 
-    def beside(self, rows: int) -> Beside | None:
-        return Beside(self.layers, self.here(rows)) if self.layers else None
+    def beside(self, rows: int) -> BatchAdapters | None:
+        return BatchAdapters(self.layers, self.here(rows)) if self.layers else None
 
     def here(self, *shape: int, dtype=jnp.int32):
         return replicated(self.mesh, *shape, dtype=dtype)
@@ -160,7 +162,7 @@ class Abstract:
         sizes = beam_search.Sizes(num_decodes, 64, LENGTH, self.encoder_length, self.sizes.dtype)
         self.programs = beam_search.build(self.model, self.model.config.vocab_size, sizes, self.mesh, Rules())
         scalar = self.here(dtype=jnp.float32)
-        asked = beam_search.Asked(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
+        asked = beam_search.BeamRequests(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
         state, _ = self.run("begin", served, self.batch(rows), asked)
         state, _ = self.run("advance", served, state, asked, self.here())
         self.run("found", state)

@@ -13,7 +13,7 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.inference.engine.runner import programs
-from capibara.models.api import Adapter, Beside, Model, unmerged
+from capibara.models.api import Adapter, BatchAdapters, Model, unmerged
 from capibara.sharding import Rules
 
 
@@ -52,7 +52,7 @@ class Adapters:
                 {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(one).items()}
                 for one in given
             ]
-            host = unmerged.together(given, model.config.num_layers, model.config.dtype.value, gains)
+            host = unmerged.stack_factors(given, model.config.num_layers, model.config.dtype.value, gains)
             self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)
 
     def number(self, name: str | None) -> int:
@@ -69,9 +69,9 @@ class Adapters:
             )
         return 1 + self.names.index(name)
 
-    def of(self, numbers: Sequence[int]) -> Beside | None:
+    def of(self, numbers: Sequence[int]) -> BatchAdapters | None:
         """The adapters for a batch whose rows have these numbers."""
-        return Beside(self._layers, np.array(numbers, np.int32)) if self.names else None
+        return BatchAdapters(self._layers, np.array(numbers, np.int32)) if self.names else None
 
 
 def _named(params: Params) -> Iterator[tuple[str, jax.Array]]:

@@ -64,11 +64,13 @@ class BeamSearcher:
         found = self._found(params, together, how, most)
         for index, request in enumerate(together):
             self._waiting.remove(request)
-            of_prompt = beam_search.Found(*(x[index] for x in found))
+            of_prompt = beam_search.BeamResults(*(x[index] for x in found))
             _end(request, self._decodes(request, of_prompt), how)
         return found.texts
 
-    def _found(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> beam_search.Found:
+    def _found(
+        self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int
+    ) -> beam_search.BeamResults:
         """Searches in `rows` rows; unused ones repeat the first prompt, and are done from the start.
 
         Raises:
@@ -86,7 +88,7 @@ class BeamSearcher:
         )
         idle = rows - len(requests)
         all_of = [*requests, *[requests[0]] * idle]
-        asked = beam_search.asked_of(
+        asked = beam_search.beam_requests_of(
             [*limits, *[0] * idle],
             [len(request.tokens) - 1 for request in all_of],
             [sorted(request.ends) for request in all_of],
@@ -112,7 +114,7 @@ class BeamSearcher:
         )
         return tree.byte_count(jax.eval_shape(start))
 
-    def _decodes(self, request: Request, found: beam_search.Found) -> list[Decode]:
+    def _decodes(self, request: Request, found: beam_search.BeamResults) -> list[Decode]:
         return [
             _decode(request, text[: int(found.steps)].tolist(), float(score))
             for text, score, there in zip(found.texts, found.scores, found.there)

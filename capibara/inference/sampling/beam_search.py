@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     dtype: str | None = None
 
 
-class Asked(NamedTuple):
+class BeamRequests(NamedTuple):
     """The requests of B prompts.
 
     Attributes:
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
     min_log_prob: np.ndarray
 
 
-class Found(NamedTuple):
+class BeamResults(NamedTuple):
     """The results for B prompts; the best of the K beams comes last.
 
     `texts` [B, K, T], 0 after the end token; `scores` [B, K]; whether the entry is used [B, K]; `steps` [B], the number
@@ -81,14 +81,14 @@ class Programs(NamedTuple):
     """Jitted functions; a state that is passed to one is donated.
 
     Attributes:
-      begin: (params, batch of B prompts, Asked) -> state with the first token of each beam, and whether all are done.
-      advance: (params, state, Asked, most) -> the same after at most `most` more tokens.
-      found: state -> Found, replicated on every device.
+      begin: (params, batch of B prompts, BeamRequests) -> state with the first token of each beam, and whether all are done.
+      advance: (params, state, BeamRequests, most) -> the same after at most `most` more tokens.
+      found: state -> BeamResults, replicated on every device.
     """
 
-    begin: Callable[[Params, Batch, Asked], tuple[State, jax.Array]]
-    advance: Callable[[Params, State, Asked, Any], tuple[State, jax.Array]]
-    found: Callable[[State], Found]
+    begin: Callable[[Params, Batch, BeamRequests], tuple[State, jax.Array]]
+    advance: Callable[[Params, State, BeamRequests, Any], tuple[State, jax.Array]]
+    found: Callable[[State], BeamResults]
 
 
 def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rules: Rules = Rules()) -> Programs:
@@ -104,7 +104,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         """Replicates a value, so that every process can read it."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
 
-    def begin(params: Params, batch: Batch, asked: Asked) -> tuple[State, jax.Array]:
+    def begin(params: Params, batch: Batch, asked: BeamRequests) -> tuple[State, jax.Array]:
         rows = len(batch["tokens"])
         empty = model.start_cache(rows, sizes.capacity, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
         logits, cache = model.prefill(params, batch, empty)
@@ -112,7 +112,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
         return state, known(jnp.all(state["done"]))
 
-    def advance(params: Params, state: State, asked: Asked, most: jax.Array) -> tuple[State, jax.Array]:
+    def advance(params: Params, state: State, asked: BeamRequests, most: jax.Array) -> tuple[State, jax.Array]:
         def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, made = carried
             logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
@@ -124,18 +124,18 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         state, _ = jax.lax.while_loop(goes_on, one, (state, jnp.int32(0)))
         return state, known(jnp.all(state["done"]))
 
-    def found(state: State) -> Found:
+    def found(state: State) -> BeamResults:
         any_B1 = jnp.any(state["ended"], axis=1, keepdims=True)
         texts = jnp.where(any_B1[..., None], state["ended_texts"], state["texts"])
         scores = jnp.where(any_B1, state["scores"], state["log_p"])
         there = jnp.where(any_B1, state["ended"], state["log_p"] > NEVER / 2)
-        return known(Found(texts, scores, there, state["steps"]))
+        return known(BeamResults(texts, scores, there, state["steps"]))
 
     jit = functools.partial(on_mesh, mesh, rules)
     return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), found=jit(found))
 
 
-def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Found:
+def search(programs: Programs, params: Params, batch: Batch, asked: BeamRequests) -> BeamResults:
     """Runs the search to its end; returns the results on the host.
 
     Args:
@@ -150,14 +150,14 @@ def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Fo
     return jax.device_get(programs.found(state))
 
 
-def asked_of(
+def beam_requests_of(
     limits: Sequence[int], before: Sequence[int], ends: Sequence[Sequence[int]], alpha: float, min_log_prob: float
-) -> Asked:
-    """Builds an Asked from lists with one entry per prompt."""
+) -> BeamRequests:
+    """Builds an BeamRequests from lists with one entry per prompt."""
     longest = max(map(len, ends))
     rows = [[*own, *[-1] * (longest - len(own))] for own in ends]
     ints, floats = functools.partial(np.asarray, dtype=np.int32), functools.partial(np.asarray, dtype=np.float32)
-    return Asked(ints(limits), ints(before), ints(rows), floats(alpha), floats(min_log_prob))
+    return BeamRequests(ints(limits), ints(before), ints(rows), floats(alpha), floats(min_log_prob))
 
 
 def _laid_out(state: State) -> State:
@@ -174,7 +174,7 @@ def _laid_out(state: State) -> State:
     return rest | {"cache": cache}
 
 
-def _nothing_found(rows: int, sizes: Sizes, asked: Asked) -> State:
+def _nothing_found(rows: int, sizes: Sizes, asked: BeamRequests) -> State:
     B, K, T = rows, sizes.num_decodes, sizes.tokens
     first_K = jnp.where(jnp.arange(K) == 0, 0.0, NEVER).astype(jnp.float32)  # at first a prompt's beams are identical
     nothing = jnp.zeros((B, K, T), jnp.int32)
@@ -195,7 +195,7 @@ def _penalty(alpha: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
     return ((5.0 + tokens.astype(jnp.float32)) / 6.0) ** alpha
 
 
-def _chosen(logits: jax.Array, usable: int, state: State, asked: Asked) -> State:
+def _chosen(logits: jax.Array, usable: int, state: State, asked: BeamRequests) -> State:
     """Adds a token to each beam, given the `logits` [B * K, V] after its last one; done prompts are unchanged."""
     (B, K, T), E = state["texts"].shape, asked.ends.shape[1]
     totals, parents, tokens = _candidates(logits, usable, state["log_p"], (1 + E) * K)
@@ -237,7 +237,7 @@ def _candidates(
     return totals, at // each, _taken(tokens, at).astype(jnp.int32)
 
 
-def _done(state: State, asked: Asked) -> jax.Array:
+def _done(state: State, asked: BeamRequests) -> jax.Array:
     """[B]: whether no better beam is possible, or the limit is reached."""
     limits, steps_B = jnp.asarray(asked.limits), state["steps"]
     # No beam is longer than the limit, and log probabilities never increase.

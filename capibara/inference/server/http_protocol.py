@@ -47,7 +47,7 @@ class Waits(enum.Enum):
     ANSWER = "the server"
 
 
-class Room:
+class Connections:
     """The open connections, sorted by how long they have been waiting for a header.
 
     Args:
@@ -139,7 +139,7 @@ class Protocol(H11Protocol):
 
     def __init__(
         self,
-        room: Room,
+        room: Connections,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, object],

@@ -22,9 +22,9 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import bounds
 from capibara.inference.server.bounds import brief
 from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.service import Ask, Served, ServerConfig
+from capibara.inference.server.service import RequestedText, Served, ServerConfig
 
-T = TypeVar("T", bound="Asked")
+T = TypeVar("T", bound="ApiRequest")
 
 _GREEDY_BELOW = 1e-4  # dividing the logits by less may overflow
 _SEEDS = 2**31
@@ -53,7 +53,7 @@ class StreamOptions(pydantic.BaseModel):
     include_obfuscation: bool = False
 
 
-class Asked(pydantic.BaseModel):
+class ApiRequest(pydantic.BaseModel):
     """The parameters common to both APIs; None: not set."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -83,7 +83,7 @@ class Asked(pydantic.BaseModel):
         return 0
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(ApiRequest):
     """The body of POST /v1/completions."""
 
     prompt: Any
@@ -95,7 +95,7 @@ class CompletionAsked(Asked):
         return self.logprobs or 0
 
 
-class ChatAsked(Asked):
+class ChatRequest(ApiRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Any] = pydantic.Field(min_length=1)
@@ -137,7 +137,7 @@ def read(kind: type[T], body: bytes, most_tokens: int) -> T:
         raise _explained(error.errors(include_url=False)[0], kind) from None
 
 
-def _explained(error: Any, kind: type[Asked]) -> Refusal:
+def _explained(error: Any, kind: type[ApiRequest]) -> Refusal:
     name = ".".join(map(str, error["loc"])) or "the body"
     param = str(error["loc"][0]) if error["loc"] else None
     if error["type"] == "missing":
@@ -149,7 +149,7 @@ def _explained(error: Any, kind: type[Asked]) -> Refusal:
     return Refusal(400, f"{name} is {brief(error['input'])}: {said}", param=param, code="invalid_value")
 
 
-def check_model(asked: Asked, served: Served) -> None:
+def check_model(asked: ApiRequest, served: Served) -> None:
     """Raises Refusal if the request names neither the model nor one of its adapters."""
     if asked.model not in (served.name, *served.adapters):
         names = ", ".join(map(repr, (served.name, *served.adapters)))
@@ -161,7 +161,7 @@ def check_model(asked: Asked, served: Served) -> None:
         )
 
 
-def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerConfig) -> list[Ask]:
+def completion_texts(asked: CompletionRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
     """The texts of a completion: n for the first prompt, n for the second, ...
 
     Raises:
@@ -172,13 +172,13 @@ def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerCon
     bounds.check_prompt(asked.prompt, served, config)
     prompts = _prompts(asked.prompt)
     _check_count(asked, len(prompts), config)
-    asks: list[Ask] = []
+    asks: list[RequestedText] = []
     for prompt in prompts:
         asks += _asks(asked, _prompt_ids(prompt, served), (), served, config, "prompt")
     return asks
 
 
-def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list[Ask]:
+def chat_texts(asked: ChatRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
     """The n answers to a conversation.
 
     Raises:
@@ -221,7 +221,7 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
     return _asks(asked, ids, talk.ends, served, config, "messages")
 
 
-def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
+def _check_count(asked: ApiRequest, prompts: int, config: ServerConfig) -> None:
     texts = prompts * (asked.n or 1)
     if texts > config.max_texts:
         given = f"{prompts} prompts, n = {short(asked.n or 1)}" if prompts > 1 else f"n is {short(asked.n)}"
@@ -229,17 +229,17 @@ def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
 
 
 def _asks(
-    asked: Asked, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
-) -> list[Ask]:
+    asked: ApiRequest, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
+) -> list[RequestedText]:
     bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     sampling = _sampling(asked, served, config, room)
     seeds = [(sampling.seed + k) % _SEEDS for k in range(asked.n or 1)]
     rest = (ends, asked.likeliest, None if asked.model == served.name else asked.model)
-    return [Ask(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
+    return [RequestedText(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
 
 
-def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> Sampling:
+def _sampling(asked: ApiRequest, served: Served, config: ServerConfig, room: int) -> Sampling:
     """The sampling of a text that may have at most `room` tokens."""
     name, wanted = asked.longest
     most = min(config.max_tokens or room, room)

@@ -25,10 +25,18 @@ from capibara.core.types import UserError
 from capibara.inference.engine.stream import Completion
 from capibara.inference.server import bounds, openai_api
 from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.openai_api import Asked, ChatAsked, CompletionAsked
+from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.openai_replies import ChatReply, CompletionReply, Reply
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import Answers, Ask, Served, ServerConfig, Service, State, shutting_down
+from capibara.inference.server.service import (
+    Answers,
+    RequestedText,
+    Served,
+    ServerConfig,
+    Service,
+    State,
+    shutting_down,
+)
 from capibara.inference.server.visitors import Guarded, Visitors
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +49,7 @@ _LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadlin
 # Two threads: the interpreter runs one at a time, except while it waits for a tokenizer or a template.
 _preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
 
-Asks = Callable[[Any, Served, ServerConfig], list[Ask]]
+Asks = Callable[[Any, Served, ServerConfig], list[RequestedText]]
 
 
 def app_of(
@@ -60,11 +68,11 @@ def app_of(
 
     @app.post("/v1/completions", dependencies=checked)
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionAsked, openai_api.asks_of_completion, CompletionReply)
+        return await _answer(service, request, CompletionRequest, openai_api.completion_texts, CompletionReply)
 
     @app.post("/v1/chat/completions", dependencies=checked)
     async def chat_completions(request: Request) -> Response:
-        return await _answer(service, request, ChatAsked, openai_api.asks_of_chat, ChatReply)
+        return await _answer(service, request, ChatRequest, openai_api.chat_texts, ChatReply)
 
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
@@ -98,8 +106,8 @@ def app_of(
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
-    guarded = Guarded(_Patient(app, service), service, visitors)
-    return _Counted(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
+    guarded = Guarded(_BodyGate(app, service), service, visitors)
+    return _RequestCounter(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
 
 
 def _about(served: Served, name: str) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
 
 
 async def _answer(
-    service: Service, request: Request, kind: type[Asked], asks_of: Asks, reply_of: type[Reply]
+    service: Service, request: Request, kind: type[ApiRequest], asks_of: Asks, reply_of: type[Reply]
 ) -> Response:
     began_s = time.monotonic()
     served, config = service.check_room(), service.config
@@ -152,7 +160,7 @@ async def _answer(
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
 
 
-async def _parsed(service: Service, kind: type[Asked], body: bytes, most_tokens: int) -> Asked:
+async def _parsed(service: Service, kind: type[ApiRequest], body: bytes, most_tokens: int) -> ApiRequest:
     """Parses one body at a time and yields to others half of the time; a thread would delay them at each read."""
     async with service.parsing:
         began_s = time.monotonic()
@@ -286,7 +294,7 @@ def _fault(error: Exception) -> Refusal:
     return Refusal(500, f"internal error ({type(error).__name__}): see the server's log", code="internal")
 
 
-class _Patient:
+class _BodyGate:
     """Calls an application once a request's body has arrived, in full or large part: incomplete ones stay cheap."""
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -315,7 +323,7 @@ class _Patient:
         await self._app(scope, receive_again, send)
 
 
-class _Counted:
+class _RequestCounter:
     """Counts an application's requests, and logs them if requested."""
 
     def __init__(self, app: ASGIApp, service: Service, metrics: ServingMetrics, paths: set[str]):

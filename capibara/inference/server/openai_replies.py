@@ -10,8 +10,8 @@ from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.stream import Completion, Piece
-from capibara.inference.server.openai_api import Asked, ChatAsked, CompletionAsked
-from capibara.inference.server.service import Ask, Served
+from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
+from capibara.inference.server.service import RequestedText, Served
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 
@@ -29,7 +29,7 @@ class Reply(abc.ABC):
 
     kind = chunk_kind = prefix = ""
 
-    def __init__(self, asked: Asked, served: Served, asks: Sequence[Ask]):
+    def __init__(self, asked: ApiRequest, served: Served, asks: Sequence[RequestedText]):
         self._asked, self._served, self._asks = asked, served, asks
         self._about = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -101,9 +101,9 @@ class CompletionReply(Reply):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
-    _asked: CompletionAsked
+    _asked: CompletionRequest
 
-    def __init__(self, asked: CompletionAsked, served: Served, asks: Sequence[Ask]):
+    def __init__(self, asked: CompletionRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(asked, served, asks)
         self._offsets = [0] * len(asks)
         self._echoed = [served.vocabulary.decode(ask.ids) if asked.echo else "" for ask in asks]
@@ -138,7 +138,7 @@ class ChatReply(Reply):
     """The response of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    _asked: ChatAsked
+    _asked: ChatRequest
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}

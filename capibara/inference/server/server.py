@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, service: Service):
-        self._room = http_protocol.Room(service)
+        self._room = http_protocol.Connections(service)
         config = uvicorn.Config(
             app,
             http=functools.partial(http_protocol.Protocol, self._room),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
 
 
-class Door(NamedTuple):
+class Endpoint(NamedTuple):
     """The server's entrance: a listening socket, its API keys (empty: none is required), and the URL."""
 
     listening: socket.socket
@@ -102,13 +102,13 @@ class Door(NamedTuple):
     url: str
 
 
-def opened(host: str, port: int, key_file: str | None, variable: str) -> Door:
+def open_endpoint(host: str, port: int, key_file: str | None, variable: str) -> Endpoint:
     """Listens, with API keys from a file or an environment variable.
 
     Raises:
       UserError: the address cannot be used, or other machines could send requests without a key.
     """
-    keys = keys_of(key_file, variable)
+    keys = read_api_keys(key_file, variable)
     try:
         listening = listen(host, port)
     except (OSError, UnicodeError) as error:  # the latter: an invalid host name
@@ -116,10 +116,10 @@ def opened(host: str, port: int, key_file: str | None, variable: str) -> Door:
     address, port = listening.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address).is_loopback:
         raise UserError(f"--host={host} is open to other machines: set {variable} or --api_key_file, or omit --host")
-    return Door(listening, keys, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
+    return Endpoint(listening, keys, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
 
 
-def fitting(config: ServerConfig) -> ServerConfig:
+def with_file_limit(config: ServerConfig) -> ServerConfig:
     """Raises the process's limit of open files for the connections; lowers the number of connections if that fails."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Each connection may be open beside the one that it replaces.
@@ -138,7 +138,7 @@ def fitting(config: ServerConfig) -> ServerConfig:
     return config
 
 
-def keys_of(path: str | None, variable: str) -> list[str]:
+def read_api_keys(path: str | None, variable: str) -> list[str]:
     """The API keys: the lines of a file, or the value of an environment variable; none may be empty.
 
     Raises:
@@ -180,7 +180,7 @@ def run(
     """
     metrics = ServingMetrics(lambda: service.load)
     service = Service(metrics)
-    service.config = fitting(service.config)
+    service.config = with_file_limit(service.config)
     address = listening.getsockname()[0]
     visitors = visitors_of(host, address, ipaddress.ip_address(address).is_loopback)
     server = Server(app_of(service, metrics, keys, visitors), service)
@@ -192,7 +192,7 @@ def run(
             if leader is not None:
                 served.engine.lead(leader.send)
             served.engine.start()
-            service.ready(served, fitting(config))
+            service.ready(served, with_file_limit(config))
             # Freezes what is loaded: a garbage collection over it would stop every thread for up to 0.1 s.
             gc.collect()
             gc.freeze()

@@ -144,7 +144,7 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class RequestedText:
     """One requested text.
 
     It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, and the
@@ -330,7 +330,7 @@ class Service:
             self.body_bytes -= held
             self.freed_bytes += held
 
-    def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
+    def ask(self, asks: Sequence[RequestedText], began_s: float) -> Answers:
         """Submits the texts of one request that arrived at `began_s` by time.monotonic.
 
         Raises:

@@ -33,7 +33,7 @@ class OutputFirst:
         leading = x.shape[:-in_dims]
         x_NI = x.reshape(math.prod(leading), -1)
         weight_OI = self.matrix_OI.astype(x.dtype)
-        if len(weight_OI) > weight_OI.shape[1] and pays_in_pairs(weight_OI, x_NI):
+        if len(weight_OI) > weight_OI.shape[1] and is_faster_in_pairs(weight_OI, x_NI):
             y = product_in_pairs(weight_OI, x_NI)
         elif 1 < len(x_NI) <= _FEW_TOKENS:  # without the barrier XLA would swap the operands
             y = jax.lax.optimization_barrier(weight_OI @ x_NI.T).T
@@ -58,7 +58,7 @@ _FEW_TOKENS = 32
 _PAIRED_TOKENS = range(4, 9)
 
 
-def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
+def is_faster_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
     """Whether `product_in_pairs` is faster on a CPU: for 4 to 8 tokens in float32 and many outputs."""
     return len(x_NI) in _PAIRED_TOKENS and len(weight_OI) % 2 == 0 and x_NI.dtype == weight_OI.dtype == jnp.float32
 
@@ -109,7 +109,7 @@ _matmul.defvjp(lambda x_NI, weight_IO: (x_NI @ weight_IO, (x_NI, weight_IO)), _m
 
 def logits_of_one(hidden_B1D: jax.Array, head_VD: jax.Array, *, in_pairs: bool) -> jax.Array:
     """See reference.logits; for one token per row. The head is the first operand, in pairs of rows if that pays."""
-    if in_pairs and pays_in_pairs(head_VD, hidden_B1D[:, 0]):
+    if in_pairs and is_faster_in_pairs(head_VD, hidden_B1D[:, 0]):
         return product_in_pairs(head_VD, hidden_B1D[:, 0])[:, None]
     logits = jnp.einsum("VD,BTD->VBT", head_VD, hidden_B1D, preferred_element_type=jnp.float32)
     return jnp.moveaxis(logits, 0, -1)

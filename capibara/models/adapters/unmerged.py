@@ -40,7 +40,7 @@ class Adapter(NamedTuple):
     values: Params
 
 
-class Beside(NamedTuple):
+class BatchAdapters(NamedTuple):
     """The adapters of a batch.
 
     Attributes:
@@ -52,7 +52,7 @@ class Beside(NamedTuple):
     of_row: jax.Array | np.ndarray
 
 
-class Shaped(Protocol):
+class PlainModel(Protocol):
     """The parts of a model without adapters (an api.Model) that are used here."""
 
     @property
@@ -62,7 +62,7 @@ class Shaped(Protocol):
     def abstract_params(self) -> Params: ...
 
 
-def check(model: Shaped, one: Adapter) -> None:
+def check(model: PlainModel, one: Adapter) -> None:
     """Checks that the model can run with this adapter unmerged.
 
     Raises:
@@ -99,7 +99,7 @@ def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
         )
 
 
-def together(
+def stack_factors(
     given: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
 ) -> tuple[Params, ...]:
     """Stacks the factors of all adapters, for each layer, on the host.
@@ -135,8 +135,8 @@ def together(
     return found
 
 
-def axes_of(model: Shaped, found: tuple[Params, ...]) -> tuple[Params, ...]:
-    """The logical axes of the result of `together`."""
+def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
+    """The logical axes of the result of `stack_factors`."""
 
     def of_weight(part: str, last: str, own: Params) -> dict[str, tuple[str | None, ...]]:
         axes = model.axes["layers"][part][last][1:]
@@ -150,14 +150,14 @@ def axes_of(model: Shaped, found: tuple[Params, ...]) -> tuple[Params, ...]:
     )
 
 
-def attach(block: nnx.Module, beside: Beside | None, layer: int) -> None:
+def attach(block: nnx.Module, beside: BatchAdapters | None, layer: int) -> None:
     """Attaches one layer's adapters to the parts of a bound block, for the rows that it reads next."""
     for part, weights in beside.layers[layer].items() if beside else ():
         for name, factors in weights.items():
-            setattr(getattr(block, part), name + SUFFIX, _OfRows(factors, beside.of_row))
+            setattr(getattr(block, part), name + SUFFIX, _RowAdapters(factors, beside.of_row))
 
 
-class _OfRows:
+class _RowAdapters:
     """Stands in for an adapter: applies each row's own."""
 
     def __init__(self, factors: Params, of_row: jax.Array):

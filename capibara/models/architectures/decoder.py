@@ -210,7 +210,7 @@ class Decoder(nnx.Module):
           values: parameters of the layers, from `stack.unstacked`.
           batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
             optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
-            unmerged.Beside.
+            unmerged.BatchAdapters.
           kept: the cache.
           is_prefill: whether the cache is empty.
         """

@@ -83,7 +83,7 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillI
     return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
 
 
-def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def as_cached(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values as the layer's cache will return them, in their own dtypes.
 
     Tokens that are read together then see the same keys and values as later tokens do, so the generated text does not
@@ -101,10 +101,10 @@ def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[ja
     return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
 
 
-def multiplied_as_kept(layer: LayerCache, q_BTNH: jax.Array) -> bool:
+def attends_quantized_cache(layer: LayerCache, q_BTNH: jax.Array) -> bool:
     """Whether `attend` also handles a prefill into an empty cache.
 
-    For an 8-bit cache, `as_kept` would round to 16 bits what `attend` multiplies exactly as 8-bit numbers and scales. A
+    For an 8-bit cache, `as_cached` would round to 16 bits what `attend` multiplies exactly as 8-bit numbers and scales. A
     chunk longer than an engine reads at once does not qualify: its scores would take too much memory.
     """
     return "key_scale" in layer and q_BTNH.dtype.itemsize < 4 and q_BTNH.shape[1] <= _AT_ONCE

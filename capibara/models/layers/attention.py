@@ -108,10 +108,10 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x_BTD, x_BTD, angles) if heads is None else heads
         in_pages = paged.is_paged(layer)
         written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
-        if now.is_prefill and not dense.multiplied_as_kept(layer, q):
+        if now.is_prefill and not dense.attends_quantized_cache(layer, q):
             segments = now.real.astype(jnp.int32)
             of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "sinks_N": self.sinks_N}
-            k, v = dense.as_kept(layer, k, v)
+            k, v = dense.as_cached(layer, k, v)
             inputs = AttentionInputs(q, k, v, segments, segments, **of_scores)
             y = attend(inputs, kind, self.config.attention)
         elif in_pages:

@@ -350,7 +350,7 @@ def _run(
     If `of_program` knows the result of that program, the child is ended.
     """
     begin_s = time.monotonic()
-    child_says = _Says(status, of_program)
+    child_says = _ChildOutput(status, of_program)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with contextlib.ExitStack() as running:
             try:
@@ -423,7 +423,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-class _Says:
+class _ChildOutput:
     """What a child has printed so far.
 
     Attributes:
@@ -438,7 +438,7 @@ class _Says:
         self.known: Verdict | None = None
         self._status, self._of_program, self._told_s = status, of_program, -_STATUS_EVERY_S
 
-    def hear(self, elapsed_s: float, lines: Sequence[str]) -> None:
+    def process(self, elapsed_s: float, lines: Sequence[str]) -> None:
         """Processes new lines; calls `status` when the phase is new or was last reported some time ago."""
         phases = [line.removeprefix(PHASE).strip() for line in lines if line.startswith(PHASE)]
         if phases or elapsed_s - self._told_s >= _STATUS_EVERY_S:
@@ -450,7 +450,7 @@ class _Says:
                 self.known = self._of_program(self.program)
 
 
-def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, says: _Says) -> bool:
+def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, says: _ChildOutput) -> bool:
     """Waits until the child ends or its program's result is known; returns False at the deadline."""
     read = 0
     while True:
@@ -460,7 +460,7 @@ def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s:
         text = os.pread(out.fileno(), 1 << 20, read)
         whole = text[: text.rfind(b"\n") + 1]
         read += len(whole)
-        says.hear(elapsed_s, whole.decode(errors="replace").splitlines())
+        says.process(elapsed_s, whole.decode(errors="replace").splitlines())
         if ended or says.known:
             return True
         if elapsed_s >= deadline_s:

@@ -11,13 +11,13 @@ from capibara.planner.model.workload import Workload
 from capibara.planner.report import page, report
 from capibara.planner.search import questions
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import Walk
+from capibara.planner.search.verify import VerifiedRanking
 from capibara.storage import outputs
 
 
 def save(
     args: argparse.Namespace,
-    walk: Walk,
+    walk: VerifiedRanking,
     work: Workload,
     slice_: Slice,
     offers: Sequence[Offer],

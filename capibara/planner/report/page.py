@@ -12,7 +12,7 @@ from capibara.planner.model.workload import Workload
 from capibara.planner.report import report
 from capibara.planner.search.ranking import Ranked
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import Walk
+from capibara.planner.search.verify import VerifiedRanking
 
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
            "#7a8b2e", "#c44e52")  # fmt: skip
@@ -32,7 +32,7 @@ _NOTE = "Predictions of the cost model, except results marked as the TPU compile
 
 
 def page(
-    walk: Walk,
+    walk: VerifiedRanking,
     work: Workload,
     slice_: Slice,
     *,
@@ -93,7 +93,7 @@ def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: f
     yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
+def _proof(walk: VerifiedRanking, slice_: Slice) -> Iterator[str]:
     """The compile results: a table, and the proven plan's figures."""
     if not walk.tried:
         return
@@ -199,7 +199,7 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
     )
 
 
-def _table(walk: Walk, work: Workload, slice_: Slice, top: int) -> str:
+def _table(walk: VerifiedRanking, work: Workload, slice_: Slice, top: int) -> str:
     rows = []
     for index, one in enumerate(walk.ranked[:top]):
         cost = one.cost

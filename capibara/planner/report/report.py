@@ -19,7 +19,7 @@ from capibara.planner.search import advice, ranking
 from capibara.planner.search.choice import Kind
 from capibara.planner.search.ranking import Goal, Ranked
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import Walk
+from capibara.planner.search.verify import VerifiedRanking
 from capibara.sharding import Remat
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def plans_json(
-    walk: Walk,
+    walk: VerifiedRanking,
     work: Workload,
     slice_: Slice,
     *,
@@ -120,7 +120,9 @@ MEMORY_PARTS = {
 }
 
 
-def show(walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None) -> None:
+def show(
+    walk: VerifiedRanking, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
+) -> None:
     """Prints the chosen plan and the runners-up."""
     from rich.table import Table
 
@@ -221,7 +223,7 @@ def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
         yield f"  {rule.describe(work.length)}"
 
 
-def _proof(walk: Walk) -> Iterable[str]:
+def _proof(walk: VerifiedRanking) -> Iterable[str]:
     """The compile results, one line per plan."""
     for one in walk.tried:
         plan, predicted, compiled = one.ranked.choice.describe(), one.ranked.memory.peak, one.verdict.compiled
@@ -243,7 +245,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.2g} ms"
 
 
-def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
+def why_not(one: Ranked, walk: VerifiedRanking, work: Workload) -> str:
     """Why a plan ranks below the first."""
     best = walk.ranked[0]
     if not one.fits:
@@ -337,7 +339,9 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (), bound: Sequence[str] = ()) -> str:
+def gin(
+    walk: VerifiedRanking, work: Workload, slice_: Slice, includes: Sequence[str] = (), bound: Sequence[str] = ()
+) -> str:
     """The first plan as a Gin file; include it after a run file, or pass it as another --gin_file.
 
     Args:

@@ -22,7 +22,7 @@ _BEYOND = 1.02  # assumed ratio of need to limit for a plan that does not fit, i
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class CompiledPlan:
     """A plan that was compiled.
 
     Attributes:
@@ -44,7 +44,7 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class VerifiedRanking:
     """The result of the compiles.
 
     Attributes:
@@ -55,23 +55,23 @@ class Walk:
     """
 
     ranked: list[Ranked]
-    tried: list[Tried]
-    proven: Tried | None
+    tried: list[CompiledPlan]
+    proven: CompiledPlan | None
     question: Question
 
-    def of(self, ranked: Ranked) -> Tried | None:
+    def of(self, ranked: Ranked) -> CompiledPlan | None:
         """The compile result of a plan; None: not compiled."""
         return next((one for one in self.tried if one.ranked.choice == ranked.choice), None)
 
 
-def unproven(ranked: list[Ranked], question: Question) -> Walk:
+def unproven(ranked: list[Ranked], question: Question) -> VerifiedRanking:
     """A ranking without compiled plans."""
-    return Walk(ranked, [], None, question)
+    return VerifiedRanking(ranked, [], None, question)
 
 
 def walk(
     work: Workload, slice_: Slice, question: Question, prove: Callable[[Ranked], Verdict], *, most: int = 6
-) -> Walk:
+) -> VerifiedRanking:
     """Compiles the best plan, learns, ranks again, until no plan promises more than a proven one.
 
     Args:
@@ -82,7 +82,7 @@ def walk(
     Raises:
       UserError: no plan was proven, or as in ranking.search.
     """
-    tried: list[Tried] = []
+    tried: list[CompiledPlan] = []
 
     def score(ranked: Ranked) -> float:
         largest = question.goal is Goal.LARGEST_BATCH
@@ -98,10 +98,10 @@ def walk(
         if new is None or not worth or len(tried) == most:
             if proven is None:
                 raise UserError(_nothing_proven(tried, new, slice_, question))
-            return Walk(_with_first(ranked, proven, tried), tried, proven, question)
+            return VerifiedRanking(_with_first(ranked, proven, tried), tried, proven, question)
         verdict = prove(new)
         shown = learned(work, new, verdict)
-        tried.append(Tried(new, verdict, shown))
+        tried.append(CompiledPlan(new, verdict, shown))
         if shown is not None:
             scales = dict(question.scales) | {new.choice.kind: shown}
             question = dataclasses.replace(question, scales=tuple(scales.items()))
@@ -123,14 +123,14 @@ def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
     return max(0.1, (peak - plain.state) / (plain.peak - plain.state))
 
 
-def _with_first(ranked: list[Ranked], proven: Tried, tried: list[Tried]) -> list[Ranked]:
+def _with_first(ranked: list[Ranked], proven: CompiledPlan, tried: list[CompiledPlan]) -> list[Ranked]:
     """The ranking without plans that failed, the proven one first."""
     bad = {one.ranked.choice for one in tried if not one.good}
     first = next((one for one in ranked if one.choice == proven.ranked.choice), proven.ranked)
     return [first, *(one for one in ranked if one.choice not in bad and one.choice != first.choice)]
 
 
-def _nothing_proven(tried: list[Tried], new: Ranked | None, slice_: Slice, question: Question) -> str:
+def _nothing_proven(tried: list[CompiledPlan], new: Ranked | None, slice_: Slice, question: Question) -> str:
     """An error that says why no plan was proven."""
     last = tried[-1] if tried else None
     if last and last.verdict.compiled is None:

@@ -63,7 +63,7 @@ def test_a_search_as_wide_as_all_texts_finds_the_best_of_them(alpha, ends):
     params, tokens, K = params_of(SMALL), 4, 60
     served, prompts = SMALL.serving(params), [[0, 5, 2], [0, 6]]
     sizes = beam_search.Sizes(K, tokens, 8)
-    asked = beam_search.asked_of([tokens] * 2, [2, 1], [ends] * 2, alpha, -1e7)
+    asked = beam_search.beam_requests_of([tokens] * 2, [2, 1], [ends] * 2, alpha, -1e7)
     batch = {"tokens": np.array([[0, 5, 2], [0, 6, 0]], np.int32), "counts": np.array([3, 2], np.int32)}
     found = beam_search.search(beam_search.build(SMALL, 7, sizes), served, batch, asked)
     for row, prompt in enumerate(prompts):

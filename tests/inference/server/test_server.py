@@ -508,4 +508,4 @@ def test_a_configuration_that_makes_no_sense():
     with pytest.raises(UserError, match="ServerConfig.timeout_s is 0.0, must be above 0"):
         ServerConfig(timeout_s=0.0)
     with pytest.raises(UserError, match="has no key"):
-        server.keys_of("/dev/null", "NONE")
+        server.read_api_keys("/dev/null", "NONE")

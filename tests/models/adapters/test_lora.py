@@ -285,7 +285,7 @@ def test_what_a_layer_does_not_have_is_zero_and_has_no_gradient():
         (dict(fused=(("query", "key"), ("key", "value"))), "Lora.fused has 'key', .* each in one group"),
         (
             dict(fused=FUSED, rank_pattern=(("query", 2),)),
-            r"Lora.fused has layers/attention/value .* \(\[32, 16\] and \[32, 2\]\): give them one rank",
+            r"Lora.fused groups layers/attention/value .* \(\[32, 16\] and \[32, 2\]\): give them one rank",
         ),
         (dict(targets=("layers/2/*",)), "targets has 'layers/2/.', which must match one of layers/attention/key"),
         (dict(targets=("layers/1/*",), dora=True), "dora is set, and layers/attention/key has no adapter in layer 0"),

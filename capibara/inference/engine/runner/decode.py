@@ -20,7 +20,7 @@ from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.prefill import Prefilled
 from capibara.inference.engine.runner.programs import Programs, SampledTokens, State
 from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
-from capibara.models.api import Beside, Cache
+from capibara.models.api import BatchAdapters, Cache
 
 
 class Pending(NamedTuple):
@@ -210,7 +210,7 @@ class DecodeRunner:
         return seen
 
     @property
-    def _beside(self) -> Beside | None:
+    def _beside(self) -> BatchAdapters | None:
         """The adapters, and each slot's."""
         return self._adapters.of(self._adapter_numbers)
 

@@ -16,7 +16,7 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params
 from capibara.inference.sampling.sampler import Settings, choose, log_probability
-from capibara.models.api import Beside, Cache, Model, paged, put_rows
+from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows
 
 State = dict[str, Any]
 """On the devices, for B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
@@ -151,7 +151,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
     def step(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, count: Array,
-        table: Array | None, alternatives: int, beside: Beside | None = None,
+        table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
             weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
@@ -162,7 +162,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
     def verify(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, guesses: Array, counts: Array,
-        table: Array | None, alternatives: int, beside: Beside | None = None,
+        table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         state = state | {"cache": paged.with_table(state["cache"], table)}
         given = (settings, index, forced, guesses, counts, alternatives, beside)
@@ -237,7 +237,7 @@ def _next(
     forced_B: jax.Array,
     table: jax.Array | None,
     alternatives: int,
-    adapters: Beside | None,
+    adapters: BatchAdapters | None,
 ) -> tuple[State, SampledTokens]:
     """State, and the next token of every row."""
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
@@ -343,7 +343,7 @@ def _verify(
     guesses: jax.Array,
     counts_B: jax.Array,
     alternatives: int,
-    adapters: Beside | None,
+    adapters: BatchAdapters | None,
 ) -> tuple[State, SampledTokens]:
     """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess."""
     B, T = len(forced_B), 1 + guesses.shape[1]
