@@ -54,7 +54,8 @@ def into_pages_reference(pool: jax.Array, new_NKx: jax.Array, page_N: jax.Array,
 
 def _into_pages_apart(pool: jax.Array, new_NKx: jax.Array, page_N: jax.Array, offset_N: jax.Array) -> jax.Array:
     for token in range(len(page_N)):
-        at = (page_N[token], 0, offset_N[token], *(0,) * (pool.ndim - 3))
+        rest = (0,) * (pool.ndim - 3)
+        at: tuple[jax.typing.ArrayLike, ...] = (page_N[token], 0, offset_N[token], *rest)
         pool = jax.lax.dynamic_update_slice(pool, new_NKx[token][None, :, None], at)
     return pool
 

@@ -35,16 +35,21 @@ def _cpu_gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Ar
     return activation(gate) * up
 
 
-def _cpu_gated_forward(activation: Activation, gate: jax.Array, up: jax.Array):
+def _cpu_gated_forward(
+    activation: Activation, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _cpu_gated(activation, gate, up), (gate, up)
 
 
-def _cpu_gated_backward(activation: Activation, kept, upstream: jax.Array):
+def _cpu_gated_backward(
+    activation: Activation, kept: tuple[jax.Array, jax.Array], upstream: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     # Without the first barrier XLA would notice what both passes compute, and save it; without the second it would
     # write and reread what both gradients compute, which takes longer than computing it twice.
     gate, up = jax.lax.optimization_barrier(kept)
     _, pull = jax.vjp(lambda gate: activation(gate) * up, gate)
-    return *pull(upstream), upstream * activation(jax.lax.optimization_barrier(gate))
+    (of_gate,) = pull(upstream)
+    return of_gate, upstream * activation(jax.lax.optimization_barrier(gate))
 
 
 _cpu_gated.defvjp(_cpu_gated_forward, _cpu_gated_backward)

@@ -23,8 +23,8 @@ def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> 
     # XLA's CPU back end would recompute sines and cosines in the fusions of every unrolled layer; it keeps the results
     # of a loop (an optimization_barrier is removed before fusion).
     halves = jnp.stack(jnp.split(frequency, 2, axis=-1))
-    found = jax.lax.map(lambda half: reference(positions_BT, half, magnitude), halves)
-    return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in found)
+    sin, cos = jax.lax.map(lambda half: reference(positions_BT, half, magnitude), halves)
+    return jnp.concatenate([sin[0], sin[1]], axis=-1), jnp.concatenate([cos[0], cos[1]], axis=-1)
 
 
 def reference(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:

@@ -8,6 +8,7 @@ CPU matmul runs at full speed: gradients of keys and values are computed transpo
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,17 @@ def attend(inputs: AttentionInputs, spec: AttentionSpec, block: int | None = Non
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _blockwise(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec: AttentionSpec, block, sinks_N):
+def _blockwise(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, q_segments_BT: jax.Array, kv_segments_BS: jax.Array,
+    bias_NTS: jax.Array | None, spec: AttentionSpec, block: int, sinks_N: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec, block, sinks_N)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec, block, sinks_N):
+def _forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, q_segments_BT: jax.Array, kv_segments_BS: jax.Array,
+    bias_NTS: jax.Array | None, spec: AttentionSpec, block: int, sinks_N: jax.Array | None,
+) -> tuple[jax.Array, Any]:  # fmt: skip
     K = k_BSKH.shape[2]
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     segments = (q_segments_BT, kv_segments_BS)
@@ -65,13 +72,14 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, sp
     return jnp.concatenate([_time_first(y) for y in outputs], axis=1), saved
 
 
-def _backward(spec, block, saved, dy_BTNH):
+def _backward(spec: AttentionSpec, block: int, saved: Any, dy_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z = saved
     (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
     # The ranges of keys visible to blocks of queries begin and end at block boundaries, or at the end of the keys.
     edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(spec, start, block, S))} | {0, S})
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
-    dq, dbias, dsinks = [], [], 0.0
+    dq, dbias = [], []
+    dsinks: jax.Array | float = 0.0
     for index, start in enumerate(range(0, T, block)):
         scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, spec, start)
         q, y = _fold(queries[index]), _fold(outputs[index])
@@ -79,8 +87,8 @@ def _backward(spec, block, saved, dy_BTNH):
         # The softmax's gradient needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
         inner = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
         weights = jnp.exp(scores - log_z[index])
-        if sinks_N is not None:  # like a key whose value is 0
-            taken = jnp.exp(_sinks(sinks_N, K, block) - log_z[index]) * inner
+        if (sinks := _sinks(sinks_N, K, block)) is not None:  # like a key whose value is 0
+            taken = jnp.exp(sinks - log_z[index]) * inner
             dsinks -= jnp.sum(taken.reshape(B, K, -1, block), axis=(0, 3)).reshape(-1)
         dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
         if spec.soft_cap is not None:
@@ -101,7 +109,7 @@ def _backward(spec, block, saved, dy_BTNH):
     # Transposed part by part: for whole rows XLA would read each column across the whole cache.
     dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
     dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
-    dsinks_N = None if sinks_N is None else dsinks.astype(sinks_N.dtype)
+    dsinks_N = None if sinks_N is None else jnp.asarray(dsinks).astype(sinks_N.dtype)
     return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS, dsinks_N
 
 
@@ -124,7 +132,14 @@ def _edges(keys: slice) -> tuple[int, int]:
     return keys.start, keys.stop
 
 
-def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, spec, start):
+def _scores(
+    q_BKGTH: jax.Array,
+    k_BKSH: jax.Array,
+    segments: tuple[jax.Array, jax.Array],
+    bias_NTS: jax.Array | None,
+    spec: AttentionSpec,
+    start: int,
+) -> tuple[jax.Array, slice]:
     """Masked scores [B, K, G * T, keys] of the block of queries at `start`, and the slice of keys that they cover."""
     B, K, G, block, _ = q_BKGTH.shape
     rows, keys = slice(start, start + block), _seen(spec, start, block, k_BKSH.shape[2])
@@ -144,34 +159,34 @@ def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, spec, start):
     return scores.reshape(B, K, G * block, -1), keys
 
 
-def _sinks(sinks_N, K, block):
+def _sinks(sinks_N: jax.Array | None, K: int, block: int) -> jax.Array | None:
     """The sink of each row of scores: [1, K, G * block, 1]."""
     return None if sinks_N is None else jnp.repeat(sinks_N.reshape(1, K, -1), block, axis=2)[..., None]
 
 
-def _dot(a, b, contract_a, contract_b):
+def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:
     """A product batched over the first two dimensions, accumulated in float32."""
     dimensions = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _queries_first(x_BTNH, K):
+def _queries_first(x_BTNH: jax.Array, K: int) -> jax.Array:
     """[B, T, N, H] -> [B, K, G, T, H]."""
     B, T, N, H = x_BTNH.shape
     return jnp.moveaxis(x_BTNH.reshape(B, T, K, N // K, H), 1, 3)
 
 
-def _time_first(x_BKGTH):
+def _time_first(x_BKGTH: jax.Array) -> jax.Array:
     B, K, G, T, H = x_BKGTH.shape
     return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
 
 
-def _fold(x_BKGTX):
+def _fold(x_BKGTX: jax.Array) -> jax.Array:
     """Merges the query heads of each key/value head: [B, K, G * T, X]."""
     B, K, G, T, X = x_BKGTX.shape
     return x_BKGTX.reshape(B, K, G * T, X)
 
 
-def _unfold(x, block):
+def _unfold(x: jax.Array, block: int) -> jax.Array:
     B, K, rows, H = x.shape
     return x.reshape(B, K, rows // block, block, H)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -39,7 +41,9 @@ def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | No
     return f"takes {takes}, not {inputs.described(spec)}"
 
 
-def attend(inputs: AttentionInputs, spec: AttentionSpec, implementation: str = "cudnn") -> jax.Array:
+def attend(
+    inputs: AttentionInputs, spec: AttentionSpec, implementation: Literal["cudnn", "xla"] = "cudnn"
+) -> jax.Array:
     """See signature.AttentionKernel.
 
     cuDNN skips blocks hidden by the causal mask and the window. Segments are passed as a mask [B, 1, T, S], which it

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
 from capibara.core.types import UserError
+from capibara.kernels.attention import blockwise, cudnn, reference
 from capibara.kernels.attention.signature import AttentionInputs, AttentionKernel
 from capibara.kernels.attention.spec import AttentionSpec
 
@@ -66,7 +67,7 @@ def _chosen(inputs: AttentionInputs, spec: AttentionSpec, backend: AttentionBack
         best = AttentionBackend.BLOCKWISE
     chosen = best if backend is AttentionBackend.AUTO else backend
     if _PLATFORM.get(chosen, platform) != platform:
-        unsupported_reason = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
+        unsupported_reason: str | None = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
     else:
         unsupported_reason = _kernel(chosen).unsupported_reason(inputs, spec)
     if unsupported_reason is None:
@@ -79,11 +80,11 @@ def _chosen(inputs: AttentionInputs, spec: AttentionSpec, backend: AttentionBack
 def _kernel(backend: AttentionBackend) -> AttentionKernel:
     match backend:
         case AttentionBackend.SPLASH:
-            from capibara.kernels.attention import splash as kernel  # importing Pallas takes a second
+            from capibara.kernels.attention import splash  # importing Pallas takes a second
+
+            return splash
         case AttentionBackend.CUDNN:
-            from capibara.kernels.attention import cudnn as kernel
+            return cudnn
         case AttentionBackend.BLOCKWISE:
-            from capibara.kernels.attention import blockwise as kernel
-        case _:
-            from capibara.kernels.attention import reference as kernel
-    return kernel
+            return blockwise
+    return reference

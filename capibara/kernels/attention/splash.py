@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from capibara import sharding
 from capibara.kernels.attention.signature import AttentionInputs, reference_only
 from capibara.kernels.attention.spec import AttentionSpec
 
+Kernel = kernel_lib.SplashAttentionKernel
 # A multiple of the 128 lanes of a vector register; rows are padded to it.
 _LANES = 128
 # No token has this segment id: padding sees only padding, so that its softmax has a finite sum too.
@@ -58,15 +60,15 @@ def attend(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool = False
     sharding.balanced; others are read at trace time. `interpret` runs the kernel in Pallas's interpreter, on any
     platform.
     """
-    if sharding.active() is None:
+    if (active := sharding.active()) is None:
         return _on_one_device(inputs, spec, interpret)
-    return _on_mesh(inputs, spec, interpret)
+    return _on_mesh(*active, inputs, spec, interpret)
 
 
 def _on_one_device(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> jax.Array:
     q_BTNH, *of_keys = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH, inputs.kv_segments_BS
     if inputs.kv_row_positions_S is not None:
-        of_keys = [in_order(x, inputs.kv_row_positions_S) for x in of_keys]
+        of_keys = [in_order(x, np.asarray(inputs.kv_row_positions_S)) for x in of_keys]
     k_BSKH, v_BSKH, kv_segments_BS = of_keys
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     row_positions_T = np.arange(T) if inputs.q_row_positions_T is None else np.asarray(inputs.q_row_positions_T)
@@ -74,8 +76,9 @@ def _on_one_device(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool
     return _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, inputs.q_segments_BT, kv_segments_BS, inputs.sinks_N)
 
 
-def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> jax.Array:
-    mesh, rules = sharding.active()
+def _on_mesh(
+    mesh: Mesh, rules: sharding.Rules, inputs: AttentionInputs, spec: AttentionSpec, interpret: bool
+) -> jax.Array:
     q_BTNH, k_BSKH, v_BSKH = inputs[:3]
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
     time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
@@ -95,7 +98,10 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
         spec, row_positions_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret
     )
 
-    def local(kernel, q, k, v, q_segments, kv_segments, sinks):
+    def local(
+        kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array,
+        sinks: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
         if time_axes:
             k, v, kv_segments = (jax.lax.all_gather(x, time_axes, axis=1, tiled=True) for x in (k, v, kv_segments))
         if kv_row_positions_S is not None:
@@ -106,11 +112,11 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
     rows, heads = P(batch_axes, time_axes), P(batch_axes, time_axes, head_axes)
     # Inside another shard_map (of a pipeline), the mesh has manual axes already.
     outer = jax.sharding.get_abstract_mesh()
-    mesh = outer if outer.manual_axes else mesh
+    on = outer if outer.manual_axes else mesh
     masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes if parts > 1 else ())))
     sharded = jax.shard_map(
         local,
-        mesh=mesh,
+        mesh=on,
         in_specs=(masks, heads, heads, heads, rows, rows, P(head_axes)),
         out_specs=heads,
         # All axes, those of size one too: the compiler cannot partition a kernel.
@@ -145,7 +151,16 @@ def block_sizes(T: int, S: int) -> kernel_lib.BlockSizes:
     )
 
 
-def _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N) -> jax.Array:
+def _run(
+    kernel: Kernel,
+    spec: AttentionSpec,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     q_BTNH = (q_BTNH.astype(jnp.float32) * spec.scale).astype(q_BTNH.dtype)  # the kernel does not scale
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
@@ -155,7 +170,14 @@ def _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, si
 
 
 @jax.custom_vjp
-def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
+def _with_early_normalisers(
+    kernel: Kernel,
+    q_BNTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    segments: kernel_lib.SegmentIds,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
     """Runs the kernel on each row, and reduces its saved normalisers right away.
 
     The kernel returns each normaliser 128 times, together as large as the queries in float32, and XLA would keep them
@@ -164,14 +186,21 @@ def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
     return _of_rows(kernel, segments, sinks_N)(q_BNTH, k_BKSH, v_BKSH)
 
 
-def _of_rows(kernel, segments, sinks_N) -> Callable[..., jax.Array]:
-    """The kernel, mapped over rows: a function of queries, keys and values."""
+def _of_rows(kernel: Kernel, segments: kernel_lib.SegmentIds, sinks_N: jax.Array | None) -> Callable[..., Any]:
+    """The kernel, mapped over rows: a function of queries, keys and values that gives the output alone."""
     if sinks_N is None:
         return lambda q, k, v: jax.vmap(kernel)(q, k, v, segments)
     return lambda q, k, v: jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, sinks_N)
 
 
-def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
+def _early_forward(
+    kernel: Kernel,
+    q_BNTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    segments: kernel_lib.SegmentIds,
+    sinks_N: jax.Array | None,
+) -> tuple[jax.Array, Any]:
     y_BNTH, pull = jax.vjp(_of_rows(kernel, segments, sinks_N), q_BNTH, k_BKSH, v_BKSH)
     leaves, tree = jax.tree.flatten(pull)
     indices = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
@@ -182,12 +211,16 @@ def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
     return y_BNTH, (jax.tree.unflatten(tree, leaves), of_sinks)
 
 
-def _early_backward(saved, dy_BNTH):
+def _early_backward(saved: Any, dy_BNTH: jax.Array) -> tuple[jax.Array | None, ...]:
     pull, of_sinks = saved
-    return None, *pull(dy_BNTH), None, None if of_sinks is None else _sinks_gradient(*of_sinks, dy_BNTH)
+    dsinks_N = None
+    if of_sinks is not None:
+        sinks_N, y_BNTH, log_z_BNT = of_sinks
+        dsinks_N = _sinks_gradient(sinks_N, y_BNTH, log_z_BNT, dy_BNTH)
+    return None, *pull(dy_BNTH), None, dsinks_N
 
 
-def _sinks_gradient(sinks_N, y_BNTH, log_z_BNT, dy_BNTH) -> jax.Array:
+def _sinks_gradient(sinks_N: jax.Array, y_BNTH: jax.Array, log_z_BNT: jax.Array, dy_BNTH: jax.Array) -> jax.Array:
     """In float32; the kernel would accumulate it in the queries' dtype."""
     inner_BNT = jnp.sum(y_BNTH.astype(jnp.float32) * dy_BNTH.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
@@ -203,7 +236,9 @@ def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
 
 
-def _kernel(spec, row_positions_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
+def _kernel(
+    spec: AttentionSpec, row_positions_T: np.ndarray, S: int, heads: int, *, shards: int, interpret: bool
+) -> Kernel:
     """The kernel for `heads` query heads; its mask is split along the queries into `shards` parts."""
     T = len(row_positions_T)
     padded_T, padded_S = (-(-n // _LANES) * _LANES for n in (T, S))
@@ -233,7 +268,9 @@ def _mask(spec: AttentionSpec, row_positions_T: np.ndarray, S: int) -> mask_lib.
         return mask_lib.FullMask(shape)
     if spec.window is not None:
         back = spec.window - 1
-        mask = mask_lib.LocalMask(shape, window_size=(back, 0 if spec.causal else back), offset=0)
+        mask: mask_lib.LocalMask | mask_lib.CausalMask = mask_lib.LocalMask(
+            shape, window_size=(back, 0 if spec.causal else back), offset=0
+        )
     else:
         mask = mask_lib.CausalMask(shape)
     mask.q_sequence = row_positions_T
@@ -258,5 +295,5 @@ def _axes(mesh: Mesh, axes: tuple[str, ...], size: int | None = None) -> tuple[s
     return axes if size is None or size % _size(mesh, axes) == 0 else ()
 
 
-def _size(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
+def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)

@@ -41,7 +41,8 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
     return attend_by(q_BTNH, scores, mixed, pages.keys.shape[1], seen, spec, scales)
 
 
-Loop = Callable[[Callable, jax.Array], jax.Array]
+Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Loop = Callable[[Body, jax.Array], jax.Array]
 """loop(body, initial): folds body(slot, index of the page in the slot's table, carry) -> carry over pages."""
 
 
@@ -52,7 +53,7 @@ def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
     (order,) = jnp.nonzero(seen_X, size=B * M, fill_value=0)
     count, order = jnp.sum(seen_X, dtype=jnp.int32), order.astype(jnp.int32)
 
-    def loop(body: Callable, first: jax.Array) -> jax.Array:
+    def loop(body: Body, first: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, count, lambda i, made: body(order[i] // M, order[i] % M, made), first)
 
     return loop
@@ -66,7 +67,7 @@ def _scores_of_pages(q_BKXH: jax.Array, pool: jax.Array, table_BM: jax.Array, ea
     """Products [B, K, X, S] of queries and keys; 0 where a slot has no page."""
     (B, K, X, _), P = q_BKXH.shape, pool.shape[2]
 
-    def body(slot, entry, made):
+    def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
         k_1KPH = _page(pool, table_BM, slot, entry).astype(q_BKXH.dtype)
         q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
         dims = (((3,), (3,)), ((0, 1), (0, 1)))
@@ -82,7 +83,7 @@ def _mixed_of_pages(
     """Weighted sums [B, K, X, H] of the values."""
     (B, K, X, _), (P, H) = w_BKXS.shape, pool.shape[2:]
 
-    def body(slot, entry, made):
+    def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
         v_1KPH = _page(pool, table_BM, slot, entry).astype(w_BKXS.dtype)
         written_P = jax.lax.dynamic_slice(written_BS, (slot, entry * P), (1, P))[0]
         v_1KPH = jnp.where(written_P[:, None], v_1KPH, 0)

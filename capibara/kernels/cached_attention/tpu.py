@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
@@ -70,10 +71,10 @@ def attend(
     Returns:
       [B, 1, N, H] in the queries' dtype.
     """
-    if sharding.active() is None:
+    if (active := sharding.active()) is None:
         return _attend(q_BTNH, keys, values, lengths_B, table_BM, spec)
-    mesh, _ = sharding.active()
-    rows, heads = _axes(q_BTNH.shape[0], keys.shape[1])
+    mesh, rules = active
+    rows, heads = _axes(mesh, rules, q_BTNH.shape[0], keys.shape[1])
     of_keys = P(rows if table_BM is None else None, heads)
     sharded = jax.shard_map(
         lambda q, k, v, lengths, table: _attend(q, k, v, lengths, table, spec),
@@ -85,21 +86,29 @@ def attend(
     return sharded(q_BTNH, keys, values, lengths_B, table_BM)
 
 
-def _axes(rows: int, kv_heads: int) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """The axes of the active mesh over which this many rows and heads are sharded."""
-    mesh, rules = sharding.active()
+def _axes(
+    mesh: Mesh, rules: sharding.Rules, rows: int, kv_heads: int
+) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """The axes of the mesh over which this many rows and heads are sharded."""
     return sharding.dividing(mesh, rules.batch, rows), sharding.dividing(mesh, rules.act_kv_heads, kv_heads)
 
 
 def _shards(rows: int, kv_heads: int) -> int:
     """Number of devices along these axes."""
-    if sharding.active() is None:
+    if (active := sharding.active()) is None:
         return 1
-    mesh, _ = sharding.active()
-    return math.prod(mesh.shape[axis] for axes in _axes(rows, kv_heads) for axis in axes or ())
+    mesh, rules = active
+    return math.prod(mesh.shape[axis] for axes in _axes(mesh, rules, rows, kv_heads) for axis in axes or ())
 
 
-def _attend(q_BTNH, keys, values, lengths_B, table_BM, spec: AttentionSpec) -> jax.Array:
+def _attend(
+    q_BTNH: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths_B: jax.Array,
+    table_BM: jax.Array | None,
+    spec: AttentionSpec,
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # importing Pallas takes a second
 
     (B, _, N, H), (_, K, capacity, _) = q_BTNH.shape, keys.shape

@@ -5,12 +5,17 @@ XLA's own ragged_dot there multiplies all rows by all matrices. Shape letters as
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+Body = Callable[[jax.Array, jax.Array, jax.Array, int, jax.Array], jax.Array]
+"""(group, start of a tile, end of the group, rows of the tile, carry) -> carry."""
 
-def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
-    """Folds `body(group, start, end, tile size, carry)` over tiles that cover every group; `end` is the group's end.
+
+def _over_tiles(sizes_G: jax.Array, rows: int, tile: int, body: Body, carry: jax.Array) -> jax.Array:
+    """Folds `body` over tiles that cover every group.
 
     A group is cut into the largest tiles that fit, then smaller ones. Only its last tile may exceed its end; what it
     writes there is overwritten: the smallest tiles come first, and tiles of one size run in the order of the groups.
@@ -31,18 +36,20 @@ def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
         group = jnp.minimum(group, len(sizes_G) - 1)
         start = starts[group] + (index - (last_G - count_G)[group]) * size
 
-        def one(i, carry, size=size, group=group, start=start):
+        def one(
+            i: jax.Array, carry: jax.Array, size: int = size, group: jax.Array = group, start: jax.Array = start
+        ) -> jax.Array:
             return body(group[i], start[i], ends[group[i]], size, carry)
 
         carry = jax.lax.fori_loop(0, last_G[-1], one, carry)
     return carry
 
 
-def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
+def matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, *, transposed: bool) -> jax.Array:
     """See kernel.GroupedKernel."""
     contracted = 2 if transposed else 1
 
-    def body(group, start, end, size, y_MN):
+    def body(group: jax.Array, start: jax.Array, end: jax.Array, size: int, y_MN: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
         w = jax.lax.dynamic_index_in_dim(w_GKN, group, keepdims=False)
         y = _dot(x, w, 1, contracted - 1).astype(y_MN.dtype)
@@ -52,10 +59,10 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
     return _over_tiles(sizes_G, x_MK.shape[0], tile, body, y_MN)
 
 
-def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+def weight_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
     """See kernel.GroupedKernel."""
 
-    def body(group, start, end, size, dw_GKN):
+    def body(group: jax.Array, start: jax.Array, end: jax.Array, size: int, dw_GKN: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
         dy = jax.lax.dynamic_slice_in_dim(dy_MN, start, size)
         if size < 4 * tile:  # the largest tiles never exceed their group
@@ -69,5 +76,5 @@ def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
     return _over_tiles(sizes_G, x_MK.shape[0], tile, body, dw_GKN)
 
 
-def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:
     return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)

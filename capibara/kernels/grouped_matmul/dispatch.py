@@ -6,6 +6,7 @@ Shape letters: M rows, K inputs and N outputs of a matrix, G groups.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 
@@ -46,15 +47,15 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array | StoredWeight, sizes_G: ja
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x_MK, w_GKN, sizes_G, tile: int, platform: str) -> jax.Array:
+def _product(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, platform: str) -> jax.Array:
     return _kernel(platform).matmul(x_MK, w_GKN, sizes_G, tile, transposed=False)
 
 
-def _forward(x_MK, w_GKN, sizes_G, tile, platform):
+def _forward(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, platform: str) -> tuple[jax.Array, Any]:
     return _kernel(platform).matmul(x_MK, w_GKN, sizes_G, tile, transposed=False), (x_MK, w_GKN, sizes_G)
 
 
-def _backward(tile, platform, saved, dy_MN):
+def _backward(tile: int, platform: str, saved: Any, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_MK, w_GKN, sizes_G = saved
     dw_GKN = _kernel(platform).weight_gradient(x_MK, dy_MN, sizes_G, tile)
     return _kernel(platform).matmul(dy_MN, w_GKN, sizes_G, tile, transposed=True), dw_GKN.astype(w_GKN.dtype), None
@@ -64,15 +65,17 @@ _product.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _frozen_product(x_MK, weight, sizes_G, tile: int, platform: str) -> jax.Array:
+def _frozen_product(x_MK: jax.Array, weight: StoredWeight, sizes_G: jax.Array, tile: int, platform: str) -> jax.Array:
     return _kernel(platform).matmul(x_MK, weight.astype(x_MK.dtype), sizes_G, tile, transposed=False)
 
 
-def _frozen_forward(x_MK, weight, sizes_G, tile, platform):
+def _frozen_forward(
+    x_MK: jax.Array, weight: StoredWeight, sizes_G: jax.Array, tile: int, platform: str
+) -> tuple[jax.Array, Any]:
     return _frozen_product(x_MK, weight, sizes_G, tile, platform), (weight, sizes_G)
 
 
-def _frozen_backward(tile, platform, saved, dy_MN):
+def _frozen_backward(tile: int, platform: str, saved: Any, dy_MN: jax.Array) -> tuple[jax.Array, None, None]:
     weight, sizes_G = saved
     dx_MK = _kernel(platform).matmul(dy_MN, weight.astype(dy_MN.dtype), sizes_G, tile, transposed=True)
     return dx_MK, None, None

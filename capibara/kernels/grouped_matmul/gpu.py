@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
+def matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, *, transposed: bool) -> jax.Array:
     """See kernel.GroupedKernel."""
     del tile
     w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
@@ -14,7 +14,7 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
     return y_MN.astype(x_MK.dtype)
 
 
-def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+def weight_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
     """See kernel.GroupedKernel."""
     del tile
     dimensions = jax.lax.RaggedDotDimensionNumbers(

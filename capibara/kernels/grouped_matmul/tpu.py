@@ -8,7 +8,7 @@ import jax.numpy as jnp
 _WIDTH = 1024  # width of a tile of 512 rows; 10 MiB of VMEM in bfloat16, in both directions
 
 
-def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
+def matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, *, transposed: bool) -> jax.Array:
     """See kernel.GroupedKernel."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # importing Pallas takes a second
 
@@ -16,7 +16,7 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
     return gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
 
 
-def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+def weight_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
     """See kernel.GroupedKernel."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 

@@ -46,12 +46,14 @@ class OutputFirst:
             raise TypeError("a weight with its outputs first cannot be indexed: use `[...]`")
         return self
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[jax.Array], tuple[int, ...]]:
+        """The matrix, and the dimensions that its outputs stand for."""
         return (self.matrix_OI,), self.outer
 
     @classmethod
-    def tree_unflatten(cls, outer, children):
-        return cls(*children, outer)
+    def tree_unflatten(cls, outer: tuple[int, ...], children: tuple[jax.Array]) -> OutputFirst:
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], outer)
 
 
 _FEW_TOKENS = 32

@@ -37,8 +37,10 @@ def _as_matrices() -> bool:
     its slower matmul. But the partitioner cannot merge dimensions if the second one is sharded: it would gather every
     activation.
     """
-    mesh, rules = sharding.active() or (None, None)
-    return sharding.platform() == "cpu" and (mesh is None or all(mesh.shape[a] == 1 for a in rules.act_residual))
+    if sharding.platform() != "cpu" or (active := sharding.active()) is None:
+        return sharding.platform() == "cpu"
+    mesh, rules = active
+    return all(mesh.shape[axis] == 1 for axis in rules.act_residual)
 
 
 def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from capibara.kernels.matmul import reference
 
@@ -60,18 +61,22 @@ def quantized_matmul(x: jax.Array, w: jax.Array, quantization: Quantization, in_
 
 # Contracts dimensions without merging them: the partitioner cannot merge two if the second is sharded.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(x, w, quantization: Quantization, in_dims: int) -> jax.Array:
+def _matmul(x: jax.Array, w: jax.Array, quantization: Quantization, in_dims: int) -> jax.Array:
     kind = jnp.int8 if quantization is Quantization.INT8 else jnp.float8_e4m3fn
     x_dims, w_dims = _contracted(x, in_dims)
     return _scaled_dot(x, kind, x_dims, w, kind, w_dims).astype(x.dtype)
 
 
-def _forward(x, w, quantization, in_dims):
+def _forward(
+    x: jax.Array, w: jax.Array, quantization: Quantization, in_dims: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Saves the operands unquantized: projections that share an input share one residual.
     return _matmul(x, w, quantization, in_dims), (x, w)
 
 
-def _backward(quantization, in_dims, residuals, g):
+def _backward(
+    quantization: Quantization, in_dims: int, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     leading = tuple(range(x.ndim - in_dims))
     outputs = tuple(range(len(leading), g.ndim)), tuple(range(in_dims, w.ndim))
@@ -91,7 +96,9 @@ def _contracted(x: jax.Array, in_dims: int) -> tuple[tuple[int, ...], tuple[int,
     return tuple(range(x.ndim - in_dims, x.ndim)), tuple(range(in_dims))
 
 
-def _scaled_dot(a, a_kind, a_dims: tuple[int, ...], b, b_kind, b_dims: tuple[int, ...]) -> jax.Array:
+def _scaled_dot(
+    a: jax.Array, a_kind: DTypeLike, a_dims: tuple[int, ...], b: jax.Array, b_kind: DTypeLike, b_dims: tuple[int, ...]
+) -> jax.Array:
     """float32 [rest of a ..., rest of b ...]: the product over a_dims and b_dims of a and b, both rounded."""
     a, a_scale = quantize(a, a_kind, a_dims)
     b, b_scale = quantize(b, b_kind, b_dims)
@@ -100,7 +107,7 @@ def _scaled_dot(a, a_kind, a_dims: tuple[int, ...], b, b_kind, b_dims: tuple[int
     return sums.astype(jnp.float32) * a_scale.reshape(*a_scale.shape, *([1] * b_scale.ndim)) * b_scale
 
 
-def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, kind: DTypeLike, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Rounds `x` to `kind`: returns values and float32 scales of size 1 along `dims`; x is about values * scale.
 
     The largest magnitude along `dims` maps to the largest number of the format, so nothing is clipped.
@@ -115,5 +122,5 @@ def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dims: tuple[int, ...]) ->
     return jnp.clip(x, -_LARGEST[kind], _LARGEST[kind]).astype(kind), scale
 
 
-def _dot(a, b, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jax.lax.dot_general(a, b, ((a_dims, b_dims), ((), ())), preferred_element_type=dtype)
