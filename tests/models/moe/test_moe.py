@@ -101,8 +101,15 @@ def assert_close(got, want, tolerance=1e-5):
     )
 
 
-@pytest.mark.parametrize("gates", ["scores", "normalized"])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "score, gates",
+    [
+        ("softmax", "scores"),
+        ("sigmoid", "normalized"),
+        pytest.param("softmax", "normalized", marks=pytest.mark.heavy),
+        pytest.param("sigmoid", "scores", marks=pytest.mark.heavy),
+    ],
+)
 def test_dropless_is_the_loop_over_tokens(score, gates):
     mixture = dataclasses.replace(MOE, score=score, gates=gates)
     params, _, apply = functional(mixture)
