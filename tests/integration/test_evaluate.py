@@ -122,7 +122,7 @@ def test_mistakes_are_one_line(here, trained):
     assert "qa.jsonl is an input" in mistake(here("evaluate", *tasks))
     assert "is named for two outputs" in mistake(here("evaluate", *tasks, "--predictions=./qa.jsonl"))
     assert (trained.folder / "qa.jsonl").read_text() == before
-    assert "--harness stands alone" in mistake(here("evaluate", RUN, "--harness=x", "--task=y"))
+    assert "--harness excludes --task" in mistake(here("evaluate", RUN, "--harness=x", "--task=y"))
     wrong = here("evaluate", RUN, "--gin_file=tasks.gin", "--gin.qa/EvalTask.metrics=(@exact_mach,)")
     assert "did you mean exact_match?" in mistake(wrong)
     (trained.folder / "empty.jsonl").write_text("")
