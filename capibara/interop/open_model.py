@@ -76,11 +76,11 @@ class Described(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is known of the run that trained a model.
+    """The run that trained a model.
 
     Attributes:
-      init_from, init_with: where its initial weights came from, and what was taken from there; as of Trainer.
-      optimizer, steps: of the run.
+      init_from, init_with: where its initial weights came from, and what was taken from there, as in Trainer.
+      optimizer, steps: the run's.
       checkpointing: how its checkpoints are read.
     """
 
@@ -93,20 +93,20 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to be used, whatever it came in.
+    """A model that is ready for inference or conversion, loaded from a run folder or a foreign format.
 
     Attributes:
-      model: with its configuration (`config`); without adapters, unless it was asked for them.
+      model: with its configuration (`config`); its adapters are merged, except for conversion (loading.RunFolders).
       params: its parameters.
-      dataset: how it reads and writes texts: its tokenizer, its chat template, and the lengths of its rows.
-      path: where it was.
-      step: of a run's checkpoint; None: it is foreign.
-      weights: "ema" or "raw" of a run, "stored" of a foreign model.
-      origin: what a run's initial weights came with, by name, config.json among them; empty: they were drawn.
-      like: its config.json, or that of what the run began from; empty: there is none.
-      training: of a run; None: it is foreign.
-      adapters: beside it, unmerged (capibara.loading.adapters).
-      paths: where these were, by their names.
+      dataset: its tokenizer, chat template and row lengths.
+      path: where it was loaded from.
+      step: the run's checkpoint step; None: the model is foreign.
+      weights: "ema" or "raw" for a run, "stored" for a foreign model.
+      origin: files that came with the run's initial weights, by name, config.json among them; empty: they were random.
+      like: the config.json of the model, or of the run's initial weights; empty: there is none.
+      training: the run that trained it; None: the model is foreign.
+      adapters: unmerged adapters that requests can name (capibara.loading.adapters).
+      paths: adapter name -> where it was loaded from.
     """
 
     model: Model
@@ -123,12 +123,12 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Vocabulary:
-        """Text to tokens and back."""
+        """Encodes and decodes text."""
         return self.dataset.get_vocabulary()
 
     @property
     def about(self) -> dict[str, Any]:
-        """Which model it is, as JSON values."""
+        """Path, step, weights and adapters, as JSON values."""
         about = {"model": self.path, "step": self.step, "weights": self.weights}
         return about | ({"adapters": dict(self.paths)} if self.paths else {})
 

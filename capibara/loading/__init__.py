@@ -1,4 +1,4 @@
-"""A model to use, whatever it comes in: a run folder of ours, a Hugging Face folder or a .gguf file."""
+"""Loads models for inference, conversion and evaluation: run folders, Hugging Face folders, .gguf files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_with_run(
     placed: Placed = run_folder.on_one_device,
     trust: bool = False,
 ) -> tuple[Trainer, LoadedModel]:
-    """As `load`, with the run: of a foreign model one that would train it, so that it can be evaluated like any other."""
+    """Like `load`, and returns the run too: for a foreign model, one that would train it, as evaluation needs."""
     given = (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
@@ -95,10 +95,10 @@ def load_with_run(
 
 @dataclasses.dataclass(frozen=True)
 class RunFolders:
-    """Run folders for a room that does not import training (interop.conversion.RunFolders).
+    """Run folders for rooms that do not import training (interop.conversion.RunFolders).
 
     Attributes:
-      trust: the modules that a run's configuration names are imported.
+      trust: whether to import the modules that a run's configuration names.
     """
 
     trust: bool = False
@@ -114,12 +114,12 @@ class RunFolders:
         bindings: Sequence[str] = (),
         search_paths: Sequence[str] = (),
     ) -> LoadedModel:
-        """As `load` of a run folder, on one device, its adapters beside the base."""
+        """Like `load`, for a run folder, on one device, with adapters unmerged."""
         run = run_folder.load(folder, gin_files, bindings, search_paths, merge=False, trust=self.trust)
         return _of_run(run, folder)
 
     def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
-        """As `run_folder.newest_optimizer`; None of a foreign model, too."""
+        """Like `run_folder.newest_optimizer`; None for a foreign model, too."""
         if loaded.training is None:
             return None
         model, training = loaded.model, loaded.training
@@ -127,7 +127,7 @@ class RunFolders:
         return run_folder.newest_optimizer(loaded.path, model, tx, training.checkpointing)
 
     def save(self, folder: str, params: Params, gin: str) -> None:
-        """As `run_folder.save`."""
+        """Like `run_folder.save`."""
         run_folder.save(folder, params, gin)
 
 

@@ -10,9 +10,11 @@ import pytest
 import tokenizers
 
 from capibara import config, loading
+from capibara.checkpoints.policy import Verify
 from capibara.core.types import UserError
 from capibara.interop import conversion, gin_of
 from capibara.interop.hf import config as hf_config
+from capibara.loading import adapters
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.training import run_folder
@@ -80,3 +82,14 @@ def test_what_a_foreign_model_does_not_have(forms, tmp_path):
         loading.load(str(tmp_path))
     with pytest.raises(UserError, match=r"has the shape \[64, 32\], must be \[96, 32\]"):
         loading.load(str(folder / "hf"), bindings=("DecoderConfig.mlp_dim = 96",))
+
+
+def test_adapters_for_a_foreign_model_are_read_as_gin_says(forms, monkeypatch):
+    folder, _ = forms
+    how = []
+    monkeypatch.setattr(run_folder, "adapters", lambda path, checkpointing: how.append(checkpointing))
+    bound = ("Trainer.checkpointing = @Checkpointing()", "Checkpointing.verify = 'off'")
+    loaded = loading.load(str(folder / "hf"), bindings=bound)
+    with pytest.raises(UserError, match="a run without adapters"):
+        adapters.beside(loaded, [f"poet={folder / 'run'}"])
+    assert [one.verify for one in how] == [Verify.OFF]

@@ -1,4 +1,4 @@
-"""The parameters of a run folder, read out of one and put into one."""
+"""Reads run folders (configuration, parameters, optimizer state, adapters), and writes one of parameters alone."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _OF_OTHERS = "config.json"  # of a Hugging Face folder, which is read by it what
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run, its model, and the parameters of a checkpoint.
+    """A run and its model at a checkpoint step.
 
     Attributes:
       trainer: the run.
-      model: without adapters, which are merged into the parameters, unless it was asked for them.
-      params: of the checkpoint.
-      step: of the checkpoint.
-      is_average: the parameters are their moving averages.
+      model: without adapters, which are merged into the parameters; with them if `load` was called with merge=False.
+      params: the model's parameters.
+      step: the checkpoint step.
+      is_average: whether the parameters are moving averages.
     """
 
     trainer: Trainer
