@@ -1,1 +1,1 @@
-"""Scores of a model: its loss on held-out text, and what its answers are worth."""
+"""Evaluates a model: its loss on held-out text, and metrics of its answers."""

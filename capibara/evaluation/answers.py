@@ -1,4 +1,4 @@
-"""A model's answers to the items of a task: texts that the engine writes, or the probabilities of given ones."""
+"""A model's answers to the items of a task: generated texts, or the probabilities of choices."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from capibara.inference.engine.stream import Stream, of_search
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
 
-_AHEAD = 4  # requests that wait for each slot
+_AHEAD = 4  # queued requests per slot
 Show = Callable[[str, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One text that is asked for.
+    """A prompt for which the engine generates one text.
 
     Attributes:
-      about: what the file of predictions says of it.
-      prompt: its tokens, or the text of an encoder-decoder's.
-      sampling: how it is made.
-      ends: ids that end it.
+      about: its entry in the file of predictions.
+      prompt: token ids; for an encoder-decoder, text.
+      sampling: sampling options.
+      ends: ids of end tokens.
     """
 
     about: dict[str, Any]
@@ -43,7 +43,7 @@ class Question:
 def generated(
     subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
 ) -> list:
-    """The predictions of a task, as its metrics take them: a text each, or lists of them."""
+    """Generates the predictions of a task for its metrics: a text for each item, or a list of samples."""
     questions = [
         _question(subject, name, task, i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)
     ]
@@ -56,7 +56,7 @@ def generated(
 def ask(
     subject: Subject, name: str, questions: Sequence[Question], told: Predictions, show: Show
 ) -> Iterator[dict[str, Any]]:
-    """Asks all questions, and gives the line on each, {"prediction", "finish", "tokens", ...}, in their order."""
+    """Generates answers to all questions; returns their lines, {"prediction", "finish", "tokens", ...}, in order."""
     known = told.beginning(question.about for question in questions)
     yield from known
     left = questions[len(known) :]
@@ -68,7 +68,7 @@ def ask(
 
 
 def _answered(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
-    """What comes of each question, in their order; later ones are answered meanwhile."""
+    """Yields the answer to each question in order, while later ones are generated."""
     waiting: deque[Stream] = deque()
     left = iter(questions)
     for _ in questions:
@@ -86,14 +86,14 @@ def _question(subject: Subject, name: str, task: EvalTask, number: int, item: It
     prompt, ends = prompt_of(subject, task.format, item.prompt)
     if not isinstance(prompt, str) and len(prompt) > subject.trainer.dataset.length:
         raise UserError(
-            f"{name}, example {number}: its prompt has {len(prompt)} tokens, rows have {subject.trainer.dataset.length}: "
-            "raise Dataset.length, or leave it out"
+            f"{name}, example {number}: its prompt has {len(prompt)} tokens, must fit Dataset.length "
+            f"({subject.trainer.dataset.length}): raise that, or remove the example"
         )
     return Question(about, prompt, sampling, ends)
 
 
 def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence[int] | str, Sequence[int]]:
-    """What the engine is given for a prompt, and the ids that end the answer."""
+    """The engine's input for a prompt, and the ids that end the answer."""
     if form is PromptFormat.CHAT:
         return subject.chat.ids(text), subject.chat.ends
     if subject.trainer.dataset.encoder_length is not None:
@@ -104,7 +104,7 @@ def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence
 def ranked(
     subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
 ) -> list[list[Choice]]:
-    """The choices of each item with their probabilities."""
+    """Scores the choices of each item."""
     abouts = [
         {"task": name, "example": i, "prompt": item.prompt, "choices": list(item.choices), "target": item.target}
         | {"format": str(task.format), "before_choice": task.before_choice}
@@ -118,7 +118,7 @@ def ranked(
         if not 0 < len(pair.continuation) <= subject.trainer.dataset.length:
             raise UserError(
                 f"{name}, example {i}: the choice {choice[:40]!r} has {len(pair.continuation)} tokens, must have from 1 to "
-                f"Dataset.length ({subject.trainer.dataset.length}): raise that, or leave it out"
+                f"Dataset.length ({subject.trainer.dataset.length}): raise that, or remove the example"
             )
     scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
     lengths = iter([len(pair.continuation) for pair in pairs])
@@ -137,6 +137,6 @@ def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:
         elif task.format is PromptFormat.CHAT:
             yield Pair(prompt, vocabulary.encode(choice))
         else:
-            # Words may be cut otherwise together than apart: the model has seen them together.
+            # Tokenize both together, as in training: separately, words at the boundary may be split differently.
             whole = [vocabulary.bos_id, *vocabulary.encode(item.prompt + task.before_choice + choice)]
             yield Pair(whole[: len(prompt)], whole[len(prompt) :])

@@ -1,4 +1,4 @@
-"""One evaluation: every task that is asked for, its results as JSON values and as a table."""
+"""Runs an evaluation: all requested tasks, with results as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_ev
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """A task of ours with its items."""
+    """An EvalTask with its items."""
 
     name: str
     task: EvalTask
@@ -54,10 +54,14 @@ Task = Ours | Seqio | Validation
 
 
 def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
-    """What the names stand for, read and checked; without names all tasks that the Gin files have, or the validation split.
+    """Reads and checks the tasks of these names.
+
+    Args:
+      names: names of tasks; empty: all tasks of the Gin files, or the validation split if there are none.
+      limit: the largest number of examples of a task.
 
     Raises:
-      UserError: there is no such task, or something is wrong with it, or a flag binds what nothing uses.
+      UserError: there is no such task, or it is invalid, or a flag binds a value that nothing uses.
     """
     bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
     found: list[Task] = []
@@ -75,15 +79,15 @@ def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
             found.append(Ours(name, task, items))
         else:
             raise UserError(
-                f"--task={name} is bound nowhere{did_you_mean(name, [*bound, validation.NAME])} (a Gin file binds "
-                f"{name}/EvalTask.files; a SeqIO task is seqio:{name})"
+                f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "
+                f"a Gin file; for a SeqIO task write seqio:{name})"
             )
     config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
     return found
 
 
 def files_of(tasks: Sequence[Task]) -> list[str]:
-    """What the tasks have read."""
+    """The files of the tasks."""
     ours = [one for one in tasks if isinstance(one, Ours)]
     return [path for one in ours for path in disk.expand(f"{one.name}/EvalTask.files", one.task.files)]
 
@@ -91,14 +95,14 @@ def files_of(tasks: Sequence[Task]) -> list[str]:
 def evaluate(
     subject: Subject, tasks: Sequence[Task], *, limit: int | None, predictions: str | None, show: Show
 ) -> dict[str, Any]:
-    """The results of all tasks, as JSON values.
+    """Evaluates all tasks; returns the results as JSON values.
 
     Args:
       subject: the model.
-      tasks: of `chosen`.
-      limit: most examples of a task, and batches of the validation split.
-      predictions: a file for the answers; where it has some already, they are taken from there.
-      show: told of what goes on.
+      tasks: from `chosen`.
+      limit: the largest number of examples of a task, and of batches of the validation split.
+      predictions: a file for the answers; answers that it already has are reused.
+      show: called with the progress.
     """
     results: dict[str, Any] = {}
     with Predictions(predictions, subject.about) as told:
@@ -115,7 +119,7 @@ def evaluate(
 
 
 def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
-    """The result of each task that one name stands for: a mixture stands for several."""
+    """The result of each task of one name; a mixture has several tasks."""
     match task:
         case Validation():
             found, batches = validation.validated(subject, limit, show)
@@ -142,15 +146,15 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
 
 
 def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
-    """The values and standard errors of a task's metrics, and what they tell of how they were made."""
+    """The values and standard errors of a task's metrics, and the metrics' own descriptions of how they ran."""
     name = ours.name
     found: dict[str, Estimate] = {}
     about: dict[str, Any] = {}
     for metric in ours.task.scored_by:
-        with config.in_scope(name):  # what is bound for this task's calls of the metric
+        with config.in_scope(name):  # bindings of the metric's parameters for this task
             new = metrics.computed(metric, [item.target for item in ours.items], given)
         if both := found.keys() & new.keys():
-            raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
+            raise UserError(f"two of {name}/EvalTask.metrics return {both.pop()!r}: remove one of them")
         found |= new
         about |= getattr(metric, "about", dict)()
     return {metric: (one.value, one.standard_error) for metric, one in found.items()}, about
@@ -176,7 +180,7 @@ def table(results: dict[str, Any]) -> list[str]:
     ]
     held = {name: one["programs"] for name, one in results["tasks"].items() if "programs" in one}
     return lines + [
-        f"{name}: programs held by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
-        f"{'in a process apart' if by['separate'] else 'in the same process'}"
+        f"{name}: programs isolated by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
+        f"{'in a separate process' if by['separate'] else 'in the same process'}"
         for name, by in held.items()
     ]

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on our models: its tasks ask, this answers (package lm-eval, extra `harness`)."""
+"""Runs tasks of EleutherAI's lm-evaluation-harness on our models (package lm-eval, extra `harness`)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from lm_eval.api.model import TemplateLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-_AHEAD = 4  # requests that wait for each slot
-_NEW_TOKENS = 256  # where a task does not say how many
-_SEED = 1234  # the harness's own
+_AHEAD = 4  # queued requests per slot
+_NEW_TOKENS = 256  # the default of a task
+_SEED = 1234  # the harness's default
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Harness:
-    """How the harness asks.
+    """Options of the harness.
 
     Attributes:
       chat: put prompts into the model's chat template.
-      system: what the system says there; None: nothing.
-      num_fewshot: examples before each question; None: as the task says.
-      begin_token: put the beginning token before every text but a chat, as our runs have it. Hugging Face's tokenizers of some
-        models (GPT-2, Qwen, SmolLM) do not: their published figures are without it.
-      unsafe_code: run tasks that run a model's programs (by the harness's own means, without our sandbox).
+      system: the system message of the chat; None: none.
+      num_fewshot: examples before each question; None: the task's own number.
+      begin_token: put the beginning token before every text that is not a chat, as in training here. Hugging Face's
+        tokenizers of some models (GPT-2, Qwen, SmolLM) do not add it, and their published results are without it.
+      unsafe_code: run tasks that execute a model's programs (with the harness's own code, without our sandbox).
     """
 
     chat: bool = False
@@ -55,11 +55,11 @@ class Harness:
 
 
 class CapibaraLM(TemplateLM):
-    """A subject as the harness sees a model.
+    """Implements the harness's model interface for a subject.
 
     Args:
       subject: the model.
-      options: how its texts are written.
+      options: options of prompts.
     """
 
     def __init__(self, subject: Subject, options: Harness = Harness()):
@@ -69,7 +69,7 @@ class CapibaraLM(TemplateLM):
         self.max_length = dataset.length
         self._reads = dataset.encoder_length
         self.backend = "causal" if self._reads is None else "seq2seq"
-        self._owners: Sequence[Any] = ()  # of what `_loglikelihood_tokens` is given next: the harness's requests
+        self._owners: Sequence[Any] = ()  # the harness's requests of the next call of `_loglikelihood_tokens`
 
     @property
     def eot_token_id(self) -> int:
@@ -87,7 +87,7 @@ class CapibaraLM(TemplateLM):
         return self._subject.chat.template.fingerprint() if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text; without a generation prompt the end of its last message is left out."""
+        """Renders a conversation; without a generation prompt, the end of its last message is omitted."""
         chat = self._subject.chat
         said = Conversation(list(chat_history))
         text = chat.template.render(
@@ -97,21 +97,21 @@ class CapibaraLM(TemplateLM):
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids, special tokens that the text spells among them; the beginning token unless it is there or not wanted."""
+        """Encodes a text, including special tokens in it; adds the beginning token if it is missing and wanted."""
         if self._reads is not None:
             read = sentinels.ids_of(string, self._vocabulary)
             return read[:-1] if add_special_tokens is False else read
         ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
-        begins = self._options.begin_token and not self._options.chat  # a template has all that a chat begins with
+        begins = self._options.begin_token and not self._options.chat  # a chat template writes the beginning token
         wanted = begins if add_special_tokens is None else add_special_tokens
         return [begin, *ids] if wanted and ids[:1] != [begin] else ids
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of continuations, each after its context."""
+        """Log-likelihoods of continuations after their contexts."""
         for request in requests:
             with _named(request):
                 if not request.args[1]:
-                    raise UserError("its continuation is empty, must have at least one token: mend the task's file")
+                    raise UserError("its continuation is empty, must have at least one token: correct the task's file")
         self._owners = requests
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -136,7 +136,7 @@ class CapibaraLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, of each token after as many as fit a row."""
+        """Log-likelihoods of whole texts; each token is predicted from as many tokens before it as fit a row."""
         windows: list[tuple[int, Any]] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -150,7 +150,7 @@ class CapibaraLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts, greedy unless a task says do_sample; one that is asked for again has another seed each time."""
+        """Generates texts, greedily unless a task sets do_sample; a repeated request gets another seed."""
         asked = [request.args for request in requests]
         came: collections.Counter = collections.Counter()
         samplings = []
@@ -172,7 +172,7 @@ class CapibaraLM(TemplateLM):
         return texts
 
     def _generated(self, asked: Sequence[tuple[Any, Sampling]]) -> Iterator[tuple[str, bool]]:
-        """The text of each request, and whether its prompt was read whole; later ones are made meanwhile."""
+        """Yields the text of each request, and whether its prompt was not cut, while later ones are generated."""
         waiting: collections.deque = collections.deque()
         left = iter(asked)
         for _ in asked:
@@ -183,7 +183,7 @@ class CapibaraLM(TemplateLM):
             yield stream.result().text, whole
 
     def _asked(self, context: str, sampling: Sampling) -> tuple[Any, bool]:
-        """The stream of a text, and whether the prompt is whole: a row has room for both, and the prompt's end counts."""
+        """The stream of a text, and whether the prompt was not cut: its beginning is, if a row has no room for both."""
         engine, ends = self._subject.engine, self._subject.chat.ends if self._options.chat else ()
         if self._reads is not None:
             return engine.submit(context, sampling), len(self.tok_encode(context)) <= self._reads
@@ -200,8 +200,8 @@ class CapibaraLM(TemplateLM):
             tokens = max(min(tokens, self.max_length // 2), 1)
         elif self._reads is None and tokens >= self.max_length:
             raise UserError(
-                f"its {named} is {tokens}, rows (Dataset.length) have {self.max_length} tokens, prompt and answer together: "
-                f"raise Dataset.length, or lower the task's {named}"
+                f"its {named} is {tokens}, but prompt and answer must fit Dataset.length ({self.max_length}): raise that, "
+                f"or lower the task's {named}"
             )
         return Sampling(
             max_new_tokens=tokens,
@@ -219,25 +219,25 @@ def evaluate(
     limit: int | None = None,
     built: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
-    """Runs tasks of the harness; gives its results as it writes them, with the model under "capibara".
+    """Runs tasks of the harness; returns its results dict with the model's description under "capibara".
 
     Args:
       subject: the model.
-      tasks: their names.
-      path: a folder of YAML tasks; the harness's own are known as well.
-      limit: most documents of a task.
-      built: called when all that is configured has been made.
+      tasks: names of the tasks.
+      path: a folder of YAML tasks in addition to the harness's own; None: none.
+      limit: the largest number of documents of a task.
+      built: called when all configured objects are built.
 
     Raises:
-      UserError: a task is not known, or its data cannot be had.
+      UserError: a task is unknown, or its data is not available.
     """
     options = config.build(Harness)
     built()
     if path is not None and not os.path.isdir(path):
-        raise UserError(f"--harness_path={path} must be a folder of YAML tasks: there is none")
+        raise UserError(f"--harness_path={path} does not exist: name a folder of YAML tasks")
     manager = _manager(tasks, path)
     if options.chat:
-        _ = subject.chat  # that there is none is said now
+        _ = subject.chat  # raises here if there is none
     with _quiet(), _data_explained(tasks):
         found = evaluator.simple_evaluate(
             CapibaraLM(subject, options),
@@ -256,7 +256,7 @@ def evaluate(
 
 
 def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
-    """Knows the tasks; the harness's own thousands are read only where they are asked for."""
+    """The harness's task manager; indexes the harness's thousands of tasks only if one of them is requested."""
     if path is not None:
         manager = TaskManager(include_path=path, include_defaults=False)
         if all(manager.match_tasks([name]) for name in tasks):
@@ -271,28 +271,28 @@ def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
 
 @contextlib.contextmanager
 def _named(request: Any) -> Iterator[None]:
-    """Says of a mistake which document of which task has it."""
+    """A context that adds the task and document to a UserError."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{_place(request)}: {error}") from None
+        raise UserError(f"{_where(request)}: {error}") from None
 
 
-def _place(request: Any) -> str:
+def _where(request: Any) -> str:
     return f"--harness={request.task_name}, document {request.doc_id}"
 
 
 def _tell_cut(requests: Sequence[Any], count: int) -> None:
     if requests:
         logging.getLogger(__name__).warning(
-            "%d of %d prompts are longer than a row has room for, and are cut; the first is %s: raise Dataset.length",
-            *(len(requests), count, _place(requests[0])),
+            "%d of %d prompts were cut because they do not fit a row; the first is %s: raise Dataset.length",
+            *(len(requests), count, _where(requests[0])),
         )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's notes of what it is about to do."""
+    """A context that suppresses the harness's progress messages."""
     log = logging.getLogger("lm_eval")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -309,8 +309,8 @@ def _data_explained(tasks: Sequence[str]) -> Iterator[None]:
     except (FileNotFoundError, ConnectionError) as error:
         said = " ".join(str(error).split())[:200]
         raise UserError(
-            f"--harness={','.join(tasks)}: its data cannot be had ({said}): name tasks whose files are on this machine, or "
-            "run where Hugging Face's hub can be reached"
+            f"--harness={','.join(tasks)}: its data is not available ({said}): name tasks whose files are on this machine, "
+            "or run where Hugging Face's hub can be reached"
         ) from error
 
 

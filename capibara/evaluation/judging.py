@@ -1,4 +1,4 @@
-"""The metric_fns of a run's SeqIO task during training, of each task of a mixture, as T5X's InferenceEvaluator makes them."""
+"""Computes the metric_fns of a run's SeqIO tasks during training, as T5X's InferenceEvaluator does."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from capibara.training.trainer import Trainer
 
 
 class TaskJudge:
-    """A `capibara.training.evaluation.Judge` by the metrics that a SeqIO task brings.
+    """A `capibara.training.evaluation.Judge` with the metrics of a SeqIO task.
 
-    Its examples are read once. What answers and scores is made anew for each evaluation, from the parameters of the moment,
-    so that nothing of it takes the devices' memory while the run trains. Where a metric fails, the evaluation is without
-    its tasks' metrics, and a warning says so: the run goes on.
+    The examples are read once. The engine and scorer are built for each evaluation, from the current parameters, so that
+    they use no device memory during training. If a metric fails, the evaluation goes without the tasks' metrics, and a
+    warning is logged; the run continues.
 
     Args:
       trainer: the run.
-      model: that it trains.
-      options: how its task is evaluated.
-      batching: how answers are made.
+      model: its model.
+      options: options of the task's evaluation.
+      batching: options of generation.
     """
 
     def __init__(self, trainer: Trainer, model: Model, options: SeqioEvaluation, batching: EngineConfig):
         self._trainer, self._model, self._options, self._batching = trainer, model, options, batching
 
     def prepare(self) -> None:
-        """Reads the examples; raises UserError where there is nothing to judge by, or the model cannot answer."""
+        """Reads the examples; raises UserError if the tasks have no metrics or the model cannot generate answers."""
         self._opened.check(self._model)
 
     @functools.cached_property
@@ -52,7 +52,7 @@ class TaskJudge:
         return seqio_tasks.opened(self._trainer, name, self._options, self._options.num_examples)
 
     def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """Each task with its metrics; `tell` is told of each answer and each batch of scores, alike on every process."""
+        """Yields each task with its metrics; calls `tell` after each answer and batch of scores, on every process."""
         placed, rules = jax.tree.leaves(params)[0].sharding, self._trainer.plan.rules
         mesh = placed.mesh if isinstance(placed, NamedSharding) else None
         if not isinstance(mesh, Mesh):
@@ -65,13 +65,13 @@ class TaskJudge:
             try:
                 found = seqio_tasks.judged(subject, self._opened, told, show)
             except seqio_tasks.MetricFails as error:
-                del self._opened  # SeqIO's Evaluator would wait for the metrics that failed
-                _warn(f"an evaluation is without its tasks' metrics: {error}")
+                del self._opened  # otherwise SeqIO's Evaluator would wait for the metrics that failed
+                _warn(f"an evaluation goes without its tasks' metrics: {error}")
                 return
         for task, (metrics, _) in found.items():
             for name, one in metrics.items():
                 if not math.isfinite(one.value):
-                    _warn(f"metric {name!r} of SeqIO task {task!r} is {one.value}, and is left out")
+                    _warn(f"metric {name!r} of SeqIO task {task!r} is {one.value}: not logged")
             yield task, {name: one.value for name, one in metrics.items() if math.isfinite(one.value)}
 
 
@@ -81,7 +81,7 @@ def _warn(text: str) -> None:
 
 
 def of_run(trainer: Trainer, model: Model) -> TaskJudge | None:
-    """The judge of a run that the parsed Gin files configure; None: it asks for none."""
+    """The judge of the run that the parsed Gin files configure; None: Evaluation.task_metrics is not set."""
     if not trainer.evaluation.task_metrics:
         return None
     options = config.build(SeqioEvaluation)

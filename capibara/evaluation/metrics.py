@@ -1,13 +1,13 @@
-"""Metrics of generated answers: functions of (targets, predictions) that Gin names, as yours may be.
+"""Metrics of answers: functions of (targets, predictions) that Gin files refer to. A metric of your own:
 
     @capibara.config.configurable          # in my_metrics.py, which a Gin file imports: import my_metrics
     def shorter(targets, predictions):
         return {"shorter": [len(p) < len(t) for t, p in zip(targets, predictions)]}
 
-and then EvalTask.metrics = (@shorter,). A target is what the task's `target` says of a line: a text, or several of
-which each is right, or a dict. A prediction is a text; where the task has num_samples above 1, a list of texts. A value
-of the result may be a list with one number an example, whose mean is shown with its standard error, or one number for
-all, or an Estimate. A metric may have a method `about`, whose dict stands beside the results in their JSON.
+and then EvalTask.metrics = (@shorter,). A target is the value of the task's `target` key: a text, a list of right texts, or
+a dict. A prediction is a text, or a list of texts if the task's num_samples is above 1. The result is a dict; a value is a
+list with one number per example (reported as mean and standard error), a single number, or an Estimate. A metric may have a
+method `about`, whose dict is added to the results in JSON.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class Estimate(NamedTuple):
-    """A score, and its standard error where that is known."""
+    """A score and its standard error; None: unknown."""
 
     value: float
     standard_error: float | None = None
 
 
 class Choice(NamedTuple):
-    """One of the answers to choose from: ln p(answer | prompt), and how long it is."""
+    """A choice: ln p(choice | prompt), and its length."""
 
     log_probability: float
     tokens: int
@@ -47,23 +47,23 @@ class Choice(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean with s / sqrt(n), s with n - 1; of a single number no error is known."""
+    """The mean with the standard error s / sqrt(n), s with n - 1; None for a single number."""
     values = [float(value) for value in values]
     if not values:
-        raise UserError("a metric gave an empty list, must have one number an example")
+        raise UserError("a metric returned an empty list, must have one number per example")
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return Estimate(statistics.fmean(values), error)
 
 
 def computed(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Estimate]:
-    """What a metric says, as estimates.
+    """Calls a metric and converts its values to estimates.
 
     Raises:
-      UserError: it gives something else than numbers, or not one for each example.
+      UserError: its values are not numbers, or a list does not have one for each example.
     """
     name, found = name_of(metric), metric(targets, predictions)
     if not isinstance(found, Mapping):
-        raise UserError(f"the metric {name} gives {type(found).__name__}, must give a dict of numbers")
+        raise UserError(f"the metric {name} returns {type(found).__name__}, must return a dict of numbers")
     return {str(key): _estimate(name, str(key), value, len(targets)) for key, value in found.items()}
 
 
@@ -79,18 +79,18 @@ def _estimate(metric: str, key: str, value: Any, count: int) -> Estimate:
     if values.shape != (count,):
         shown = f"{len(value)} values" if values.ndim == 1 else type(value).__name__
         raise UserError(
-            f"the metric {metric} gives {shown} for {key!r}, must give one number, or one an example ({count})"
+            f"the metric {metric} returns {shown} for {key!r}, must be one number, or one per example ({count})"
         )
     return mean(values.tolist())
 
 
 def name_of(metric: Metric) -> str:
-    """As Gin knows it."""
+    """The metric's name in Gin."""
     return getattr(metric, "__name__", None) or type(metric).__name__
 
 
 def check_targets(metric: Metric, targets: Sequence[Any], where: str) -> None:
-    """Raises UserError where a metric of ours can do nothing with a target; to be asked before anything is answered."""
+    """Raises UserError if a built-in metric cannot use a target; called before any answer is generated."""
     for number, target in enumerate(targets):
         try:
             getattr(metric, "check_target", lambda target: None)(target)
@@ -99,10 +99,10 @@ def check_targets(metric: Metric, targets: Sequence[Any], where: str) -> None:
 
 
 def _several(target: Any) -> list[str]:
-    """A target as the list of right answers."""
+    """The right answers of a target."""
     several = target if isinstance(target, (list, tuple)) else [target]
     if not several or isinstance(target, Mapping):
-        raise UserError(f"the target {target!r} is no text: EvalTask.target must name one key, with a text or texts")
+        raise UserError(f"the target {target!r} must be a text or a list of texts: EvalTask.target must name one key")
     return [one if isinstance(one, str) else str(one) for one in several]
 
 
@@ -112,7 +112,7 @@ def _of_texts(metric: Metric) -> Metric:
 
 
 def _checked(check: Callable[[int], None]) -> Callable[[Metric], Metric]:
-    """A decorator: `check` is told EvalTask.num_samples before anything is answered, and raises where that is for nothing."""
+    """A decorator that registers `check(EvalTask.num_samples)`, which raises before any answer is generated."""
 
     def marked(metric: Metric) -> Metric:
         vars(metric).update(check=check)
@@ -130,7 +130,7 @@ def _of_choices(metric: Metric) -> Metric:
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares answers: lower case, without punctuation and articles, single spaces (arXiv:1606.05250)."""
+    """Normalises a text as SQuAD does: lower case, no punctuation or articles, single spaces (arXiv:1606.05250)."""
     text = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION))
     return " ".join(text.split())
 
@@ -138,7 +138,7 @@ def normalised(text: str) -> str:
 @configurable
 @_of_texts
 def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: bool = True) -> dict[str, Any]:
-    """Whether the answer is one of the right ones; `normalise`: as `normalised`, else but for white space around it."""
+    """Whether the answer is one of the right ones, after `normalised` or, without `normalise`, after stripping space."""
     same = normalised if normalise else str.strip
     return {"exact_match": _each(targets, predictions, lambda target, text: float(same(target) == same(text)))}
 
@@ -146,7 +146,7 @@ def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: b
 @configurable
 @_of_texts
 def token_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
-    """F1 of the words in common with the right answer, of several with the nearest, as SQuAD's."""
+    """F1 of the words shared with the right answer, as in SQuAD; with several right answers, the maximum."""
     return {"f1": _each(targets, predictions, _f1)}
 
 
@@ -172,9 +172,9 @@ def rouge(
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeL"),
     stem: bool = False,
 ) -> dict[str, Any]:
-    """F-measures of ROUGE from 0 to 1 (package rouge-score), of several right texts with the nearest.
+    """F-measures of ROUGE from 0 to 1 (package rouge-score); with several right texts, the maximum.
 
-    `kinds`: rougeN for any N, rougeL, rougeLsum (of texts with a sentence a line). `stem`: by Porter's stemmer.
+    `kinds`: rougeN for any N, rougeL, rougeLsum (for texts with one sentence per line). `stem`: use Porter's stemmer.
     """
     scorer = extras.require("rouge_score.rouge_scorer", extra="evaluation", why="ROUGE")
     try:
@@ -188,7 +188,7 @@ def rouge(
 
 def _check_bleu(num_samples: int) -> None:
     if num_samples > 1:
-        raise UserError(f"bleu compares one text an example, EvalTask.num_samples is {num_samples}: set it to 1")
+        raise UserError(f"bleu needs one text per example, EvalTask.num_samples is {num_samples}: set it to 1")
     extras.require("sacrebleu", extra="evaluation", why="BLEU")
 
 
@@ -198,16 +198,16 @@ def _check_bleu(num_samples: int) -> None:
 def bleu(
     targets: Sequence[Any], predictions: Sequence[Any], tokenize: str = "13a", lowercase: bool = False
 ) -> dict[str, Any]:
-    """BLEU of all texts together from 0 to 100 (package sacrebleu), its standard error from 200 bootstrap samples.
+    """Corpus BLEU from 0 to 100 (package sacrebleu), with a standard error from 200 bootstrap samples.
 
-    `tokenize`: as sacrebleu names it: 13a, intl, char, zh, none, ...
+    `tokenize`: a tokenizer of sacrebleu: 13a, intl, char, zh, none, ...
     """
     if any(not isinstance(text, str) for text in predictions):
-        raise UserError("bleu compares one text an example: set EvalTask.num_samples = 1")
+        raise UserError("bleu needs one text per example: set EvalTask.num_samples = 1")
     sacrebleu = extras.require("sacrebleu", extra="evaluation", why="BLEU")
     if tokenize not in sacrebleu.BLEU.TOKENIZERS:
         raise UserError(f"bleu.tokenize is {tokenize!r}, must be one of {', '.join(sacrebleu.BLEU.TOKENIZERS)}")
-    scorer = sacrebleu.BLEU(tokenize=tokenize, lowercase=lowercase, effective_order=True)  # else a sentence warns
+    scorer = sacrebleu.BLEU(tokenize=tokenize, lowercase=lowercase, effective_order=True)  # avoids a warning
     each = [scorer.sentence_score(text, _several(target)) for target, text in zip(targets, predictions)]
     counts = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in each], np.int64)
 
@@ -221,13 +221,15 @@ def bleu(
 
 
 def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[str, str], float]) -> list[float]:
-    """Of each example the best score over its right answers; of several samples their mean."""
+    """The score of each example: the best over its right answers, averaged over its samples."""
     found = []
     for target, given in zip(targets, predictions, strict=True):
         right = _several(target)
         texts = [given] if isinstance(given, str) else given
         if not all(isinstance(text, str) for text in texts):
-            raise UserError(f"the prediction {str(given)[:60]} is no text: EvalTask.choices needs metrics of choices")
+            raise UserError(
+                f"the prediction {str(given)[:60]} must be a text: EvalTask.choices needs metrics of choices"
+            )
         found.append(statistics.fmean(max(score(one, text) for one in right) for text in texts))
     return found
 
@@ -238,9 +240,9 @@ def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[s
 @configurable
 @_of_choices
 def choice_accuracy(targets: Sequence[int], predictions: Sequence[Sequence[Choice]]) -> dict[str, Any]:
-    """Whether the right answer is the likeliest: by its probability, and by that to the power of 1 / its length.
+    """Whether the right choice has the highest probability, and the highest probability ** (1 / length).
 
-    Lengths in bytes (of ASCII acc_norm of lm-eval) and in tokens. Of several that are equally likely the first counts.
+    Lengths are in bytes (for ASCII text this is lm-eval's acc_norm) and in tokens. Among equal choices the first wins.
     """
     lengths = {
         "accuracy": lambda choice: 1,

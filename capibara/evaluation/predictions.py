@@ -1,4 +1,4 @@
-"""The file of what a model answered, one JSON line for each answer: with it an evaluation that was stopped goes on."""
+"""The file of a model's answers, one JSON line per answer, with which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BEGINS = b'{"predictions_of"'
 
 
 class Predictions:
-    """Lines in the order in which they are asked for; those that the file has already are taken from there.
+    """Lines in the order of the requests; those that the file already has are reused.
 
-    The first line tells the model. Every other has what was asked (`asked`: task, example, prompt, ...) and what came of it.
-    Of several processes the first reads and writes the file, and tells the others what it has.
+    The first line describes the model. Every other line has a request (`asked`: task, example, prompt, ...) and its answer.
+    With several processes, process 0 reads and writes the file and sends its content to the others.
 
     Args:
-      path: of the file; None: nothing is written.
-      model: what it is of; as JSON values.
+      path: the file; None: nothing is written.
+      model: description of the model, as JSON values.
 
     Raises:
-      UserError: the file is of another model, or no such file, or another process writes it.
+      UserError: the file is of another model, is not a file of predictions, or another process writes it.
     """
 
     def __init__(self, path: str | None, model: Mapping[str, Any]):
@@ -37,12 +37,12 @@ class Predictions:
             self._old = hosts.of_first(lambda: self._opened(path, {"predictions_of": dict(model)}))
 
     def _opened(self, path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
-        """The lines that the file has after its first."""
+        """Opens the file; returns its lines after the first."""
         with contextlib.ExitStack() as undo:
             try:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
                 file = undo.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
-                outputs.lock(file, f"--predictions={path}")  # before a line is taken for one that was cut off
+                outputs.lock(file, f"--predictions={path}")  # first: a line that another process writes looks cut off
                 old = self._read(path, json.loads(json.dumps(head)))
             except OSError as error:
                 raise UserError(
@@ -62,10 +62,10 @@ class Predictions:
             self._file.close()
 
     def beginning(self, asked: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The lines on the first of what is asked that the file has; the others are to be made, and given to `add`.
+        """The file's lines for the first of these requests; the caller must generate the others and `add` them.
 
         Raises:
-          UserError: a line is of something else.
+          UserError: a line is of another request.
         """
         lines: list[dict[str, Any]] = []
         for one in asked:
@@ -75,17 +75,17 @@ class Predictions:
         return lines
 
     def known(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the file has of the next line, if it goes so far; None: it is to be made, and given to `add`.
+        """The file's line for the next request; None: the caller must generate it and `add` it.
 
         Raises:
-          UserError: the line is of something else.
+          UserError: the line is of another request.
         """
         if not self._old:
             return None
         line, self._number = self._old.pop(0), self._number + 1
         if any(line.get(key) != value for key, value in asked.items()):
             raise UserError(
-                f"--predictions={self._path}: line {self._number} is not of what is asked there now: name another file"
+                f"--predictions={self._path}: line {self._number} is of another request than now: name another file"
             )
         return line
 
@@ -97,7 +97,7 @@ class Predictions:
         return line
 
     def _read(self, path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
-        """The whole lines; one that was cut off is removed, once the file is known as one of ours."""
+        """The complete lines; removes a last one that was cut off, if this is a file of predictions."""
         with open(path, "rb+") as file:
             *lines, rest = file.read().split(b"\n")
             try:
@@ -107,11 +107,11 @@ class Predictions:
             if lines:
                 ours = found and all(isinstance(line, dict) for line in found) and "predictions_of" in found[0]
             else:
-                ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # not even the first line was written to its end
+                ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # even the first line is incomplete
             if not ours:
-                raise UserError(f"--predictions={path} is there already, and no file of predictions: name another")
+                raise UserError(f"--predictions={path} exists and is not a file of predictions: name another")
             if found and found[0] != head:
-                raise UserError(f"--predictions={path} is there already, of another model: name another file")
+                raise UserError(f"--predictions={path} exists and is of another model: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
         return found
 

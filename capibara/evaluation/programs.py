@@ -1,4 +1,4 @@
-"""pass@k: how often one of k programs passes the tests."""
+"""pass@k: the probability that at least one of k programs passes the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The unbiased estimate 1 - C(n - c, k) / C(n, k), of n programs of which c pass (Chen et al. 2021, arXiv:2107.03374)."""
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) if c of n programs pass (Chen et al. 2021, arXiv:2107.03374)."""
     if not 1 <= k <= samples:
         raise UserError(f"k ({k}) must be from 1 to the samples of a problem ({samples}): raise EvalTask.num_samples")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
@@ -27,22 +27,21 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassAtK:
-    """The metric, for EvalTask.metrics = (@PassAtK(),): each prediction runs with its tests in a `sandbox`.
+    """The metric pass@k, for EvalTask.metrics = (@PassAtK(),): runs each prediction with its tests in a `sandbox`.
 
-    A target has the keys of HumanEval's records that it needs: "test", and perhaps "prompt", "entry_point" and "setup".
-    The program is: setup, prompt and prediction, test (a text, or a list of statements), check(entry_point). Of an answer
-    that has the entry point's definition in a fence, as chat models give it, that code stands in place of prompt and
-    prediction.
+    A target has keys of HumanEval's records: "test", and optionally "prompt", "entry_point" and "setup". The program is:
+    setup, prompt and prediction, test (a text, or a list of statements), check(entry_point). If an answer has the entry
+    point's definition in a fenced code block, as chat models write it, this code replaces prompt and prediction.
 
-    Setup, prompt and prediction run in one process; setup and test in another, which gives the verdict and calls the
-    first one's functions with plain data (see `dialogue`). A test that replaces what the program imports, looks at what
-    it prints, or hands over objects of Python's library cannot be judged so: `separate=False` runs all in one process,
-    where a program that sets out to forge its verdict can.
+    Setup, prompt and prediction run in one process; setup and test in another, which decides the verdict and calls the
+    first one's functions with plain data (see `dialogue`). This is not possible for a test that patches the program's
+    imports, reads its output, or passes objects of Python's library: `separate=False` runs everything in one process,
+    where a malicious program can forge its verdict.
 
     Attributes:
-      k: which pass@k; at most EvalTask.num_samples.
+      k: the values of k, at most EvalTask.num_samples.
       sandbox: limits of a program.
-      separate: run tests apart from the program.
+      separate: run tests in a separate process.
     """
 
     judges: ClassVar[str] = "texts"
@@ -52,21 +51,21 @@ class PassAtK:
 
     def __post_init__(self) -> None:
         if not self.k or min(self.k) < 1:
-            raise UserError(f"PassAtK.k is {self.k}, must be numbers from 1 up: try (1, 10)")
+            raise UserError(f"PassAtK.k is {self.k}, must be numbers of at least 1: try (1, 10)")
 
     def check(self, num_samples: int) -> None:
-        """Raises UserError where a k is more than there will be samples."""
+        """Raises UserError if a k exceeds the number of samples."""
         if max(self.k) > num_samples:
             raise UserError(
-                f"PassAtK.k has {max(self.k)}, EvalTask.num_samples is {num_samples}: k must be at most that, raise it"
+                f"PassAtK.k has {max(self.k)}, must be at most EvalTask.num_samples ({num_samples}): raise that"
             )
 
     def check_target(self, target: Any) -> None:
-        """Raises UserError where a target is none of a program."""
+        """Raises UserError if a target has no test."""
         program(target, "")
 
     def about(self) -> dict[str, Any]:
-        """What held the programs, for the results."""
+        """How the programs were isolated, for the results."""
         by = sandbox.holder(self.sandbox)
         return {"programs": {"holder": by.holder, "network": by.network, "separate": self.separate}}
 
@@ -82,10 +81,10 @@ class PassAtK:
 
 
 def judged(target: Any, prediction: str) -> Program:
-    """A prediction and its tests, apart.
+    """The program of a prediction and the tests of a target, separately.
 
     Raises:
-      UserError: the target has no test, or what is no text in it.
+      UserError: the target has no test, or a value that is not a text.
     """
     _check(target)
     entry, test = target.get("entry_point") or "", target["test"]
@@ -96,10 +95,10 @@ def judged(target: Any, prediction: str) -> Program:
 
 
 def program(target: Any, prediction: str) -> str:
-    """A prediction and its tests as one text.
+    """The program of a prediction and the tests of a target as one text.
 
     Raises:
-      UserError: the target has no test, or what is no text in it.
+      UserError: the target has no test, or a value that is not a text.
     """
     parts = judged(target, prediction)
     return parts.code + parts.tests
@@ -119,15 +118,15 @@ def _check(target: Any) -> None:
         value = target.get(key)
         parts = value if key == "test" and isinstance(value, list) else [value]
         if not all(isinstance(part, str) or (part is None and key != "test") for part in parts):
-            raise UserError(f"PassAtK takes a text for the target's {key!r}, not {str(value)[:60]}")
+            raise UserError(f"the target's {key!r} must be a text for PassAtK, not {str(value)[:60]}")
 
 
 def _code(prompt: str, prediction: str, entry: str | None) -> str:
-    """The prompt with what goes on from it, or what an answer has in a fence."""
+    """The prompt with its continuation, or the code in an answer's fenced block."""
     blocks = _FENCED.findall(prediction)
     defines = re.compile(r"" if entry is None else rf"^(?:async )?def\s+{re.escape(entry)}\b", re.MULTILINE)
     if whole := next((block for block in blocks if defines.search(block)), None):
         return whole
     if blocks and prediction.lstrip().startswith("```"):
         return prompt + blocks[0]
-    return prompt + prediction.partition("```")[0]  # a lone fence ends the code that was asked for
+    return prompt + prediction.partition("```")[0]  # a single fence ends the code

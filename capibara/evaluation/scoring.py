@@ -1,4 +1,4 @@
-"""The probability of given texts: ln p(continuation | context) of many pairs, in few compiled programs."""
+"""Scores texts: ln p(continuation | context) of many pairs, with few compiled programs."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from capibara.inference.engine.runner.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Plan
 
-_PLACES = 4096  # of a batch, about
+_POSITIONS = 4096  # of a batch, approximately
 _MOST_ROWS = 32
 _SMALLEST = 32
-_BLOCK_LOGITS = 2**24  # at a time, float32
-_BATCHES = 8  # that each of several processes scores before they tell each other
-_Numbers = tuple[list[int], int]  # of the pairs of a batch, and its places
+_BLOCK_LOGITS = 2**24  # float32 logits computed at a time
+_BATCHES = 8  # batches that each of several processes scores between two exchanges
+_Numbers = tuple[list[int], int]  # the indices of a batch's pairs, and the length of its rows
 InTurns = Callable[[Sequence[_Numbers], Callable[..., Iterator[Any]], int], Iterator[Any]]
 
 
 class Pair(NamedTuple):
-    """Token ids: what the model has read, with the beginning token, and what comes then."""
+    """Token ids of a context, with the beginning token, and of its continuation."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Of a continuation: ln p given its context, and whether each of its tokens is the likeliest where it stands."""
+    """ln p(continuation | context), and whether greedy decoding would produce the continuation."""
 
     log_probability: float
     greedy: bool
 
 
 class Scorer:
-    """Scores pairs in batches of pairs of about the same length.
+    """Scores pairs in batches of pairs of similar length.
 
     Args:
-      model: a decoder or an encoder-decoder, whose encoder reads the context.
+      model: a decoder, or an encoder-decoder, whose encoder reads the context.
       params: its parameters.
-      length: places of a row; a longer context loses its beginning.
-      encoder_length: of an encoder-decoder, places of its encoder.
-      pad_id: what an encoder-decoder's text begins with.
-      plan: of parameters that are spread over the devices of `mesh`.
-      mesh: theirs; None: they lie on one.
-      in_turns: gives what processes that have all pairs make of the batches, each of its share.
+      length: positions in a row; the beginning of a longer context is cut off.
+      encoder_length: positions in a row of the encoder, for an encoder-decoder.
+      pad_id: the first input of an encoder-decoder's decoder.
+      plan: the plan of parameters that are sharded over `mesh`.
+      mesh: the mesh of the parameters; None: they are on one device.
+      in_turns: distributes the batches over several processes, which all have all pairs (`hosts.in_turns`).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scorer:
             self._placed = sharding.batch_sharding(on_mesh, plan.rules)
 
     def __call__(self, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None) -> list[Score]:
-        """The score of each pair; `done` is told how many there are so far.
+        """Scores all pairs; calls `done` with the number of finished pairs.
 
         Raises:
           UserError: a pair has no context or no continuation, or the continuation does not fit a row.
@@ -98,9 +98,9 @@ class Scorer:
 
     def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[tuple[float, bool]]]:
         """The scores of each batch's pairs."""
-        for numbers, places in batches:
-            batch = self._batch([pairs[i] for i in numbers], places)
-            if self._placed is not None:  # every process that has a part in the mesh has the whole batch
+        for numbers, length in batches:
+            batch = self._batch([pairs[i] for i in numbers], length)
+            if self._placed is not None:  # every process of the mesh has the whole batch
                 batch = {
                     k: jax.make_array_from_callback(v.shape, self._placed, v.__getitem__) for k, v in batch.items()
                 }
@@ -108,31 +108,31 @@ class Scorer:
             yield list(zip(sums.tolist(), hits.tolist()))[: len(numbers)]
 
     def check(self, pair: Pair) -> None:
-        """Raises UserError where `__call__` would."""
+        """Raises UserError if `__call__` would."""
         self._need(pair)
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[_Numbers]:
-        """Numbers of pairs, the longest first, with the places of their rows."""
+        """The indices of the pairs of each batch, longest first, with the length of its rows."""
         needs = [self._need(pair) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda i: needs[i], reverse=True)
         at = 0
         while at < len(order):
-            places = min(max(_SMALLEST, 2 ** math.ceil(math.log2(max(needs[order[at]], 1)))), self._length)
-            yield order[at : at + self._rows(places)], places
-            at += self._rows(places)
+            length = min(max(_SMALLEST, 2 ** math.ceil(math.log2(max(needs[order[at]], 1)))), self._length)
+            yield order[at : at + self._rows(length)], length
+            at += self._rows(length)
 
-    def _rows(self, places: int) -> int:
-        """Of a batch: one number for each number of places, so that few programs are compiled."""
-        rows = min(max(_PLACES // (places + (self._encoder_length or 0)), 1), _MOST_ROWS)
+    def _rows(self, length: int) -> int:
+        """The number of rows of a batch; it depends only on their length, so that few programs are compiled."""
+        rows = min(max(_POSITIONS // (length + (self._encoder_length or 0)), 1), _MOST_ROWS)
         return -(-rows // self._unit) * self._unit
 
     def _need(self, pair: Pair) -> int:
-        """Places of a row that it takes."""
+        """The number of positions that a pair needs in a row."""
         own = len(pair.continuation)
         if not len(pair.context) or not own:
             raise UserError("a context and a continuation must have at least one token each")
         if own > self._length:
-            raise UserError(f"a continuation has {own} tokens, rows have {self._length}: raise Dataset.length")
+            raise UserError(f"a continuation has {own} tokens, must fit Dataset.length ({self._length}): raise that")
         return own if self._encoder_length is not None else min(len(pair.context) + own - 1, self._length)
 
     def _batch(self, pairs: Sequence[Pair], length: int) -> Batch:
@@ -172,7 +172,7 @@ def _fill(
 def make_scores(
     model: Model, plan: Plan | None, mesh: Mesh | None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """(params, batch) -> what `_score` gives, on every device, jitted; `mesh`: None where one device has it all."""
+    """A jitted function (params, batch) -> `_score`, replicated on all devices; `mesh`: None: a single device."""
     return _scores(Same(model), plan, mesh)
 
 
@@ -189,7 +189,7 @@ def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Param
 
 
 def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Sums of the log-probabilities of each row's weighted targets [B], and whether all of these are the likeliest [B]."""
+    """The sum of the log-probabilities of each row's weighted targets [B], and whether all of them have rank 1 [B]."""
     hidden_BTD, _ = model.hidden(params, batch)
     B, T, D = hidden_BTD.shape
     wanted = -(-B * T * model.config.vocab_size // _BLOCK_LOGITS)

@@ -1,4 +1,4 @@
-"""SeqIO tasks by SeqIO's own Evaluator: their postprocess_fn, metric_fns and metric_objs work as they do with T5X."""
+"""Evaluates SeqIO tasks with SeqIO's Evaluator: their postprocess_fn, metric_fns and metric_objs work as in T5X."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ T = TypeVar("T")
 
 
 class MetricFails(UserError):
-    """A task's own metric_fns or postprocess_fn raise, or give what is no number."""
+    """A task's own metric_fns or postprocess_fn raise, or return a value that is not a number."""
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeqioEvaluation:
-    """How --task=seqio:NAME is evaluated, and a run's own task with Evaluation.task_metrics.
+    """Options of the evaluation of --task=seqio:NAME, and of a run's own task with Evaluation.task_metrics.
 
     Attributes:
       task_module: the module that registers the task; None: the run's Dataset.task_module.
-      split: of the task.
-      use_cached: take examples from the task's offline cache; a run that trains from it does so too.
-      num_examples: most examples of a task; None: all.
-      sampling: how answers are made.
+      split: the split of the task.
+      use_cached: read examples from the task's offline cache, as training does with Dataset.use_cached.
+      num_examples: the largest number of examples of a task; None: all.
+      sampling: sampling options of the answers.
     """
 
     task_module: str | None = None
@@ -61,12 +61,12 @@ class SeqioEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A task or mixture whose examples are read.
+    """A task or mixture whose examples were read.
 
     Attributes:
-      name: of it.
-      evaluator: seqio's.
-      options: as they are given.
+      name: its name.
+      evaluator: the seqio.Evaluator.
+      options: the options.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Opened:
     options: SeqioEvaluation
 
     def check(self, model: Model) -> None:
-        """Raises UserError where a task has a metric that cannot be made of the model."""
+        """Raises UserError if a task has a metric that needs an unsupported output of the model."""
         kinds = tasks.load().metrics.ModelOutputType
         for one in self.evaluator.eval_tasks:
             wanted = {metric.model_output_type for metric in one.metric_objs}
             if other := wanted - {kinds.PREDICTION, kinds.SCORE}:
                 raise UserError(
-                    f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are made"
+                    f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are supported"
                 )
             if kinds.PREDICTION in wanted:
                 check_generates(model)
@@ -89,7 +89,7 @@ class Opened:
 def evaluated(
     subject: Subject, name: str, options: SeqioEvaluation, limit: int | None, told: Predictions, show: Show
 ) -> dict[str, tuple[dict[str, Estimate], int]]:
-    """The metrics of a task, or of those of a mixture, by task, with the number of examples.
+    """The metrics and the number of examples of a task, or of each task of a mixture.
 
     Raises:
       UserError: as `opened` and `judged`.
@@ -99,23 +99,23 @@ def evaluated(
 
 
 def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | None) -> Opened:
-    """Reads the examples of a task, or of those of a mixture, at most `limit` each.
+    """Reads the examples of a task, or of each task of a mixture, at most `limit` each.
 
     Raises:
-      UserError: there is no such task, or no metric in it, or its vocabulary is not the run's.
+      UserError: there is no such task, it has no metric, or its vocabulary is not the run's.
     """
     dataset, module = trainer.dataset, options.task_module or trainer.dataset.task_module
     task = tasks.get(name, module)
     if tasks.vocabulary_of(task).fingerprint() != dataset.get_vocabulary().fingerprint():
-        raise UserError(f"SeqIO task {name!r} has another vocabulary than the model: give the task the model's")
+        raise UserError(f"SeqIO task {name!r} has another vocabulary than the model: set the model's in the task")
     if options.use_cached:
         tasks.add_cache_dirs(dataset.cache_dirs)
         check_cached(task, options.split, _lengths(dataset, task))
     evaluator = _evaluator(tasks.load(module), name, options, limit, _lengths(dataset, task))
     if not evaluator.eval_tasks:
         raise UserError(
-            f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}, and its metrics are asked for (--task, or "
-            "Evaluation.task_metrics): give it some, or leave that out"
+            f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}, which --task and "
+            "Evaluation.task_metrics need: add them, or leave the option out"
         )
     return Opened(name, evaluator, options)
 
@@ -123,11 +123,11 @@ def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | N
 def judged(
     subject: Subject, opened: Opened, told: Predictions, show: Show
 ) -> dict[str, tuple[dict[str, Estimate], int]]:
-    """The metrics of each task of what is opened, with the number of its examples.
+    """The metrics and the number of examples of each opened task.
 
     Raises:
-      UserError: a metric is of something that cannot be made of the model.
-      MetricFails: a task's own code fails, or a metric is no number. What is opened must be opened again.
+      UserError: a metric needs an unsupported output of the model.
+      MetricFails: a task's own code fails, or a metric is not a number; call `opened` again before the next evaluation.
     """
     opened.check(subject.model)
     evaluator, kinds = opened.evaluator, tasks.load().metrics.ModelOutputType
@@ -141,7 +141,7 @@ def judged(
         cause = error.__cause__ or error  # SeqIO's own says the same, and the task
         raise MetricFails(
             f"SeqIO task {opened.name!r} fails in its metric_fns or postprocess_fn ({_where(cause)}: "
-            f"{type(cause).__name__}: {limits.cause(cause)}): mend them"
+            f"{type(cause).__name__}: {limits.cause(cause)}): correct them"
         ) from error
     counts = {one.name: len(evaluator.cached_task_datasets[one.name]) for one in evaluator.eval_tasks}
     return {
@@ -151,16 +151,16 @@ def judged(
 
 
 def _lengths(dataset: Dataset, task: Any) -> dict[str, int]:
-    """What is cut off the features, as in training."""
+    """The lengths to which features are trimmed, as in training."""
     return tasks.lengths(task, dataset.length, dataset.encoder_length, dataset.inputs_length)
 
 
 def _evaluator(seqio: Any, name: str, options: SeqioEvaluation, limit: int | None, lengths: dict[str, int]) -> Any:
-    # Examples as the task has them: what a converter makes of them for a model is made here when they are asked.
+    # Without a feature converter: `_Asking` makes the model's inputs from the task's examples.
     plain = type("Plain", (seqio.PassThroughFeatureConverter,), {"TASK_FEATURES": {}, "pack": False})
     log = logging.getLogger("absl")
     before = log.level
-    log.setLevel(logging.ERROR)  # that there is no logger, and that rows are long
+    log.setLevel(logging.ERROR)  # suppresses warnings on missing loggers and long rows
     try:
         return seqio.Evaluator(
             name, plain(), eval_split=options.split, use_cached=options.use_cached, num_examples=limit,
@@ -175,30 +175,30 @@ def _estimate(task: str, name: str, value: Any) -> Estimate:
         return Estimate(float(getattr(value, "value", value)))
     except (TypeError, ValueError, OverflowError):
         raise MetricFails(
-            f"metric {name!r} of SeqIO task {task!r} is of type {type(value).__name__}, must be a finite number: mend its "
-            "metric_fns"
+            f"metric {name!r} of SeqIO task {task!r} is of type {type(value).__name__}, must be a finite number: correct "
+            "its metric_fns"
         ) from None
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised it."""
+    """The file and line that raised an error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 
 @dataclasses.dataclass
 class _Asking:
-    """What the Evaluator asks: (enumerated examples) -> (number, tokens or score) of each."""
+    """The functions that the Evaluator calls: (enumerated examples) -> (number, tokens or score) of each."""
 
     subject: Subject
     options: SeqioEvaluation
     told: Predictions
     show: Show
     name: str
-    error: Exception | None = None  # that ended an answer of ours
+    error: Exception | None = None  # raised while answering, not by the task's own code
 
     def guarded(self, function: Callable[[Any], T]) -> Callable[[Any], T]:
-        """The function; what it raises is ours, and no fault of the task's own code."""
+        """Wraps a function to record its error as ours, not one of the task's own code."""
 
         def asked(dataset: Any) -> T:
             try:
@@ -222,7 +222,7 @@ class _Asking:
             for ids in [np.asarray(example.get("inputs", ()), np.int64).tolist()]
         ]
         tokens = [line["tokens"] for line in ask(self.subject, self.name, questions, self.told, self.show)]
-        width = 1 + max(map(len, tokens))  # Evaluator makes one array of them; what comes after the end is not decoded
+        width = 1 + max(map(len, tokens))  # the Evaluator makes one array of them, and ignores tokens after the end
         rows = [[*ids, vocabulary.eos_id, *[vocabulary.pad_id] * (width - 1 - len(ids))] for ids in tokens]
         return [(int(number), np.array(row, np.int32)) for (number, _), row in zip(examples, rows)]
 
@@ -236,7 +236,7 @@ class _Asking:
         return [(int(number), score.log_probability) for (number, _), score in zip(examples, found)]
 
     def _prompt(self, inputs: Sequence[int]) -> list[int]:
-        """Inputs as the model was trained on them: a decoder reads the beginning token first."""
+        """Inputs as in training: a decoder reads the beginning token first."""
         begins = [] if self.subject.trainer.dataset.encoder_length is not None else [self.subject.vocabulary.bos_id]
         prompt = [*begins, *map(int, inputs)]
         if not prompt:

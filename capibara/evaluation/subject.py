@@ -1,4 +1,4 @@
-"""What is evaluated: a model on its devices, with what reads, scores and answers for it, each made when it is wanted."""
+"""The model that is evaluated, with its vocabulary, scorer and engine, which are created on first use."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Subject:
 
     Attributes:
       trainer: its run.
-      model: without adapters.
-      params: on the mesh.
-      mesh: of all devices.
+      model: the model, with adapters merged.
+      params: its parameters, on the mesh.
+      mesh: the mesh of all devices.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Which model it is and what else its answers depend on, as JSON values."""
+        """Identifies the model and everything else on which its answers depend, as JSON values."""
         return self._about | {
             "cache_dtype": str(self._batching.cache_dtype),
             "length": self.trainer.dataset.length,
@@ -59,12 +59,12 @@ class Subject:
 
     @property
     def slots(self) -> int:
-        """Texts that are made at a time."""
+        """The number of texts that are generated at a time."""
         return self._batching.slots
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """Generates, on this process's chips (`apart`) or on all."""
+        """The engine, on this process's chips (`apart`) or on all."""
         dataset = self.trainer.dataset
         return Engine(
             self.model, self._brought(), self.vocabulary, dataset.length, self._batching, dataset.encoder_length
@@ -72,7 +72,7 @@ class Subject:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Scores given texts, on this process's chips (`apart`) or on all."""
+        """The scorer of texts, on this process's chips (`apart`) or on all."""
         dataset, vocabulary = self.trainer.dataset, self.vocabulary
         plan: Plan | None = self.trainer.plan
         mesh: Mesh | None = self.mesh
@@ -89,11 +89,11 @@ class Subject:
 
     @property
     def apart(self) -> bool:
-        """Whether each process answers and scores its share, on its own chips; else all do the same, together."""
+        """Whether each process works on its share of the items on its own chips; otherwise all work together."""
         return self._layout is not None
 
     def in_turns(self, things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
-        """What `make` gives for each of the things, in their order: by `hosts.in_turns` where the processes work apart."""
+        """Yields the results of `make` for all things in order; splits the work by `hosts.in_turns` if `apart`."""
         return hosts.in_turns(things, make, every) if self.apart else make(things)
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Subject:
 
     @functools.cached_property
     def _layout(self) -> PyTree | None:
-        """Of the parameters on this process's chips; None: they do not hold them."""
+        """The shardings of the parameters on this process's chips; None: they do not fit."""
         check_generates(self.model)
         dataset, each = self.trainer.dataset, hosts.gathered(own_chips.free_bytes())
         free = None if None in each else min(each)
@@ -111,7 +111,7 @@ class Subject:
         )
 
     def _brought(self) -> Params:
-        """The parameters for answers, which no other process has a part in where there are enough chips."""
+        """The parameters for answers: on this process's own chips if they fit."""
         return (
             self.params
             if self._layout is None
@@ -129,7 +129,7 @@ def open_subject(
     weights: str | None = None,
     trust: bool = False,
 ) -> Subject:
-    """Reads a model onto all devices; arguments as of `loading.load`."""
+    """Loads a model onto all devices; arguments as in `loading.load`."""
     chosen = any(binding.startswith("Plan.") for binding in bindings)
 
     def placed(plan: Plan, model: Model) -> PyTree:
@@ -146,7 +146,7 @@ def open_subject(
 
 
 def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:
-    """The run's plan; where the devices are others than it was made for, and nobody chose one, rows over all of them."""
+    """The run's plan and mesh; if the plan does not fit these devices and is not set, rows over all devices."""
     try:
         return plan, sharding.make_mesh(plan)
     except UserError:

@@ -1,4 +1,4 @@
-"""A task in Gin: lines of JSON, what is asked of each, and by which metrics the answers are judged."""
+"""Evaluation tasks in Gin: lines of JSON, the prompt made of each, and the metrics of the answers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from capibara.data.sources import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.inference.sampling.sampling import Sampling
 
-_LINE_VALUES = 1_000_000  # of JSON in a line
+_LINE_VALUES = 1_000_000  # largest number of JSON values in a line
 
 
 class PromptFormat(enum.StrEnum):
-    """How a prompt is put to the model: as a text to go on with, or as a user's turn in its chat template."""
+    """The form of a prompt: a text to continue, or a user's message in the chat template."""
 
     PLAIN = "plain"
     CHAT = "chat"
@@ -29,20 +29,20 @@ class PromptFormat(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTask:
-    r"""A task, bound under its name as a scope: `qa/EvalTask.files = (...)` is the task qa.
+    r"""A task; its name is the scope of its bindings: `qa/EvalTask.files = (...)` is the task qa.
 
     Attributes:
-      files: paths or globs of .jsonl files, one JSON object a line.
-      metrics: functions of (targets, predictions), see `metrics`. None for choices: their accuracy.
-      prompt: with the keys of a line in braces: "Question: {question}\nAnswer:". A brace itself is {{ or }}.
-      target: the key that has the right answer, or a list of right ones; a tuple of keys: the target is a dict of those
+      files: paths or globs of .jsonl files, one JSON object per line.
+      metrics: functions of (targets, predictions), see `metrics`; None: the accuracy of choices.
+      prompt: the prompt, with keys of a line in braces: "Question: {question}\nAnswer:". Write {{ or }} for a brace.
+      target: the key of the right answer, or of a list of right ones; a tuple of keys: the target is a dict of those
         that the line has.
-      choices: the key of a list of answers: they are ranked by their probability, nothing is generated. The target is
-        then the number of the right one from 0, its letter from A, or its text.
-      before_choice: what stands between prompt and choice.
+      choices: the key of a list of answers, which are ranked by their probability; nothing is generated. The target is
+        then the index of the right one from 0, its letter from A, or its text.
+      before_choice: the text between prompt and choice.
       format: plain or chat.
-      num_samples: answers to each prompt, of seeds from Sampling.seed on.
-      sampling: how they are made.
+      num_samples: number of answers to each prompt, with seeds from Sampling.seed on.
+      sampling: sampling options of the answers.
     """
 
     files: tuple[str, ...]
@@ -61,7 +61,7 @@ class EvalTask:
         if not self.scored_by:
             raise UserError("EvalTask.metrics is empty: name some, e.g. (@exact_match, @token_f1)")
         if self.choices is not None and self.num_samples > 1:
-            raise UserError(f"EvalTask.num_samples ({self.num_samples}) is of generated answers: choices take 1")
+            raise UserError(f"EvalTask.num_samples ({self.num_samples}) must be 1 with EvalTask.choices: set it to 1")
         if self.num_samples > 1 and self.sampling.temperature == 0:
             raise UserError(
                 f"EvalTask.num_samples is {self.num_samples} and Sampling.temperature 0: all answers would be the same, set "
@@ -79,13 +79,13 @@ class EvalTask:
                 f"EvalTask.prompt ({self.prompt!r}) cannot be read ({error}): write {{{{ for a brace"
             ) from None
         if not all(name and name.isidentifier() and not form and not conversion for name, form, conversion in fields):
-            raise UserError(f"EvalTask.prompt ({self.prompt!r}) must have names of keys in its braces, and no more")
+            raise UserError(f"EvalTask.prompt ({self.prompt!r}) must only have names of keys in its braces")
         judged = "texts" if self.choices is None else "choices"
         for metric in self.scored_by:
             if (takes := getattr(metric, "judges", judged)) != judged:
                 raise UserError(
-                    f"EvalTask.metrics has {name_of(metric)}, which judges {takes}, and EvalTask.choices is "
-                    f"{self.choices!r}: {'set it to their key' if takes == 'choices' else 'leave one of both out'}"
+                    f"EvalTask.metrics has {name_of(metric)}, which is for {takes}, but EvalTask.choices is "
+                    f"{self.choices!r}: {'set it to their key' if takes == 'choices' else 'remove one of the two'}"
                 )
             if hasattr(metric, "check"):
                 metric.check(self.num_samples)
@@ -99,7 +99,7 @@ class EvalTask:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A line of a task: the prompt, the target, and what there is to choose from (empty: nothing, it is generated)."""
+    """A line of a task: the prompt, the target, and the choices (empty: the answer is generated)."""
 
     prompt: str
     target: Any
@@ -107,10 +107,10 @@ class Item:
 
 
 def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item]:
-    """The lines of a task, the first `limit` of them.
+    """Reads the lines of a task, at most `limit`.
 
     Raises:
-      UserError: a file is missing, empty or cut off, or a line lacks what the task asks for.
+      UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
     items: list[Item] = []
     paths = disk.expand(f"{name}/EvalTask.files", task.files)
@@ -124,7 +124,7 @@ def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
     if not items:
-        raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) hold no line: give at least one")
+        raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
     return items
 
 
@@ -134,7 +134,7 @@ def _item(task: EvalTask, line: str, where: str) -> Item:
     except ValueError as error:
         raise UserError(f"{where} is no JSON ({limits.cause(error)}): {line[:60]}") from None
     if not isinstance(record, Mapping):
-        raise UserError(f"{where} must hold a JSON object, not {type(record).__name__}")
+        raise UserError(f"{where} must be a JSON object, not {type(record).__name__}")
     used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}
     values = {name: _value(record, name, "EvalTask.prompt", where) for name in used}
     prompt = task.prompt.format(**values)
@@ -154,14 +154,12 @@ def _item(task: EvalTask, line: str, where: str) -> Item:
 
 def _value(record: Mapping[str, Any], key: str, asks: str, where: str) -> Any:
     if key not in record:
-        raise UserError(
-            f"{where} has no {key!r}, which {asks} asks for{did_you_mean(key, map(str, record), 'its keys')}"
-        )
+        raise UserError(f"{where} has no {key!r}, which {asks} needs{did_you_mean(key, map(str, record), 'its keys')}")
     return record[key]
 
 
 def _number(right: Any, choices: list[str], where: str) -> int:
-    """Which of the choices is right."""
+    """The index of the right choice."""
     if isinstance(right, str):
         if right in choices:
             return choices.index(right)

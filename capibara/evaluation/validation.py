@@ -19,21 +19,21 @@ NAME = "validation"
 
 
 def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str, Estimate], int]:
-    """The metrics, and how many batches there were, at most `limit`.
+    """The metrics over at most `limit` batches, and the number of batches.
 
-    Standard errors are those of a ratio of sums over batches, which have about as many tokens each: documents are not
-    told apart any more once they share rows.
+    Standard errors are those of a ratio of sums over batches, which have similar numbers of tokens; packed documents cannot
+    be separated.
 
     Raises:
-      UserError: the run was trained on something else than the tokens of texts.
+      UserError: the run was not trained with the cross entropy of texts.
     """
     trainer, mesh = subject.trainer, subject.mesh
     if trainer.loss is not None:
         raise UserError(
             f"{subject.about['model']} was trained with {type(trainer.loss).__name__}, whose validation needs its reference "
-            "or its rewards: train prints it; here name tasks, e.g. --gin_file=evaluation/questions.gin"
+            "model or rewards: only `train` logs it; name tasks instead, e.g. --gin_file=evaluation/questions.gin"
         )
-    if trainer.evaluation.max_batches is not None:  # of the evaluations within training
+    if trainer.evaluation.max_batches is not None:  # the limit of evaluations during training
         trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
     step = evaluation.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
@@ -54,7 +54,7 @@ def _shown(batches: Iterable[Batch], show: Show) -> Iterator[Batch]:
 
 
 def _error(numerators: list[float], denominators: list[float]) -> float | None:
-    """The standard error of sum / sum."""
+    """The standard error of a ratio of sums."""
     count, total = len(numerators), sum(denominators)
     if count < 2 or not total:
         return None

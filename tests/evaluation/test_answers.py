@@ -100,7 +100,7 @@ def test_choices_are_the_rest_of_the_whole_text(subject):
 
 
 def test_a_prompt_that_has_no_place_is_named(subject):
-    with pytest.raises(UserError, match="qa, example 1: its prompt has 71 tokens, rows have 64"):
+    with pytest.raises(UserError, match="qa, example 1: its prompt has 71 tokens, must fit Dataset.length \\(64\\)"):
         answers.generated(subject, "qa", TASK, [Item("a", "x"), Item("a" * 70, "x")], SILENT, lambda *_: None)
     task = EvalTask(files=("x",), choices="c", before_choice="")
     for choice, why in (("b" * 70, "mc, example 1: the choice 'b+' has 70 tokens"), ("", "mc, example 1: .* 0 tokens")):

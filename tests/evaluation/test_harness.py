@@ -70,7 +70,7 @@ def test_loglikelihood_is_the_sum_of_log_softmax(lm, subject):
 
 
 def test_rolling_takes_every_token_once(lm, subject):
-    short, long = "def f(x):", "ab" * 60  # rows have 64 places
+    short, long = "def f(x):", "ab" * 60  # rows have 64 positions
     found = lm.loglikelihood_rolling(asked("loglikelihood_rolling", (short,), (long,)), disable_tqdm=True)
     assert found[0] == pytest.approx(log_softmax(subject, short).sum(), rel=1e-5)
     assert found[1] < found[0] and len(found) == 2
@@ -99,7 +99,7 @@ def test_no_prompt_is_cut_to_a_single_token_unsaid(lm, subject, monkeypatch):
     monkeypatch.setattr(subject.engine, "submit", lambda ids, *a, **k: (given.append(ids), submit(ids, *a, **k))[1])
     lm.generate_until(asked("generate_until", ("0123456789" * 2, {"until": ["\n"]})), disable_tqdm=True)
     assert len(given[0]) == 21
-    with pytest.raises(UserError, match=r"max_gen_toks is 64, rows \(Dataset.length\) have 64"):
+    with pytest.raises(UserError, match=r"max_gen_toks is 64, but prompt and answer must fit Dataset.length \(64\)"):
         lm.generate_until(asked("generate_until", ("a", {"max_gen_toks": 64})))
 
 
@@ -135,13 +135,18 @@ def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch,
     scored = []
     monkeypatch.setattr(type(subject.scorer), "__call__", lambda *_: scored.append(1))
     lines[2]["choices"] = ["x", "y" * 65]
-    with pytest.raises(UserError, match="^--harness=mc, document 2: a continuation has 65 tokens, rows have 64: raise"):
+    with pytest.raises(
+        UserError, match="^--harness=mc, document 2: a continuation has 65 tokens, must fit Dataset.length .64.: raise"
+    ):
         run("mc", CHOICES)
     lines[2]["choices"], lines[1]["choices"] = ["x", "y"], ["", "y"]
     with pytest.raises(UserError, match="^--harness=mc, document 1: its continuation is empty, must have"):
         run("mc", CHOICES)
     assert not scored  # said before any is looked at
-    with pytest.raises(UserError, match=r"^--harness=gen, document 0: its max_gen_toks is 64, rows .* have 64"):
+    with pytest.raises(
+        UserError,
+        match=r"^--harness=gen, document 0: its max_gen_toks is 64, but prompt and answer must fit Dataset.length .64.",
+    ):
         run("gen", GENERATED.replace("max_gen_toks: 6", "max_gen_toks: 64"))
     monkeypatch.undo()
     lines[1]["q"] = "long " * 20
@@ -149,16 +154,16 @@ def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch,
         run("gen", GENERATED)
     told = [record.getMessage() for record in caplog.records if "cut" in record.getMessage()]
     assert told == [
-        "1 of 3 prompts are longer than a row has room for, and are cut; the first is --harness=gen, document 1: raise "
+        "1 of 3 prompts were cut because they do not fit a row; the first is --harness=gen, document 1: raise "
         "Dataset.length"
     ]
 
 
 def test_mistakes(subject, tmp_path):
-    with pytest.raises(UserError, match="must be a folder of YAML tasks"):
+    with pytest.raises(UserError, match="name a folder of YAML tasks"):
         harness.evaluate(subject, ["mc"], str(tmp_path / "none"))
     (tmp_path / "mc.yaml").write_text(CHOICES.format(path=tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match="--harness=mc: its data cannot be had"):
+    with pytest.raises(UserError, match="--harness=mc: its data is not available"):
         harness.evaluate(subject, ["mc"], str(tmp_path))
     with pytest.raises(UserError, match=r"\(or Harness.chat\) needs a tokenizer"):
         config.parse([], ["Harness.chat = True"])

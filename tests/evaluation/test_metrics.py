@@ -84,11 +84,11 @@ def test_what_a_metric_may_give():
         return {"x": [1.0]}
 
     for value in (short, lambda t, p: {"x": "much"}, lambda t, p: {"x": {}}, lambda t, p: {"x": [[1], [2]]}):
-        with pytest.raises(UserError, match="must give one number, or one an example"):
+        with pytest.raises(UserError, match="must be one number, or one per example"):
             computed(value, "ab", "ab")
-    with pytest.raises(UserError, match="gives float, must give a dict"):
+    with pytest.raises(UserError, match="returns float, must return a dict"):
         computed(lambda t, p: 1.0, "a", "a")
-    with pytest.raises(UserError, match="is no text"):
+    with pytest.raises(UserError, match="must be a text"):
         metrics.exact_match([{"test": ""}], ["a"])
-    with pytest.raises(UserError, match="is no text"):
+    with pytest.raises(UserError, match="must be a text"):
         metrics.exact_match(["a"], [[Choice(-1.0, 1, 1)]])

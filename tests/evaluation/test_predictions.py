@@ -39,11 +39,11 @@ def test_others_are_refused(tmp_path):
     fill(path, [{"n": 0}])
     with pytest.raises(UserError, match="of another model"):
         fill(path, [{"n": 0}], MODEL | {"step": 4})
-    with pytest.raises(UserError, match="line 2 is not of what is asked"):
+    with pytest.raises(UserError, match="line 2 is of another request"):
         fill(path, [{"n": 1}])
     for text in ("hello\n", "hello", '{"important": 1}', "[" * 50000 + "\n"):
         (tmp_path / "text").write_text(text)
-        with pytest.raises(UserError, match="no file of predictions"):
+        with pytest.raises(UserError, match="not a file of predictions"):
             fill(tmp_path / "text", [])
         assert (tmp_path / "text").read_text() == text
     (tmp_path / "cut").write_text('{"predictions_of": {"mod')

@@ -68,11 +68,11 @@ def test_code_in_a_fence_is_the_program():
 
 def test_mistakes_are_said_before_anything_is_generated():
     more = {"files": ("x.jsonl",), "sampling": Sampling(temperature=0.5)}
-    with pytest.raises(UserError, match="PassAtK.k has 10, EvalTask.num_samples is 5"):
+    with pytest.raises(UserError, match="PassAtK.k has 10, must be at most EvalTask.num_samples .5."):
         EvalTask(metrics=(PassAtK(k=(1, 10)),), num_samples=5, **more)
     with pytest.raises(UserError, match="PassAtK.k is"):
         PassAtK(k=())
     with pytest.raises(UserError, match="needs the key 'test'"):
         PassAtK()(["a text"], ["x"])
-    with pytest.raises(UserError, match="a text for the target's 'entry_point', not 5"):
+    with pytest.raises(UserError, match="the target's 'entry_point' must be a text for PassAtK, not 5"):
         PassAtK().check_target({"test": "x", "entry_point": 5})

@@ -87,7 +87,7 @@ def test_mistakes(subject):
     [
         (
             ZeroDivisionError("no texts"),
-            r"task 'faulty' fails in its .*seqio_task.py:\d+: ZeroDivisionError: no texts\): mend",
+            r"task 'faulty' fails in its .*seqio_task.py:\d+: ZeroDivisionError: no texts\): correct",
         ),
         ("many", "metric 'faulty' of SeqIO task 'faulty' is of type str, must be a finite number"),
         (None, "is of type NoneType"),

@@ -46,17 +46,15 @@ def test_the_right_choice_is_a_number_a_letter_or_a_text(lines, answer, number):
 
 def test_mistakes_in_files_name_the_line(lines, tmp_path):
     good = {"prompt": "?", "target": "!"}
-    with pytest.raises(
-        UserError, match=r"qa.jsonl:2 has no 'target', which EvalTask.target asks for: did you mean targe"
-    ):
+    with pytest.raises(UserError, match=r"qa.jsonl:2 has no 'target', which EvalTask.target needs: did you mean targe"):
         items(lines(good, {"prompt": "?", "targe": "!"}))
-    with pytest.raises(UserError, match=r"qa.jsonl:1 has no 'q', which EvalTask.prompt asks for"):
+    with pytest.raises(UserError, match=r"qa.jsonl:1 has no 'q', which EvalTask.prompt needs"):
         items(lines(good), prompt="{q}")
     with pytest.raises(UserError, match=r"qa.jsonl:2 is no JSON"):
         items(lines(good, '{"prompt": '))
-    with pytest.raises(UserError, match="must hold a JSON object, not list"):
+    with pytest.raises(UserError, match="must be a JSON object, not list"):
         items(lines("[1]"))
-    with pytest.raises(UserError, match=r"qa/EvalTask.files \(.*\) hold no line"):
+    with pytest.raises(UserError, match=r"qa/EvalTask.files \(.*\) have no lines"):
         items(lines(""))
     with pytest.raises(UserError, match="matches no file"):
         items(str(tmp_path / "none.jsonl"))
@@ -73,16 +71,16 @@ def test_mistakes_in_a_task():
         ({"metrics": None}, "EvalTask.metrics is empty"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 2}, "all answers would be the same"),
-        ({"choices": "c", "num_samples": 2, "sampling": Sampling()}, "choices take 1"),
+        ({"choices": "c", "num_samples": 2, "sampling": Sampling()}, "must be 1 with EvalTask.choices"),
         ({"prompt": "{a"}, "cannot be read"),
         ({"prompt": "{a.b}"}, "names of keys"),
         ({"prompt": "{}"}, "names of keys"),
         ({"prompt": "{a:d}"}, "names of keys"),
         ({"prompt": "{a:{w}}"}, "names of keys"),
         ({"prompt": "{a!r}"}, "names of keys"),
-        ({"choices": "c"}, "has exact_match, which judges texts"),
-        ({"choices": "c", "metrics": (PassAtK(),)}, "has PassAtK, which judges texts"),
-        ({"metrics": (choice_accuracy,)}, "has choice_accuracy, which judges choices"),
+        ({"choices": "c"}, "has exact_match, which is for texts"),
+        ({"choices": "c", "metrics": (PassAtK(),)}, "has PassAtK, which is for texts"),
+        ({"metrics": (choice_accuracy,)}, "has choice_accuracy, which is for choices"),
     ):
         with pytest.raises(UserError, match=why):
             EvalTask(**{"files": ("x",), "metrics": (exact_match,)} | fields)
@@ -120,7 +118,7 @@ def test_tasks_are_scopes(lines):
     with pytest.raises(UserError, match="bleu.tokenize is bound but nothing uses it"):
         evaluate.chosen([], None)
     config.parse([], bindings)
-    with pytest.raises(UserError, match="--task=validaton is bound nowhere: did you mean validation?"):
+    with pytest.raises(UserError, match="--task=validaton is not bound: did you mean validation?"):
         evaluate.chosen(["validaton"], None)
     config.parse([], [])
     assert evaluate.chosen([], None) == [evaluate.Validation()]
@@ -182,5 +180,5 @@ def test_the_ready_files_take_their_formats(lines, name):
     if name == "humaneval":
         assert asked.task.num_samples == 10 and asked.task.sampling.temperature == 0.2
         config.parse([f"evaluation/{name}.gin"], [f"{macro} = ('{lines(record)}',)", "K = (1, 20)"])
-        with pytest.raises(UserError, match="PassAtK.k has 20, EvalTask.num_samples is 10"):
+        with pytest.raises(UserError, match="PassAtK.k has 20, must be at most EvalTask.num_samples .10."):
             evaluate.chosen([], None)
