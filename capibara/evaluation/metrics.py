@@ -1,4 +1,6 @@
-"""Metrics of answers: functions of (targets, predictions) that Gin files refer to. A metric of your own:
+"""Metrics of answers: functions of (targets, predictions) that Gin files refer to.
+
+A metric of your own:
 
     @capibara.config.configurable          # in my_metrics.py, which a Gin file imports: import my_metrics
     def shorter(targets, predictions):

@@ -1,1 +1,1 @@
-"""Runs programs that a model wrote."""
+"""Runs untrusted programs that a model wrote."""

@@ -1,12 +1,12 @@
-"""A program and its tests in two processes: the tests call the program's functions and get plain data for an answer.
+"""Runs a program and its tests in two processes: the tests call the program's functions by remote procedure calls.
 
-    tests (`judge`)      run the tests' text; names that only the program defines stand for what the other process has
-    program (`serve`)    runs the program's text, then does what it is asked
+    tests (`judge`)      run the text of the tests; names that only the program defines are `Remote` objects
+    program (`serve`)    runs the program's text, then serves the calls of the tests
 
-The verdict is the tests' process's own, so a program that writes to descriptors, exits early, walks frames or replaces
-builtins changes nothing but its own answers. What is no plain data (an object, a generator, a function) stays where it
-is, and the other side has a `Remote` for it. A Remote of the program's is never equal to plain data, and takes no part
-in operators with it: an object that says it equals everything would else be right everywhere.
+The tests' process decides the verdict, so a program that writes to file descriptors, exits early, walks frames or replaces
+builtins only changes its own answers. Plain data is copied. Anything else (an object, a generator, a function) stays in its
+process, and the other side gets a `Remote` for it. A Remote of the program is never equal to plain data and supports no
+operators with it: otherwise an object that claims to equal everything would pass all tests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 
-TYPE_CHECKING = False  # typing's own takes a while to import
+TYPE_CHECKING = False  # importing typing for it would be slow
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from capibara.evaluation.sandbox import wire
 else:
-    import wire  # beside this file: `jail` says where
+    import wire  # in the same folder; `jail` loads it
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "and", "or", "xor")
 _COMPARED = ("eq", "lt", "le", "gt", "ge")
@@ -41,24 +41,24 @@ _DONE_TO: dict[str, Callable[..., object]] = {
     "exit": lambda target: type(target).__exit__(target, None, None, None),
     **{name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in (*_BINARY, *_COMPARED)},
 }  # fmt: skip
-# Methods of plain data: a test that calls one on an answer expects that data, not an object with an opinion.
+# Methods of plain data: a test that calls one on an answer expects plain data, not an object of the program.
 _PLAIN_METHODS = frozenset().union(*(dir(kind) for kind in wire.TYPES.values()))
 _MUTABLE = (list, dict, set, bytearray, collections.deque)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _ROUTINES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_COROUTINE = 0x80  # CO_COROUTINE of Python's inspect, which is slow to import
-_NEVER_RAISED = (StopIteration, StopAsyncIteration)  # they would end a test's loop, not fail it
+_COROUTINE = 0x80  # inspect.CO_COROUTINE; importing inspect is slow
+_NEVER_RAISED = (StopIteration, StopAsyncIteration)  # they would end a test's loop instead of failing the test
 _CANNOT_BE_READ = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
 
 class Remote:
-    """Something of the other process."""
+    """A reference to an object of the other process."""
 
     __slots__ = ("_side", "_number", "_name", "_named")
 
     def __init__(self, side: Side, number: int, name: str, named: bool = False):
         self._side, self._number, self._name = side, number, name
-        self._named = named  # a class that the tests name (and write in capitals), or an instance of it
+        self._named = named  # whether it is a class that the tests refer to by a capitalised name, or an instance of it
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         found = self._side.do("call", self, *args, **kwargs)
@@ -79,7 +79,7 @@ class Remote:
         else:
             self._side.do("set", self, name, value)
 
-    # Python itself refuses what the other side gives for an iterator or a length and is none.
+    # Python itself raises if the other side's result is not an iterator or a length.
     def __iter__(self) -> object:
         return self._side.do("iter", self)
 
@@ -119,24 +119,24 @@ for _op, _method in {
 
 
 class Side:
-    """One end of the dialogue: asks the other, and answers what is asked meanwhile.
+    """One end of the connection: sends requests, and serves the other side's requests while it waits.
 
     Args:
-      channel: to the other process.
-      careful: whether the other one may be hostile.
-      lost: called where the dialogue has ended, with the reason, or "" where how the other process ended tells it;
-        does not come back.
+      channel: the socket to the other process.
+      careful: whether the other side may be hostile.
+      lost: called with the reason when the connection has ended, or with "" if the exit status of the other process is
+        the reason; must not return.
     """
 
     def __init__(self, channel: socket.socket, careful: bool, lost: Callable[[str], NoReturn]):
         self.careful, self._channel, self._lost = careful, channel, lost
         self._exported: list[object] = []
         self._numbers: dict[int, int] = {}
-        self._raised: dict[type, int] = {}  # local classes for the other side's exceptions
+        self._raised: dict[type, int] = {}  # local classes that stand for the other side's exceptions
         self._lock = threading.RLock()
 
     def refer(self, value: object) -> wire.Json:
-        """How a value that is no plain data is spoken of."""
+        """The JSON reference to a value that is not plain data."""
         if isinstance(value, Remote):
             return ["yours", value._number]
         if isinstance(value, type) and value in self._raised:
@@ -147,11 +147,11 @@ class Side:
             self._lost(f"the tests hand over {type(value).__name__}, {wire.CANNOT_CROSS}")
         number = self._numbers.setdefault(id(value), len(self._exported))
         if number == len(self._exported):
-            self._exported.append(value)  # and so its id is nobody else's
+            self._exported.append(value)  # keeps it alive, so that its id is not reused
         return ["mine", [number, *_described(value)]]
 
     def resolve(self, tag: str, part: wire.Json) -> object:
-        """What is spoken of."""
+        """The object of a JSON reference."""
         if tag == "yours":
             if not isinstance(part, int) or part < 0:
                 raise LookupError(part)
@@ -177,7 +177,7 @@ class Side:
         return made
 
     def do(self, op: str, target: object, *args: object, **kwargs: object) -> object:
-        """Has the other side do something, and gives the result."""
+        """Makes the other side execute an operation; returns the result."""
         parts = [wire.encode(one, self.refer) for one in (target, args, kwargs)]
         with self._lock:
             kind, *found = self.ask(["do", op, *parts])
@@ -211,13 +211,13 @@ class Side:
         error: Exception
         try:
             error = made(*given)
-        except TypeError:  # some of Python's own need more than was sent
+        except TypeError:  # some built-in exceptions need more arguments than were sent
             error = RuntimeError(*given)
         vars(error)["__of_program__"] = True
         return error
 
     def ask(self, message: list[wire.Json]) -> list[wire.Json]:
-        """Sends a request and gives its answer."""
+        """Sends a request and returns its answer."""
         try:
             wire.write_message(self._channel, message)
             while True:
@@ -231,7 +231,7 @@ class Side:
             self._lost(f"the dialogue with the program broke ({type(error).__name__})")
 
     def answer(self, message: list[wire.Json]) -> None:
-        """Does what is asked for."""
+        """Serves a request."""
         op = ""
         try:
             _, asked, *sent = message
@@ -244,7 +244,7 @@ class Side:
                 raise TypeError(f"the tests' {type(target).__name__} does not offer that")
             value = _DONE_TO[op](target, *args, **kwargs)
             if op == "call" and isinstance(value, types.CoroutineType):
-                import asyncio  # slow to import, and seldom needed
+                import asyncio  # slow to import, and rarely needed
 
                 value = asyncio.run(value)
             answered = self._answered(value, args, before)
@@ -278,7 +278,7 @@ class Side:
 
 
 def _described(value: object) -> tuple[str, str, str]:
-    """The kind of a value, its name, and Python's own exception that it is one of."""
+    """The kind of a value, its name, and, for an exception, its built-in base class."""
     name = str(getattr(value, "__name__", None) or type(value).__name__)
     if isinstance(value, type):
         if issubclass(value, Exception):
@@ -317,14 +317,14 @@ def _builtin_exception(name: wire.Json) -> type[Exception]:
 
 
 def _offered(value: object) -> bool:
-    """Whether the tests may hand a value to the program: what it can do with it is what `_permitted` says."""
+    """Whether the tests may pass a reference to a value to the program, which can use it as `_permitted` allows."""
     of_tests = getattr(type(value), "__module__", "") == "__main__"
     own_class = isinstance(value, type) and value.__module__ == "__main__"
     return of_tests or own_class or isinstance(value, (*_ROUTINES, Iterator))
 
 
 def _permitted(op: str, target: object, args: tuple[object, ...]) -> bool:
-    """Whether the program may do that with an object of the tests: call it, and use the public names of their classes."""
+    """Whether the program may execute an operation on an object of the tests: calls, and public names of their classes."""
     if op == "call":
         return isinstance(target, (type, *_ROUTINES)) or type(target).__module__ == "__main__"
     if op in ("iter", "next"):
@@ -340,7 +340,7 @@ def _permitted(op: str, target: object, args: tuple[object, ...]) -> bool:
 
 
 def _merge(old: object, new: object) -> object:
-    """Makes the old container what the new one is, and keeps those in it that are of one kind."""
+    """Updates a container in place to equal a new one; elements of the same kind are updated in place, too."""
     if type(old) is not type(new) or not isinstance(old, _MUTABLE):
         return new
     if isinstance(old, dict) and isinstance(new, dict):
@@ -361,7 +361,7 @@ def _merge(old: object, new: object) -> object:
 
 
 def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended: Callable[[str], NoReturn]) -> None:
-    """The program's end: runs its text by `run`, then does what the tests ask. Does not come back."""
+    """The program's side: runs its text with `run`, then serves the tests' requests. Does not return."""
     side = Side(channel, careful=False, lost=ended)
     names = run(wire.as_text(wire.read_message(channel)[1]))
     while True:
@@ -376,11 +376,11 @@ def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended
 
 
 def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str], NoReturn]) -> None:
-    """The tests' end: comes back where they pass, and calls `failed` where the dialogue ends before.
+    """The tests' side: returns if the tests pass, and calls `failed` if the connection ends before.
 
     Args:
-      channel: to the program's process.
-      job: a `sandbox.Program`, by the names of its attributes.
+      channel: the socket to the program's process.
+      job: the attributes of a `sandbox.Program`.
       failed: as `lost` of a Side.
 
     Raises:
@@ -392,7 +392,7 @@ def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str]
         wire.write_message(channel, ["code", job["code"]])
         wire.write_message(channel, ["ready", nonce])
         if wire.read_message(channel) != ["ready", nonce]:
-            failed("the program answered for its runner")
+            failed("the program sent an answer in place of its runner")
     except wire.Broken:
         failed("")
     if not job["tests"]:
@@ -405,12 +405,12 @@ def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str]
 
 
 def _give(job: Mapping[str, str], names: dict[str, object]) -> None:
-    """Defines what the task itself brings, of its prompt imports, functions, classes and values; the entry point apart."""
+    """Defines the names of the task's prompt (imports, functions, classes, values), except the entry point."""
     import ast
 
     exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), names)
     names.pop(job["entry"], None)
-    for text in (job["prompt"], job["prompt"] + "\n    pass\n"):  # a prompt may end where a body is to begin
+    for text in (job["prompt"], job["prompt"] + "\n    pass\n"):  # a prompt may end before a function's body
         try:
             body = ast.parse(text).body
             break
@@ -421,14 +421,14 @@ def _give(job: Mapping[str, str], names: dict[str, object]) -> None:
         if isinstance(statement, kinds) and getattr(statement, "name", None) != job["entry"]:
             try:
                 exec(compile(ast.Module([statement], []), "task.py", "exec", dont_inherit=True), names)
-            except (ImportError, NameError):  # prose may look like Python; what is missing then, the tests will say
+            except (ImportError, NameError):  # prose may look like Python; the tests fail if a name is missing
                 continue
 
 
 def _wanted(job: Mapping[str, str], names: Mapping[str, object]) -> set[str]:
-    """The names that the tests take from the program: none that the task defines, and none of Python's own.
+    """The names that the tests use from the program: those that neither the task nor Python defines.
 
-    Of Python's own only where the tests ask for no other: a task may want a function of the name sum.
+    If there are none, names of Python's builtins: a task may ask for a function named sum.
     """
     free = _free_names(job["tests"])
     wanted = {name for name in free if name not in names and not hasattr(builtins, name)} | ({job["entry"]} - {""})
@@ -453,7 +453,7 @@ def _free_names(text: str) -> set[str]:
 
 
 def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], NoReturn]) -> dict[str, object]:
-    """What the program has under these names."""
+    """Looks up these names in the program."""
     kind, *found = side.ask(["look", [*wanted]])
     held: dict[str, object] = {}
     try:
@@ -472,7 +472,7 @@ def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], NoReturn])
 
 
 def _module(name: str, described: list[wire.Json]) -> types.ModuleType | None:
-    """This process's own module where the program imported one under its usual name."""
+    """This process's own module if the name is a module that the program has imported under its usual name."""
     own = _ALIASES.get(name, name)
     if described[1:3] != ["module", own] or (own not in sys.stdlib_module_names and own not in _ALIASES.values()):
         return None

@@ -1,14 +1,14 @@
-"""The processes of a program and its tests; `sandbox` starts it, as a script, with Python's library alone.
+"""The processes of a program and its tests. `sandbox` starts this file as a script; it imports only the standard library.
 
-    supervisor (this process)      starts the others, kills them all in the end, says how it went
-      outer, keeper                the keeper is the first process of a PID namespace: what is in there dies with it
-        program                    runs the program's text, and then what the tests ask for (`dialogue`)
-      outer, keeper                another namespace: neither sees or reaches the other
-        tests                      run the tests' text, and tell the supervisor the verdict
+    supervisor (this process)      starts the others, kills them at the end, and prints the outcome
+      outer, keeper                the keeper is the first process of a PID namespace, which dies with it
+        program                    runs the program's text, then serves the tests' requests (`dialogue`)
+      outer, keeper                another namespace: the two cannot see or reach each other
+        tests                      run the text of the tests, and send the verdict to the supervisor
 
-Program and tests each have limits, no network, another user where we are root, and a root of their own (`private_root`)
-where the machine lets us; with bubblewrap the program's outer is bwrap, and this file is started once more inside it.
-What to run comes on standard input and goes to the tests' process: the program's has never had the tests in its memory.
+Program and tests each have limits, no network, another user if we are root, and a private root (`private_root`) if the
+machine permits it. With bubblewrap the program's outer is bwrap, which starts this file again inside it. The job comes on
+standard input and only the tests' process reads it, so the tests are never in the memory of the program's process.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from collections.abc import Callable
 _NEWNET, _NEWUSER, _NEWPID, _NEWIPC, _NEWNS = 0x40000000, 0x10000000, 0x20000000, 0x08000000, 0x00020000  # of sched.h
 _PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 36, 38  # of prctl.h
 _READS_ALL = 1 << 2  # CAP_DAC_READ_SEARCH
-_FIRST_UID, _UIDS = 61184, 4000  # ids that no distribution gives to anyone
-_CHANNEL = 3  # the program's descriptor to its tests
-_ENDING_S = 1.0  # for a process that has closed its descriptors to end
+_FIRST_UID, _UIDS = 61184, 4000  # a range of user ids that no distribution uses
+_CHANNEL = 3  # the program's file descriptor to its tests
+_ENDING_S = 1.0  # for a process to end after it has closed its descriptors
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
 _RMID = 0  # of ipc.h
 _Libc = ctypes.CDLL | types.SimpleNamespace
 
 
 def _beside(name: str) -> types.ModuleType:
-    """A module next to this file (compiled as it is), whose folder is not on the path: programs would import from it."""
+    """Loads a module next to this file, whose folder must not be on sys.path: programs could import from it."""
     folder, own = os.path.split(os.path.abspath(__file__))
     path = os.path.join(folder, own.replace("jail", name))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -54,10 +54,10 @@ wire, dialogue, parting, private_root = map(_beside, ("wire", "dialogue", "parti
 
 
 class Options:
-    """What `sandbox` decides: limits, and how the judged process is kept apart.
+    """Options from `sandbox`, parsed from JSON: limits, and the isolation of the program.
 
-    They are: limits as there; an empty folder; what a private root shows; bwrap and its arguments, or none; whether to use
-    the machine's namespaces.
+    They are: the limits of Sandbox; an empty folder; the paths that a private root shows; the command line of bwrap, or
+    none; whether to use namespaces.
     """
 
     seconds: float
@@ -70,14 +70,14 @@ class Options:
     bubblewrap: list[str]
     namespaces: bool
 
-    def __init__(self, text: str):  # no dataclass: that module alone takes as long to import as all others
+    def __init__(self, text: str):  # not a dataclass: importing dataclasses takes as long as all other imports
         given = json.loads(text)
         for name in Options.__annotations__:
             setattr(self, name, given[name])
 
 
 class Confined:
-    """What the machine let us take away from a process: the network, and the file system."""
+    """Whether a process has no access to the network and to the file system."""
 
     def __init__(self, *, network: bool, files: bool):
         self.network, self.files = network, files
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     options, libc = Options(argv[0]), _libc()
     if argv[1:]:  # inside bubblewrap
         _run_program(libc, options, private_root.WORK, _new_uid())
-    libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what the program leaves behind becomes ours, and can be found
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # orphans of the program become our children, so that we find them
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     uids = (_new_uid(), _new_uid())
     ours, theirs = socket.socketpair()
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     program = _fork(lambda: _start_program(libc, options, theirs, tell, uids[0]))
     os.close(tell)
     theirs.close()
-    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user does not look into us
+    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user cannot read our memory
     heard, say = os.pipe()
     tests = _fork(lambda: _start_tests(libc, options, ours, say, uids[1]))
     os.close(say)
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
 
 
 def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, bool | str]:
-    """What the tests' process says; where it says nothing of itself, how both ended."""
+    """The verdict of the tests' process; without one, a reason from the exit statuses of both."""
     if late and not verdict:
         return {"passed": False, "reason": "out of time"}
     found: dict[str, bool | str] = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
@@ -131,7 +131,7 @@ def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, 
 
 
 def _libc() -> _Libc:
-    """What Linux has beyond Python's library; elsewhere functions that do nothing."""
+    """Linux's functions that Python does not have; on other systems functions that do nothing."""
     if sys.platform.startswith("linux"):
         return ctypes.CDLL(None, use_errno=True)
     return types.SimpleNamespace(prctl=lambda *_: -1, unshare=lambda *_: -1, capset=lambda *_: -1)
@@ -151,9 +151,9 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _start_program(libc: _Libc, options: Options, channel: socket.socket, tell: int, uid: int | None) -> None:
-    """The program's outer."""
+    """Starts the program's outer process."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)  # ours brings the tests, and is how the supervisor tells the outcome
+    os.dup2(null, 0)  # our stdin has the tests, and our stdout carries the outcome
     os.dup2(null, 1)
     if options.bubblewrap:
         if not os.getuid() and libc.unshare(_NEWNET) != 0:
@@ -172,11 +172,11 @@ def _start_program(libc: _Libc, options: Options, channel: socket.socket, tell: 
 
 
 def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) -> None:
-    """The program's own process. Does not come back."""
+    """Runs in the program's process; does not return."""
     os.closerange(_CHANNEL + 1, 256)
     os.umask(0o022)
     _limit(libc, options, folder, uid)
-    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # else its /proc/self is not its own
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # otherwise it does not own its /proc/self
     own = os.getpid()
 
     def run(text: str) -> dict[str, object]:
@@ -184,7 +184,7 @@ def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) ->
             file.write(text)
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(text, "program.py", "exec", dont_inherit=True), module.__dict__)
-        if os.getpid() != own:  # a process that the program began goes no further
+        if os.getpid() != own:  # a process that the program forked must not continue
             os._exit(0)
         return module.__dict__
 
@@ -193,7 +193,7 @@ def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) ->
     except wire.Broken:
         os._exit(0)
     except SystemExit as ended:
-        print(f"SystemExit: {ended.code}", file=sys.stderr)  # whatever the code: what comes after it was not run
+        print(f"SystemExit: {ended.code}", file=sys.stderr)  # also for code 0: the program did not run to its end
     except BaseException as error:
         os.write(2, _said(error).encode("utf-8", "replace") + b"\n")
     finally:
@@ -207,8 +207,8 @@ def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) ->
 
 
 def _start_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, uid: int | None) -> None:
-    """The outer of the tests."""
-    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # for as long as it is to say which users there are in its namespace
+    """Starts the outer process of the tests."""
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # until it has written the user map of its namespace
 
     def run(confined: Confined) -> None:
         _run_tests(libc, options, channel, say, _work(confined, options, "tests"), uid)
@@ -217,7 +217,7 @@ def _start_tests(libc: _Libc, options: Options, channel: socket.socket, say: int
 
 
 def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, folder: str, uid: int | None) -> None:
-    """The tests' own process: writes the verdict. Does not come back."""
+    """Runs in the tests' process and writes the verdict; does not return."""
     own = os.getpid()
 
     def tell(**verdict: object) -> None:
@@ -231,7 +231,7 @@ def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, 
     for number in (0, 1, 2):
         os.dup2(null, number)
     _limit(libc, options, folder, uid)
-    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user does not look into it
+    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user cannot read its memory
     try:
         if "text" in job:
             job = dict.fromkeys(("setup", "prompt", "entry"), "") | dict(
@@ -246,16 +246,16 @@ def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, 
 
 
 def _said(error: BaseException) -> str:
-    """One line, even where there is no memory left for a traceback."""
+    """An error in one line, even if there is no memory for a traceback."""
     said = "".join(str(error).split("\n")[:1])[:300]
     return f"{type(error).__name__}: {said}".rstrip(": ")
 
 
-# What both may do.
+# For both.
 
 
 def _confine(libc: _Libc, options: Options, run: Callable[[Confined], None], root: str) -> None:
-    """The outer: leaves the machine's namespaces as far as it may, and starts the keeper, who runs. Does not come back."""
+    """Runs in the outer process: enters new namespaces as far as permitted, and starts the keeper. Does not return."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     apart = _unshare(libc) if options.namespaces else 0
     keeper = _fork(lambda: _keep(libc, options, run, apart, os.path.join(options.folder, root)))
@@ -264,7 +264,7 @@ def _confine(libc: _Libc, options: Options, run: Callable[[Confined], None], roo
 
 
 def _unshare(libc: _Libc) -> int:
-    """The namespaces that it now has of its own."""
+    """Enters new namespaces as far as permitted; returns their flags."""
     apart, ids = _NEWNET | _NEWPID | _NEWIPC, (os.getuid(), os.getgid())
     for flags in (apart | _NEWNS, apart, _NEWUSER | apart | _NEWNS, _NEWUSER | apart, _NEWUSER | _NEWNET):
         if libc.unshare(flags) == 0:
@@ -275,14 +275,14 @@ def _unshare(libc: _Libc) -> int:
 
 
 def _keep_ids(uid: int, gid: int) -> None:
-    """Lets this user's files be its own in a new user namespace too."""
+    """Maps this user to itself in a new user namespace, so that it still owns its files."""
     for name, text in {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}.items():
         with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
 
 
 def _keep(libc: _Libc, options: Options, run: Callable[[Confined], None], apart: int, root: str) -> None:
-    """The keeper: starts the process proper, takes up the processes that it leaves, and ends with it."""
+    """Runs in the keeper: starts the program or tests, reaps orphans, and ends with it."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     files = False
     if apart & _NEWNS:
@@ -299,23 +299,23 @@ def _keep(libc: _Libc, options: Options, run: Callable[[Confined], None], apart:
 
 
 def _work(confined: Confined, options: Options, name: str) -> str:
-    """The folder that a process works in."""
+    """The working directory of a process."""
     folder = private_root.WORK if confined.files else os.path.join(options.folder, name)
     os.makedirs(folder, exist_ok=True)
     return folder
 
 
 def _limit(libc: _Libc, options: Options, folder: str, uid: int | None) -> None:
-    """Sets limits, the folder and the environment of a process, and gives up its rights."""
+    """Sets limits, working directory and environment of a process, and drops its privileges."""
     processes = options.processes
-    if os.getuid():  # the limit counts all that the user has, here or in a new namespace
+    if os.getuid():  # the limit counts all processes of the user, in every namespace
         processes += _processes_of(os.getuid())
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # each process has a limit of memory, all together have none: they go before anything else
+        file.write("1000")  # the OOM killer's first choice: memory is limited per process, not in total
     os.environ.update({"HOME": folder, "TMPDIR": folder})
     os.chdir(folder)
     if uid is not None:
-        with contextlib.suppress(OSError):  # in a container that does not let us there is less between us and it
+        with contextlib.suppress(OSError):  # a container may not permit it: the isolation is then weaker
             _become(libc, folder, uid)
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     limited = {
@@ -328,13 +328,13 @@ def _limit(libc: _Libc, options: Options, folder: str, uid: int | None) -> None:
 
 
 def _new_uid() -> int | None:
-    """An id that owns nothing, where we may take one."""
+    """An unused user id; None: we may not change ours."""
     return None if os.getuid() else _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _UIDS
 
 
 def _become(libc: _Libc, folder: str, uid: int) -> None:
-    """Takes another id. Root is under no limit of processes, and could write anywhere."""
-    with contextlib.suppress(PermissionError):  # inside bubblewrap the folder is everybody's
+    """Changes the user id: root has no limit of processes, and can write anywhere."""
+    with contextlib.suppress(PermissionError):  # inside bubblewrap everybody can write to the folder
         os.chown(folder, uid, uid)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -343,13 +343,13 @@ def _become(libc: _Libc, folder: str, uid: int) -> None:
     os.seteuid(0)
     libc.prctl(_KEEPCAPS, int(hidden), 0, 0, 0)
     os.setresuid(uid, uid, uid)
-    if hidden:  # Python's library lies where root alone may read, so all files may be read; none more is written
+    if hidden:  # only root may read Python's library: keep the capability to read all files, not to write
         head, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(_READS_ALL, _READS_ALL, 0, 0, 0, 0)
         libc.capset(head, data)
 
 
 def _processes_of(uid: int) -> int:
-    """Processes and threads of a user, as far as /proc shows."""
+    """The number of a user's processes and threads in /proc."""
     count = 0
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         try:
@@ -364,7 +364,7 @@ def _processes_of(uid: int) -> int:
 
 
 def _line(descriptor: int, until: float) -> bytes:
-    """What comes up to the end of a line; nothing where there is none in time."""
+    """Reads a line; empty if none comes in time."""
     read = b""
     while not read.endswith(b"\n"):
         ready = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]
@@ -376,7 +376,7 @@ def _line(descriptor: int, until: float) -> bytes:
 
 
 def _wait(pid: int, seconds: float) -> int | None:
-    """The exit status; None where time ran out."""
+    """Waits for a process; returns its exit status, or None after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -387,12 +387,12 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _kill_children() -> None:
-    """Kills what is left: with the keeper of a namespace all of it went, else it has become a child of ours."""
+    """Kills remaining processes: without a PID namespace they have become our children."""
     while True:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)  # one of them; by then those that it had are ours
+            os.waitpid(-1, 0)  # its own children have become ours
         except ChildProcessError:
             return
 
@@ -406,7 +406,7 @@ def _children() -> list[int]:
 
 
 def _sweep(libc: _Libc, uids: set[int]) -> None:
-    """Removes what users who own nothing else have left in folders and tables that all share; their processes are dead."""
+    """Removes files and System V objects that these users, whose processes are dead, have left in shared places."""
     for top in _SHARED if uids else ():
         for folder, names, files in os.walk(top):
             for name in (*files, *names):
@@ -416,7 +416,7 @@ def _sweep(libc: _Libc, uids: set[int]) -> None:
                     if found.st_uid in uids:
                         _remove(path)
                     if name in names and (found.st_uid in uids or not found.st_mode & stat.S_IWOTH):
-                        names.remove(name)  # nothing of theirs is further down
+                        names.remove(name)  # they cannot have files below it
     for number in _left("shm", uids):
         libc.shmctl(number, _RMID, None)
     for number in _left("msg", uids):
@@ -440,7 +440,7 @@ def _remove(path: str) -> None:
 
 
 def _left(kind: str, uids: set[int]) -> list[int]:
-    """Ids of System V's shared memory, message queues or semaphores that these users made."""
+    """The ids of System V shared memory, message queues or semaphores of these users."""
     try:
         with open(f"/proc/sysvipc/{kind}", encoding="ascii") as file:
             names, *rows = [line.split() for line in file]
@@ -455,7 +455,7 @@ def _code(status: int) -> int:
 
 
 def _reason(status: int) -> str:
-    """Why a program of this exit status did not pass."""
+    """Why a program with this exit status did not pass."""
     code = _code(status)
     if code > 128:
         number = code - 128

@@ -1,6 +1,7 @@
-"""A file system of a program's own: Python and the system's libraries, read-only, and empty folders that go with it.
+"""A private root file system for a program: Python and the system's libraries, read-only, and empty writable folders.
 
-Needs Linux 5.12 and the right to mount (root, or a user namespace); `jail` loads this file, with Python's library alone.
+Needs Linux 5.12 and permission to mount (root, or a user namespace). `jail` loads this file; it imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 _Mount = Callable[[str | None, str, str | None, int, str | None], None]
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18  # of mount.h
 _DETACH = 2
-_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr: the same number on all processors
-_READ_ONLY = 1 | 2 | 4  # without set-user-id programs and devices
-_FILES = 20_000  # of a writable folder
+_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr: the same number on all architectures
+_READ_ONLY = 1 | 2 | 4  # read-only, and no set-user-id programs or devices
+_FILES = 20_000  # largest number of files in a writable folder
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
 _SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "nsswitch.conf")
@@ -25,7 +26,7 @@ WORK = "/tmp/program"
 
 
 def system_paths() -> list[str]:
-    """What a program needs of the machine beside Python, as far as it is there."""
+    """The existing system paths that a program needs beside Python."""
     found = [f"/{name}" for name in _SYSTEM] + [f"/etc/{name}" for name in _SETTINGS]
     return [path for path in found if os.path.lexists(path)]
 
@@ -34,13 +35,13 @@ def enter(libc: ctypes.CDLL, at: str, shown: Sequence[str], disk_bytes: int) -> 
     """Makes a new root at an empty folder and moves this process there; its mount namespace must be its own.
 
     Args:
-      libc: of ctypes, with errno.
-      at: the folder.
-      shown: files and folders that are seen there, at their own paths, read-only.
-      disk_bytes: of each writable folder.
+      libc: the C library from ctypes, with use_errno.
+      at: the empty folder.
+      shown: files and folders that are visible there, read-only, at their own paths.
+      disk_bytes: size of each writable folder.
 
     Raises:
-      OSError: this machine does not let us; the process is where it was.
+      OSError: this machine does not permit it; the process keeps its root.
     """
     mount = _mounter(libc)
     mount(None, "/", None, _REC | _PRIVATE, None)
@@ -57,20 +58,20 @@ def enter(libc: ctypes.CDLL, at: str, shown: Sequence[str], disk_bytes: int) -> 
     for name, target in {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
                          "stderr": "/proc/self/fd/2"}.items():  # fmt: skip
         os.symlink(target, f"{at}/dev/{name}")
-    with contextlib.suppress(OSError):  # in a container that hides parts of /proc there is none
+    with contextlib.suppress(OSError):  # not permitted in a container that hides parts of /proc
         mount("proc", f"{at}/proc", "proc", _NOSUID | _NODEV, None)
     with _moved(libc, at):
         _read_only(libc, "/", 0)
-    for path in _SHARED_MEMORY:  # System V's shared memory counts for nobody's limit
+    for path in _SHARED_MEMORY:  # no limit covers System V shared memory
         with contextlib.suppress(OSError), open(path, "w", encoding="ascii") as file:
             file.write(str(disk_bytes // (4096 if path.endswith("all") else 1)))
 
 
 @contextlib.contextmanager
 def _moved(libc: ctypes.CDLL, at: str) -> Iterator[None]:
-    """Makes the folder this process's root; the old one is gone afterwards."""
+    """A context that makes the folder this process's root, and unmounts the old root at the end."""
     os.chdir(at)
-    if libc.pivot_root(b".", b".") != 0:  # the old root lies above the new one, see pivot_root(2)
+    if libc.pivot_root(b".", b".") != 0:  # stacks the old root on the new one, see pivot_root(2)
         raise OSError(ctypes.get_errno(), "pivot_root")
     if libc.umount2(b".", _DETACH) != 0:
         raise OSError(ctypes.get_errno(), "umount2")

@@ -1,25 +1,25 @@
-"""Runs programs that a model wrote beside their tests, each in processes that can do little.
+"""Runs untrusted programs of a model and their tests, in isolated processes with limits.
 
-**The verdict** comes from outside the program. Its tests run in a process of their own (`dialogue`), which alone says
-whether they passed; the program's process never has the tests' text, nor a descriptor that the verdict goes through.
-Whatever a program does to its own process (exit, write to descriptors, walk frames, replace builtins or `assert`,
-use ctypes) is done to itself. Values cross as plain data, which nothing executes.
+**The verdict** comes from outside the program. The tests run in a separate process (`dialogue`), which alone decides
+whether they pass; the program's process never has the tests' text, nor a file descriptor that carries the verdict. Whatever
+a program does in its own process (exit, write to descriptors, walk frames, replace builtins or `assert`, use ctypes) only
+affects itself. Values are exchanged as plain data, which is never executed.
 
-**What holds a program**, the first of these that the machine lets us have; the log says which:
+**The isolation** is the first of these that works on the machine; the log says which:
 
-- bubblewrap (Debian's package of that name): a root with Python and the system's libraries read-only, and nothing of
-  the user's; its own /tmp, /dev/shm, /proc, System V memory; no network; no rights.
-- namespaces: the same, made by `private_root`, without another program.
-- limits: a folder on the disk, another user where we are root, and nothing private. Files and System V memory of that
-  user are removed afterwards. Where we are not root the program is ours in all it does: it reads and writes what we may.
+- bubblewrap (the Debian package): a root directory with Python and the system's libraries, read-only, and no files of the
+  user; private /tmp, /dev/shm, /proc and System V memory; no network; no privileges.
+- namespaces: the same, made by `private_root`, without an external program.
+- limits: a folder on the disk, and another user if we are root; nothing else is private. Files and System V memory of that
+  user are removed afterwards. If we are not root, the program can read and write whatever we can.
 
-In all of them time, memory, processes and files are limited, and none of our environment is seen.
+In all of them time, memory, processes and files are limited, and our environment variables are hidden.
 
-What is not promised: the kernel is the same, so a hole in it is a way out; for programs of somebody who attacks you use
-a virtual machine. The limit of memory is one of each process. Tests can only judge what they look at: one that calls a
-method of a class which the program defines, or compares two such objects, believes the program. And a text that has
-program and tests in one (`run` of a str) is parted where its last `check` or assertions begin: what stands there and is
-the program's own is taken for a test. Give `Program` where they are apart.
+Not guaranteed: the kernel is shared, so a vulnerability in it is a way out; for programs of an attacker use a virtual
+machine. The memory limit applies to each process separately. Tests can only check what they look at: a test that calls a
+method of a class that the program defines, or compares two such objects, trusts the program. A text that contains program
+and tests (`run` of a str) is split where its last `check` or assertions begin; the program's own assertions there count as
+tests. Use `Program` to pass them separately.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from capibara.evaluation.sandbox import parting, private_root, wire
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SCRIPTS = ("jail", "wire", "dialogue", "parting", "private_root")
 _holders: dict[Sandbox, Outcome] = {}
-_SPARE_S = 10.0  # for the supervisor to end by itself
+_SPARE_S = 10.0  # additional time for the supervisor to end by itself
 _SHOWN = 300
 
 
 class Holder(enum.StrEnum):
-    """What holds programs; AUTO is the first of the others that works."""
+    """The isolation of programs; AUTO: the first of the others that works."""
 
     AUTO = "auto"
     BUBBLEWRAP = "bubblewrap"
@@ -63,16 +63,16 @@ class Holder(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Limits of a program.
+    """Limits and isolation of programs.
 
     Attributes:
-      seconds: of the clock, and of CPU time of each of its processes.
-      memory_mib: of address space, each process.
-      file_mib: largest file that it writes.
-      disk_mib: all files in each of its folders (/tmp, /dev/shm), where those are its own.
-      processes: processes and threads at a time.
-      workers: programs that run at a time; None: one for each core.
-      holder: what holds them.
+      seconds: wall-clock time, and CPU time of each process.
+      memory_mib: address space of each process.
+      file_mib: size of a file.
+      disk_mib: size of all files in each private folder (/tmp, /dev/shm).
+      processes: number of processes and threads.
+      workers: number of programs that run at a time; None: one per core.
+      holder: the isolation.
     """
 
     seconds: float = 5.0
@@ -86,7 +86,7 @@ class Sandbox:
     def __post_init__(self) -> None:
         for name in ("seconds", "memory_mib", "file_mib", "disk_mib", "processes"):
             if not getattr(self, name) > 0:
-                raise UserError(f"Sandbox.{name} is {getattr(self, name)}, must be above 0")
+                raise UserError(f"Sandbox.{name} is {getattr(self, name)}, must be above 0: leave it out")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"Sandbox.workers is {self.workers}, must be at least 1, or None for one a core")
 
@@ -96,12 +96,12 @@ class Program:
     """A program and its tests.
 
     Attributes:
-      code: the program's text; it runs first, in a process of its own.
-      tests: their text; empty: the program passes where it comes to its end.
-      setup: what the task runs before both.
-      prompt: of the task: the imports, functions, classes and values in it are the tests' own, if it is a text of Python.
-        They take names from here before they take the program's.
-      entry: the function that the task asks for: always the program's.
+      code: the program's text; it runs first, in its own process.
+      tests: text of the tests; empty: the program passes if it runs to its end without an error.
+      setup: text that runs before each of them.
+      prompt: the task's prompt. If it is Python, the tests use its imports, functions, classes and values rather than the
+        program's.
+      entry: name of the function that the task asks for; the tests always use the program's.
     """
 
     code: str
@@ -113,13 +113,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
-      passed: it came to its end without an error, and so did its tests.
-      reason: why it did not: the last line of its errors, or what it ran out of; empty where it did.
-      network: whether it could reach one.
-      holder: what held it: bubblewrap, namespaces or limits.
+      passed: whether the program and its tests ran to their end without an error.
+      reason: why it did not pass: the last line of its errors, or the limit that it exceeded; empty if it passed.
+      network: whether it had access to the network.
+      holder: its isolation: bubblewrap, namespaces or limits.
     """
 
     passed: bool
@@ -135,33 +135,33 @@ def run(program: Program | str, limits: Sandbox = Sandbox()) -> Outcome:
 
 
 def run_all(programs: Sequence[Program | str], limits: Sandbox = Sandbox()) -> list[Outcome]:
-    """Runs programs side by side.
+    """Runs programs in parallel.
 
     Raises:
-      UserError: not even an empty one comes to its end.
+      UserError: not even an empty program runs.
     """
     by = holder(limits)
     log = logging.getLogger(__name__)
-    log.info("%d programs are held by %s", len(programs), by.holder)
+    log.info("%d programs are isolated by %s", len(programs), by.holder)
     if by.network:
-        log.warning("this machine does not let programs be cut off from its network")
+        log.warning("programs have access to this machine's network, which cannot be taken from them here")
     if by.holder == Holder.LIMITS:
-        log.warning("programs see this machine's files: install bubblewrap, or run where namespaces are allowed")
+        log.warning("programs can read this machine's files: install bubblewrap, or run where namespaces are allowed")
     with concurrent.futures.ThreadPoolExecutor(limits.workers or os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda program: run(program, limits), programs))
     if unjudged := [one.reason for one in outcomes if wire.CANNOT_CROSS in one.reason]:
         log.warning(
-            "%d of %d programs failed for their tests: %s; PassAtK.separate = False judges such tests",
+            "%d of %d programs failed because of their tests: %s; PassAtK.separate = False supports such tests",
             len(unjudged), len(outcomes), unjudged[0],
         )  # fmt: skip
     return outcomes
 
 
 def holder(limits: Sandbox = Sandbox()) -> Outcome:
-    """What holds programs on this machine, as the outcome of an empty one; looked at once.
+    """The isolation of programs on this machine, as the outcome of an empty program, which runs once.
 
     Raises:
-      UserError: not even that comes to its end.
+      UserError: not even an empty program runs.
     """
     if limits not in _holders:
         empty = run("", limits)
@@ -174,7 +174,7 @@ def holder(limits: Sandbox = Sandbox()) -> Outcome:
 
 
 def parted(text: str) -> Program:
-    """A program out of a text that ends in its tests, as `run` takes it (see `parting`)."""
+    """Splits a text that ends with its tests into a Program (see `parting`)."""
     code, tests = parting.parted(text)
     return Program(code=code, tests=tests)
 
@@ -182,7 +182,7 @@ def parted(text: str) -> Program:
 def _run(program: Program | str, limits: Sandbox, bubblewrap: str | None) -> Outcome:
     folder = tempfile.mkdtemp(prefix="capibara-")
     try:
-        os.chmod(folder, 0o711)  # another user comes through, and sees nothing
+        os.chmod(folder, 0o711)  # another user may enter, but not list it
         for name in ("inside", "tests"):
             os.mkdir(os.path.join(folder, name))
         errors = os.path.join(folder, "errors")
@@ -213,7 +213,7 @@ def _options(limits: Sandbox, folder: str) -> dict[str, object]:
 
 @functools.cache
 def _shown() -> list[str]:
-    """What a program sees of this machine's files: the system's libraries, Python and its packages."""
+    """The files of this machine that a program sees: the system's libraries, Python and its packages."""
     python = [sys.base_prefix, sys.prefix, sys.base_exec_prefix, sys.exec_prefix]
     packages = [*site.getsitepackages(), os.path.dirname(os.path.realpath(sys.executable))]
     found = private_root.system_paths()
@@ -224,14 +224,14 @@ def _shown() -> list[str]:
 
 
 def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
-    """The arguments of bwrap to run `jail` in there, with its last argument."""
+    """The command line of bwrap that runs `jail` inside it."""
     size, shown = str(options["disk_bytes"]), options["shown"]
     assert isinstance(shown, list)
     argv = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if os.getuid():
         argv += ["--unshare-user", "--unshare-net"]
-    else:  # to take an id that owns nothing; `jail` has left the network, where bwrap would give a loopback
+    else:  # so that it can take an unused id; `jail` has already left the network, bwrap would add a loopback
         argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     for name, value in _environment(private_root.WORK).items():
         argv += ["--setenv", name, value]
@@ -240,7 +240,7 @@ def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
     argv += ["--perms", "0777", "--dir", private_root.WORK, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     argv += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
     for parent in sorted({parent for path in shown for parent in _parents(path)}):
-        argv += ["--perms", "0755", "--dir", parent]  # bwrap's own would be closed to the program's user
+        argv += ["--perms", "0755", "--dir", parent]  # by default the program's user could not enter it
     for path in shown:
         argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     for name, path in _scripts().items():
@@ -258,21 +258,21 @@ def _parents(path: str) -> list[str]:
 
 @functools.cache
 def _scripts() -> dict[str, str]:
-    """The files that run in processes of their own, compiled where we may write them: that halves the time to start."""
+    """The scripts that run in separate processes, compiled if possible, which halves their start-up time."""
     found = {name: os.path.join(_HERE, f"{name}.py") for name in _SCRIPTS}
     if sys.dont_write_bytecode:
         return found
     try:
         return {name: py_compile.compile(path, doraise=True) or path for name, path in found.items()}
-    except OSError:  # an installation that is not ours to write
+    except OSError:  # the installation is read-only
         return found
 
 
 def _bubblewrap(limits: Sandbox) -> str | None:
-    """The path of bwrap where it is to be used.
+    """The path of bwrap; None: it is not to be used.
 
     Raises:
-      UserError: it is asked for by name, and does not work.
+      UserError: Sandbox.holder is bubblewrap, and it does not work.
     """
     if limits.holder in (Holder.NAMESPACES, Holder.LIMITS):
         return None
@@ -284,18 +284,18 @@ def _bubblewrap(limits: Sandbox) -> str | None:
 
 @functools.cache
 def _probed(path: str | None) -> tuple[str | None, str]:
-    """bwrap, if it runs a program here, and why it does not."""
+    """The path of bwrap if it can run a program here, otherwise None and the reason."""
     if path is None:
-        return None, "there is no bwrap"
+        return None, "bwrap is not installed"
     found = _run(Program(code=""), Sandbox(), path)
     if found.passed:
         return path, ""
-    logging.getLogger(__name__).warning("bubblewrap does not work here (%s): namespaces hold programs", found.reason)
+    logging.getLogger(__name__).warning("bubblewrap does not work here (%s): using namespaces", found.reason)
     return None, found.reason
 
 
 def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
-    """What it wrote; nothing of it outlives this call."""
+    """Waits for a process and returns its output; kills it and its children at the end."""
     try:
         return process.communicate(job, timeout=seconds)[0]
     except subprocess.TimeoutExpired:
@@ -328,7 +328,7 @@ def _last_line(path: str) -> str:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """None of our own: it may hold secrets."""
+    """The program's environment variables: none of our own, which may contain secrets."""
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"} | dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
     )

@@ -1,7 +1,7 @@
-"""What crosses between a program and its tests, two processes of which the tests trust nothing: plain data as JSON.
+"""The wire format between a program and its tests, which do not trust the program: plain data as JSON.
 
-Nothing here executes what it reads (as pickle would): a value is None, a truth value, a number, a text, or a list of a
-tag and what it is made of. Both `dialogue` and `jail` load this file in processes of their own: Python's library alone.
+Reading a message executes nothing (unlike pickle): a value is None, a bool, a number, a text, or a list of a tag and its
+parts. `dialogue` and `jail` load this file in separate processes; it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 LONGEST = 64 * 2**20  # bytes of a message
 CANNOT_CROSS = "which cannot cross to the program's process"
-_EXACT = 2**53  # integers up to here are JSON's own
+_EXACT = 2**53  # integers below this are JSON numbers
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Refer = Callable[[object], Json]
 Resolve = Callable[[str, Json], object]
 
-# Types that may be named across: none of them runs code that a text names.
+# Types that may be referred to by name: none of them executes code.
 TYPES: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -39,26 +39,26 @@ _NUMPY_KINDS = "?bhilqBHILQefdFD"
 
 
 class Broken(Exception):
-    """The other side is gone, or what it sent is no message."""
+    """The other side is gone, or its message is invalid."""
 
 
 class NotPlain(TypeError):
-    """A value that cannot cross."""
+    """The value is not plain data and cannot be sent."""
 
 
 def encode(value: object, refer: Refer) -> Json:
-    """The JSON form of a value; `refer` gives that of one which is no plain data, or raises NotPlain."""
+    """The JSON form of a value; `refer` makes a reference to one that is not plain data, or raises NotPlain."""
     kind = type(value)
     if value is None or isinstance(value, (bool, str, float)) and kind in (bool, str, float):
         return value
     if isinstance(value, int):
         number = int(value)
-        return number if -_EXACT < number < _EXACT else ["int", hex(number)]  # decimal digits have a limit
+        return number if -_EXACT < number < _EXACT else ["int", hex(number)]  # Python limits decimal digits
     if isinstance(value, str):
         return str.__str__(value)
     for parent in (list, tuple, set, frozenset, collections.deque):
         if isinstance(value, parent):
-            iterate: Callable[[object], Iterator[object]] = vars(parent)["__iter__"]  # not one of a subclass
+            iterate: Callable[[object], Iterator[object]] = vars(parent)["__iter__"]  # not that of a subclass
             return [parent.__name__, [encode(one, refer) for one in iterate(value)]]
     if isinstance(value, dict):
         name = kind.__name__ if kind in (collections.Counter, collections.OrderedDict) else "dict"
@@ -87,7 +87,7 @@ def _rarer(value: object, refer: Refer) -> Json:
 
 
 def _of_library(value: object, refer: Refer) -> Json:
-    """Values of modules that are slow to import, where they are in use; None for what is none."""
+    """Encodes values of modules that are slow to import, if they were imported; None: it is not one."""
     if (fractions := sys.modules.get("fractions")) and isinstance(value, fractions.Fraction):
         return ["Fraction", encode(value.numerator, refer), encode(value.denominator, refer)]
     if (decimal := sys.modules.get("decimal")) and isinstance(value, decimal.Decimal):
@@ -103,7 +103,7 @@ def _of_library(value: object, refer: Refer) -> Json:
 
 
 def _of_numpy(value: object) -> Json:
-    """Arrays and scalars of numbers, where numpy is in use; None for what is neither."""
+    """Encodes numeric arrays and scalars, if numpy was imported; None: it is neither."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.char not in _NUMPY_KINDS:
         return None
@@ -112,10 +112,10 @@ def _of_numpy(value: object) -> Json:
 
 
 def decode(value: Json, resolve: Resolve) -> object:
-    """The value of a JSON form; `resolve` gives what stands behind a tag that is none of plain data.
+    """The value of a JSON form; `resolve` returns the object of a reference.
 
     Raises:
-      ValueError: it is none (or, as LookupError, TypeError, ArithmeticError and OverflowError, cannot be built).
+      ValueError: it is not a valid form. Also LookupError, TypeError, ArithmeticError and OverflowError.
     """
     if not isinstance(value, list):
         if isinstance(value, dict):
@@ -155,10 +155,10 @@ def decode(value: Json, resolve: Resolve) -> object:
 
 
 def as_list(value: Json) -> list[Json]:
-    """The value, which must be a list.
+    """Checks that a value is a list.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is not.
     """
     if not isinstance(value, list):
         raise TypeError("no list")
@@ -166,14 +166,14 @@ def as_list(value: Json) -> list[Json]:
 
 
 def as_text(value: Json) -> str:
-    """The same of a text."""
+    """Checks that a value is a text; raises as `as_list`."""
     if not isinstance(value, str):
         raise TypeError("no text")
     return value
 
 
 def as_int(value: object) -> int:
-    """The same of a whole number."""
+    """Checks that a value is an integer; raises as `as_list`."""
     if not isinstance(value, int):
         raise TypeError("no whole number")
     return value
@@ -221,10 +221,10 @@ def _numpy(kind: str, shape: list[int] | None, data: str) -> object:
 
 
 def write_message(channel: socket.socket, message: Json) -> None:
-    """Sends a message: its length in eight bytes, and JSON.
+    """Sends a message: its length in eight bytes, then JSON.
 
     Raises:
-      Broken: there is nobody to read it.
+      Broken: the other side is gone.
       NotPlain: it is too long.
     """
     text = json.dumps(message, separators=(",", ":")).encode("ascii")
@@ -237,10 +237,10 @@ def write_message(channel: socket.socket, message: Json) -> None:
 
 
 def read_message(channel: socket.socket) -> list[Json]:
-    """The next message.
+    """Reads the next message.
 
     Raises:
-      Broken: there is none, or it is none.
+      Broken: the other side is gone, or the message is invalid.
     """
     length = int.from_bytes(_bytes(channel, 8), "big")
     if length > LONGEST:
