@@ -347,7 +347,7 @@ def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
     if isinstance(source, OurModel):
         return source.model, source.params
     model = api.build(hf_config.from_hf(source.config))
-    return model, _here(source, model)
+    return model, _host_params(source, model)
 
 
 def write(
@@ -364,7 +364,7 @@ def write(
         return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
         return _as_run(source, target, save)
-    view = source if isinstance(source, OurModel) else _Checked(source)
+    view = source if isinstance(source, OurModel) else _CheckedModel(source)
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
         raise UserError(f"--format={form} has no decoder with T5's relative positions: use t5x or capibara")
     optimizer = source.optimizer if isinstance(source, OurModel) else None
@@ -458,17 +458,17 @@ def _as_ours(source: ForeignModel | OurModel) -> OurModel:
     model = api.build(hf_config.from_hf(source.config))
     config = hf_config.to_hf(model.config, source.config)
     short = _stored(source)
-    params = _here(source, model, hf_folder.DTYPES[_FLOATS[short]])
+    params = _host_params(source, model, hf_folder.DTYPES[_FLOATS[short]])
     return OurModel(model, params, config, source.tokenizer, source.about, stored=short)
 
 
-def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
+def _host_params(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
     """A foreign model's parameters on this host."""
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
     return open_model.load_params(source, model, here, dtype=dtype)
 
 
-class _Checked:
+class _CheckedModel:
     """A foreign model with exactly the tensors that its configuration implies, under the names that we write."""
 
     def __init__(self, foreign: ForeignModel):

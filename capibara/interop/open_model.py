@@ -283,7 +283,7 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     shapes = _shapes(model)
     targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     rows, stored = _matched(foreign, shapes, model)
-    foreign = _filled(foreign, model, rows, shapes, stored)
+    foreign = _padded(foreign, model, rows, shapes, stored)
     _check_memory(shapes, targets, np.dtype(dtype or np.float32))
     params: dict[str, jax.Array] = {}
     for row in rows:
@@ -311,7 +311,7 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
         ours = {path: np.asarray(values[path]) for path in row.ours}
         for name, at in row.names(shapes):
             value = row.join({path: value[at] for path, value in ours.items()}, shapes)
-            yield name, value[tuple(map(slice, _narrow(model, row, value.shape, at)))]
+            yield name, value[tuple(map(slice, _stored_shape(model, row, value.shape, at)))]
 
 
 def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -355,10 +355,10 @@ def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     """Names and shapes of the tensors of `hf_tensors`."""
     shapes = _shapes(model)
     rows = tables.of(model_type, shapes)
-    return {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
+    return {name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
 
 
-def _narrow(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:
+def _stored_shape(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:
     """A tensor's shape in a checkpoint if the layers' MLPs differ in width."""
     if model.config.layer_widths is None or "f" not in row.layout or row.numbered[:1] != "l":
         return shape
@@ -366,7 +366,7 @@ def _narrow(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Sha
     return tuple(width if letters == "f" else size for letters, size in zip(row.dims.split(), shape, strict=True))
 
 
-class _Filled:
+class _PaddedModel:
     """A foreign model whose narrower layers are padded with zeros; a ForeignModel as far as reading tensors."""
 
     def __init__(self, foreign: ForeignModel, shapes: Mapping[str, Shape]):
@@ -384,7 +384,7 @@ class _Filled:
         return np.pad(value, [(0, size - own) for size, own in zip(self._shapes[name], value.shape, strict=True)])
 
 
-def _filled(
+def _padded(
     foreign: ForeignModel,
     model: Model,
     rows: tuple[Tensor, ...],
@@ -393,7 +393,7 @@ def _filled(
 ) -> ForeignModel:
     if model.config.layer_widths is None:
         return foreign
-    return _Filled(foreign, {stored[name]: row.shape(shapes) for row in rows for name, _ in row.names(shapes)})
+    return _PaddedModel(foreign, {stored[name]: row.shape(shapes) for row in rows for name, _ in row.names(shapes)})
 
 
 def _shapes(model: Model) -> dict[str, Shape]:
@@ -412,7 +412,7 @@ def _matched(
     fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
     rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_missing(rows, shapes, stored)
-    wanted = {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
+    wanted = {name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some checkpoints store a tied head as well
     _check_names(wanted, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
     for name, shape in wanted.items():

@@ -50,11 +50,11 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = max((_begun(text, stop) for stop in self._stop), default=0)
+        keep = max((_stop_prefix_length(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _begun(text: str, stop: str) -> int:
+def _stop_prefix_length(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -36,6 +36,6 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def left_alone() -> Refusal:
+def lost_process() -> Refusal:
     """The error for requests whose texts were computed together with a lost process."""
     return Refusal(503, "another host is gone: the server must be started again", code="model_failed")

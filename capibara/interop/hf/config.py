@@ -134,7 +134,7 @@ def text_part(values: Values) -> dict[str, Any]:
     hf_values.check(values)
     model_type = values.get("model_type")
     if model_type in _SEEING:
-        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
+        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _preserved_values(values)
         model_type = f"{model_type}_text"
         values = around | (values.get("text_config") or {}) | {"model_type": model_type}
     names = values.get("architectures") or []
@@ -175,14 +175,14 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
         if type(config) is not (family.config or _CLASSES[family.kind]):
             continue
         values = _written(config, family)
-        different = _different(values, wanted, family)
+        different = _inexpressible_fields(values, wanted, family)
         if not different:
             about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
             about |= {"model_type": family.model_type}
             defaults = families.written_defaults(config, family)
             if like.get("model_type") != family.model_type:
-                return defaults | _without_old(_kept(like)) | values | about
-            if _says(like, config):  # keep its own form
+                return defaults | _without_old(_preserved_values(like)) | values | about
+            if _describes(like, config):  # keep its own form
                 return defaults | values | like | about
             return defaults | _without_old(like) | values | about
         if best is None or len(different) < len(best[1]):
@@ -196,7 +196,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
     raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
 
 
-def _says(like: Values, config: TransformerConfig) -> bool:
+def _describes(like: Values, config: TransformerConfig) -> bool:
     """Whether a config.json describes our model as it is, in any version's form for T5."""
     if isinstance(config, EncoderDecoderConfig):
         return False
@@ -295,7 +295,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
 
 
 def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """The family's values closest to the configuration; `_different` checks whether they equal it."""
+    """The family's values closest to the configuration; `_inexpressible_fields` checks whether they equal it."""
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values |= {key: allowed[0] for key, allowed in family.only.items()}
     values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
@@ -328,7 +328,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
 _SIZES = (("num_kv_heads", "kv_heads"), ("head_dim", "head_size"))
 
 
-def _different(values: Values, wanted: Mapping[str, Any], family: Family) -> list[str]:
+def _inexpressible_fields(values: Values, wanted: Mapping[str, Any], family: Family) -> list[str]:
     """Fields that the family's values cannot express; none: they equal the configuration."""
     if family.divides and wanted["embed_dim"] % wanted["num_heads"]:
         return ["embed_dim", "num_heads"]  # transformers requires a multiple, whatever head_dim is
@@ -339,7 +339,7 @@ def _different(values: Values, wanted: Mapping[str, Any], family: Family) -> lis
     return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
 
 
-def _kept(like: Values) -> dict[str, Any]:
+def _preserved_values(like: Values) -> dict[str, Any]:
     return {key: like[key] for key in _CARRIED if key in like}
 
 

@@ -144,13 +144,13 @@ def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loade
 
 
 def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -> None:
-    field = _different(theirs, model, values)
+    field = _incompatible_field(theirs, model, values)
     if field:
         own, found = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
         raise UserError(f"Lora.{field} is {own}, {path} was trained with {found!r}: set it to that")
 
 
-def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
+def _incompatible_field(theirs: api.Lora, model: api.Model, values: Params) -> str:
     """The field of a run's Lora that makes its adapters incompatible with these values; "": none."""
     ours, trained = model.config.lora, model.trained(model.abstract_params)
     assert ours is not None

@@ -222,8 +222,8 @@ class _Layers:
         self._shapes = _shapes(model)
         self._all = tables.of(model_type, self._shapes)
         self._rows = [row for row in self._all if _is_projection(row)]
-        self._seen = jax.jit(functools.partial(_seen, model.layer), static_argnums=3)
-        self._after = jax.jit(lambda *given: self._model_layer(*given)[0], static_argnums=3)
+        self._layer_statistics = jax.jit(functools.partial(_layer_statistics, model.layer), static_argnums=3)
+        self._next_input = jax.jit(lambda *given: self._model_layer(*given)[0], static_argnums=3)
 
     def check_words(self) -> None:
         """Raises UserError if outputs do not fill words of eight."""
@@ -265,7 +265,7 @@ class _Layers:
         sums: dict[str, _Sums] = {}
         after = []
         for x, batch in zip(xs, self._batches):
-            y, inputs = self._seen(layer, x, batch, entry)
+            y, inputs = self._layer_statistics(layer, x, batch, entry)
             after.append(np.asarray(y))
             for name, (products, sizes) in inputs.items():
                 sums.setdefault(name, _Sums()).add(products, sizes, x.shape[0] * x.shape[1])
@@ -273,9 +273,9 @@ class _Layers:
             layer = self._folded(layer, sums)
         rounded = {row: self._rounded(row, layer, sums) for row in self._rows}
         if self._how.method is Method.GPTQ:
-            answers = dict(self._answers(rounded))
+            answers = dict(self._dequantized(rounded))
             now = tree.map_with_names(lambda name, x: answers.get(f"layers/{name}", x), layer)
-            after = [np.asarray(self._after(now, x, batch, entry)) for x, batch in zip(xs, self._batches)]
+            after = [np.asarray(self._next_input(now, x, batch, entry)) for x, batch in zip(xs, self._batches)]
         return layer, {row.name.format(l=index): value for row, value in rounded.items()}, after
 
     def _folded(self, layer: Params, sums: dict[str, _Sums]) -> Params:
@@ -305,7 +305,7 @@ class _Layers:
             return gptq(weight, products, self._grid, act_order=self._how.act_order)
         return grid.rounded(weight, *self._grid.fit(weight, np.diagonal(products)))
 
-    def _answers(self, rounded: Mapping[Tensor, Packed]) -> Iterator[tuple[str, np.ndarray]]:
+    def _dequantized(self, rounded: Mapping[Tensor, Packed]) -> Iterator[tuple[str, np.ndarray]]:
         """A layer's dequantized weights, by our names."""
         for row, value in rounded.items():
             yield from row.split(_as_stored(row, value.values()), self._shapes).items()
@@ -324,7 +324,7 @@ class _Sums:
         self.sizes, self.count = self.sizes + np.asarray(sizes), self.count + count
 
 
-def _seen(
+def _layer_statistics(
     run: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
     layer: Params,
     x: jax.Array,

@@ -80,8 +80,10 @@ def save_t5x(
         os.makedirs(step)
         for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
             _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
-            begun = _begun(theirs, value.shape, of_layers) if optimizer is None else optimizer.moments[theirs]
-            kept = {name: _kept(step, f"state.param_states.{theirs}/{name}", array) for name, array in begun.items()}
+            begun = _initial_state(theirs, value.shape, of_layers) if optimizer is None else optimizer.moments[theirs]
+            kept = {
+                name: _stored_array(step, f"state.param_states.{theirs}/{name}", array) for name, array in begun.items()
+            }
             _put(states, theirs.split("/"), kept)
         state = {"step": _array(np.asarray(number, np.int32)), "param_states": states}
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
@@ -133,7 +135,7 @@ def _named(
         yield together, np.stack(layers, axis=1)
 
 
-def _begun(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_states.Moments:
+def _initial_state(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_states.Moments:
     """A parameter's state before the first update; `of_layers`: the dimensions of each layer's parameters, by name."""
     side, _, rest = theirs.partition("/")
     dims = of_layers.get(f"{side}/layers_{{l}}/{rest.removeprefix(side + '/')}")
@@ -141,7 +143,7 @@ def _begun(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_state
     return {name: np.zeros(size, np.float32) for name, size in shapes.items()}
 
 
-def _kept(folder: str, name: str, value: np.ndarray) -> msgpack.ExtType | dict[str, Any]:
+def _stored_array(folder: str, name: str, value: np.ndarray) -> msgpack.ExtType | dict[str, Any]:
     """Stores an array of the state: in the index, or separately if it is large."""
     return _array(value) if value.nbytes <= _IN_INDEX_BYTES else _written(folder, name.replace("/", "."), value)
 

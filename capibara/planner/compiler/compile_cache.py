@@ -256,7 +256,7 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in os.environ.items()
-            if _decides(name) and value and (library or name != "TPU_LIBRARY_PATH")
+            if _affects_compilation(name) and value and (library or name != "TPU_LIBRARY_PATH")
         },
     }
     return json.loads(_canonical(identity))  # as it will be read back: tuples become lists
@@ -273,7 +273,7 @@ def _program_identity(program: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decides(variable: str) -> bool:
+def _affects_compilation(variable: str) -> bool:
     return variable in _VARIABLES or (variable.startswith("JAX_") and not variable.startswith(_NOT_OF_PROGRAMS))
 
 
