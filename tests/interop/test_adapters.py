@@ -71,7 +71,9 @@ def read(path):
     return {name: foreign.read(name) for name in foreign.shapes()}
 
 
-@pytest.mark.parametrize("name", LORAS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.heavy) if x in ("rslora", "gpt2") else x for x in LORAS]
+)
 def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, capsys):
     plain, want = made(tmp_path, name)
     assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0

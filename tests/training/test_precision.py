@@ -99,7 +99,7 @@ class TestFloat16:
         assert losses[-10:].mean() == pytest.approx(want[-10:].mean(), rel=0.01)
         assert training.seen("skipped").sum() == 0 and set(training.seen("loss_scale")) == {2.0**15}
 
-    @pytest.mark.parametrize("axes", [None, dict(fsdp=4, tensor=2)], ids=str)
+    @pytest.mark.parametrize("axes", [pytest.param(None, marks=pytest.mark.heavy), dict(fsdp=4, tensor=2)], ids=str)
     def test_an_overflow_changes_nothing_but_the_scale(self, axes):
         training = Training(HALF, axes=axes, scaling=LossScaling(initial=2.0**40), ema=0.9)
         before = jax.device_get(training.state)

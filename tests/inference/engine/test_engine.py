@@ -74,7 +74,9 @@ def test_a_text_does_not_depend_on_what_else_there_is(order):
     assert len({tuple(tokens) for tokens in alone()}) == 7
 
 
-@pytest.mark.parametrize("pool", [{}, {"page_size": 8, "pages": 20}], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    "pool", [{}, pytest.param({"page_size": 8, "pages": 20}, marks=pytest.mark.heavy)], ids=["rows", "pages"]
+)
 def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
     """Penalties, seeds, stop strings and ends within the tokens of one program included."""
     stop = dataclasses.replace(REQUESTS[1][1], stop=(VOCABULARY.decode(alone()[1][5:7]),))

@@ -58,7 +58,9 @@ def scored(model, params, prompt, alpha, tokens, ends):
     return sorted(found.items(), key=lambda one: -one[1])
 
 
-@pytest.mark.parametrize(("alpha", "ends"), [(0.0, [1]), (0.6, [1, 4]), (3.0, [1])])
+@pytest.mark.parametrize(
+    ("alpha", "ends"), [pytest.param(0.0, [1], marks=pytest.mark.heavy), (0.6, [1, 4]), (3.0, [1])]
+)
 def test_a_search_as_wide_as_all_texts_finds_the_best_of_them(alpha, ends):
     params, tokens, K = params_of(SMALL), 4, 60
     served, prompts = SMALL.serving(params), [[0, 5, 2], [0, 6]]
