@@ -437,7 +437,7 @@ def test_tensors_that_do_not_fit(tmp_path):
     first, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
     for match, changed, dtype in (
         ("model.norm.weight is missing", {key: value for key, value in values.items() if key != norm}, "f32"),
-        ("tensor model.extra.weight is not known", values | {"model.extra.weight": values[norm]}, "f32"),
+        ("tensor model.extra.weight is unknown", values | {"model.extra.weight": values[norm]}, "f32"),
         ("must have .64, 32. by config.json", values | {first: values[first].T}, "f32"),
         ("F16 cannot hold them", values | {first: values[first] * 1e6}, "f16"),
         ("Q8_0 cannot hold them", values | {first: values[first] * np.float32(np.nan)}, "q8_0"),

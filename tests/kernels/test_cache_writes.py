@@ -1,4 +1,4 @@
-"""Tokens are written where they belong, one by one or by a scatter."""
+"""Tokens are written at their indices, one by one or by a scatter."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def platform(request, monkeypatch):
     return request.param
 
 
-# Numbers in 8 bits have scales beside them, which are one for each token and head.
+# 8-bit values have scales, one per token and head.
 @pytest.mark.parametrize("dtype, rest", [("float32", (H,)), ("int8", (H,)), ("float32", ())], ids=str)
 def test_a_token_of_each_row(platform, dtype, rest):
     old, new = drawn(dtype, B, K, S, *rest), drawn(dtype, B, K, *rest, seed=1)

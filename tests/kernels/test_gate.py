@@ -1,4 +1,4 @@
-"""The product in the middle of a gated MLP."""
+"""The gated product of an MLP."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_a_gate_has_the_gradients_of_its_parts(activation, dtype):
 
 
 def test_of_a_gate_only_its_two_operands_are_kept():
-    """What an activation computes on the way is computed again: beside a product it is little."""
+    """Intermediate results of an activation are recomputed, which is cheap beside a product."""
     gate, up = jnp.ones((8, 16)), jnp.ones((8, 16))
     _, pull = jax.vjp(functools.partial(gated, Activation.SWIGLU), gate, up)
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(8, 16)] * 2

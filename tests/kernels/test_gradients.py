@@ -1,4 +1,4 @@
-"""Gradients that come out together, where the scheduler would leave some for later."""
+"""Gradients that are computed together, where the scheduler would postpone some."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sines and cosines are those of the plain formula, and heads turn by them."""
+"""Sines, cosines and rotated heads agree with the plain formula."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Model FLOPs of a trained token against counts by hand."""
+"""Model FLOPs per trained token against manual counts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every projection is declared in core/projections.py: layers make their weights by it, and nothing repeats its names."""
+"""core/projections.py declares every projection: layers make their weights by it, and nothing repeats its names."""
 
 import ast
 import collections
@@ -24,7 +24,7 @@ CONFIGS = {
         per_layer_dim=8, per_layer_vocab_size=64, kv_shared_layers=2,
     ),
 }  # fmt: skip
-# Matrices of layers that no adapter is beside, or (the router's) none that is stored with the others.
+# Matrices of layers that adapters do not support, or that are stored separately (the router's).
 OTHERS = {"router", "modality_router", "prediction", "correction"}
 
 

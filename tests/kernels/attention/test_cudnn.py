@@ -1,4 +1,4 @@
-"""The call that cuDNN gets: with XLA behind it, it must give the plain formula's numbers. No GPU is needed."""
+"""The call that cuDNN receives: with XLA as its implementation it must agree with the reference. Needs no GPU."""
 
 import dataclasses
 

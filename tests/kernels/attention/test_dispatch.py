@@ -1,4 +1,4 @@
-"""Every way to attend gives the numbers and gradients of the plain one."""
+"""Every attention back end agrees with the reference in values and gradients."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Attention sinks: every way to attend has them, with the gradients of the formula that is written out here."""
+"""Attention sinks: every back end supports them, with the gradients of the formula that is written out here."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def drawn(dtype=jnp.float32, heads=N, kv_heads=K):
 
 
 def written_out(q, k, v, sinks, segments, kind):
-    """Of every head by itself: exp(score) over the sum of them and of exp(sink)."""
+    """The formula for each head: exp(score) over the sum of all exp(score) and exp(sink)."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = kind.scale * jnp.einsum("btnh,bsnh->bnts", q, k)
     scores = scores if kind.soft_cap is None else kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
@@ -53,7 +53,7 @@ def compared(got, want, atol=2e-5):
 
 
 def way_of(attend, kind, segments, **options):
-    """(queries, keys, values, sinks) -> what a back end makes of them."""
+    """(queries, keys, values, sinks) -> a back end's output."""
     return lambda *qkv_sinks: attend(inputs_of(*qkv_sinks, segments), kind, **options)
 
 

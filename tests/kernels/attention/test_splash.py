@@ -1,4 +1,4 @@
-"""The TPU kernel: its values and gradients in Pallas's interpreter, and what the real TPU compiler makes of it."""
+"""The TPU kernel: values and gradients in Pallas's interpreter, and its compilation by the real TPU compiler."""
 
 import importlib.util
 import json
@@ -180,7 +180,7 @@ CAPPED_WINDOW = {"causal": True, "window": 700, "soft_cap": 30.0, "scale": 0.1}
     ],
 )
 def test_the_tpu_compiler_takes_the_kernel_forward_and_backward(name, cases):
-    """From a process that has only a CPU; attend chooses the kernel by the mesh's devices."""
+    """Compiles in a process that has only a CPU; attend chooses the kernel by the mesh's devices."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment.pop("XLA_FLAGS", None)
     arguments = [sys.executable, "-c", COMPILE, name, json.dumps(cases)]
@@ -195,7 +195,7 @@ def test_the_tpu_compiler_takes_the_kernel_forward_and_backward(name, cases):
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu"])
 def test_a_policy_that_keeps_attention_keeps_it_once(platform, monkeypatch, capsys):
-    """Kept twice, in the kernel's layout and in the model's, it would be the largest thing that the policy keeps."""
+    """Saved twice, in the kernel's layout and in the model's, it would be the largest array that the policy saves."""
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     L, B, T, N, H = 3, 2, 256, 4, 64
     config = api.DecoderConfig(vocab_size=64, embed_dim=128, num_layers=L, num_heads=N, head_dim=H, mlp_dim=96)
@@ -213,7 +213,7 @@ def test_a_policy_that_keeps_attention_keeps_it_once(platform, monkeypatch, caps
 
 
 def test_the_normalisers_are_taken_with_the_output():
-    """The kernel gives each of them 128 times; tied to the output, one is taken at once and the others are free."""
+    """The kernel returns each 128 times; tied to the output, one is selected at once and the others are freed."""
     (q, k, v), dy, segments = arrays()
 
     def loss(q, k, v):

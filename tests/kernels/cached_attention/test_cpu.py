@@ -1,4 +1,4 @@
-"""What a CPU does in its own way has the numbers of the plain formula."""
+"""The CPU's implementations agree with the reference."""
 
 import jax
 import jax.numpy as jnp

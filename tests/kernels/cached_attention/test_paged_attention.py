@@ -1,4 +1,4 @@
-"""JAX's paged attention kernel over our rows and pages, in Pallas's interpreter: the values of the plain formula."""
+"""JAX's paged attention kernel over our rows and pages, in Pallas's interpreter, agrees with the reference."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def now(lengths=LENGTHS):
 
 
 def both(monkeypatch, attend):
-    """What the kernel gives, and what the formula does."""
+    """The kernel's output, and the reference's."""
     used = []
     real = paged_attention.attend
     want = attend()

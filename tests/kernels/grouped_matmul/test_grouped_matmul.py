@@ -1,4 +1,4 @@
-"""Products of groups: each platform's way against one product a group, and what the real TPU compiler makes of them."""
+"""Grouped products: each platform's implementation against one product per group, and the TPU compiler's program."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ SIZES = {"mixed": (0, 3, 150, 1, 70), "one": (0, 0, 224, 0, 0), "none": (0, 0, 0
 
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request, monkeypatch):
-    """Takes the way of a platform; the TPU's kernels are run by Pallas's interpreter."""
+    """Uses a platform's implementation; Pallas's interpreter runs the TPU's kernels."""
     monkeypatch.setattr(dispatch.sharding, "platform", lambda: request.param)
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
@@ -58,7 +58,7 @@ def test_the_reference_is_one_product_a_group(sizes):
     dy, ends = jax.random.normal(jax.random.key(1), (240, 40)), np.cumsum(sizes)
     groups = [slice(end - size, end) for end, size in zip(ends, sizes)]
     sizes_G = jnp.array(sizes, jnp.int32)
-    # What lies after the last group is undefined.
+    # Rows after the last group are undefined.
     x, dy = (a.at[ends[-1] :].set(jnp.nan) for a in (x, dy))
     y = reference.matmul(x, w, sizes_G, 8, transposed=False)[: ends[-1]]
     np.testing.assert_allclose(y, np.concatenate([x[g] @ m for g, m in zip(groups, w)]), rtol=1e-5, atol=1e-4)
@@ -105,7 +105,7 @@ for dtype in ("bfloat16", "float32"):
 @pytest.mark.heavy
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_the_tpu_compiler_takes_experts_on_several_chips():
-    """Tokens travel by ragged all-to-all, and experts are the grouped kernels, forward and backward."""
+    """Tokens are exchanged by ragged all-to-all, and experts are the grouped kernels, forward and backward."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment.pop("XLA_FLAGS", None)
     child = subprocess.run(

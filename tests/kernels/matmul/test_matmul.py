@@ -1,4 +1,4 @@
-"""Every way to multiply gives the products and gradients of the plain one."""
+"""Every implementation of a product agrees with the reference in values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_plain_formula(rows, length, vocab_size):
 
 
 def test_a_weight_as_wide_as_its_input_sends_no_rows_about():
-    """On devices that share out the rows its gradient is one sum over them, as that of any other weight."""
+    """On devices that divide the rows, its gradient is one sum over them, like any other weight's."""
     plan = Plan(batch_size=8, data=4)
     mesh = sharding.make_mesh(plan, jax.devices()[:4])
     x, weight = jnp.zeros((8, 256, 256)), jnp.zeros((256, 256))

@@ -1,4 +1,4 @@
-"""Transposes part by part are transposes."""
+"""Transposing part by part gives the transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from capibara.kernels.matmul.transposition import transposed
 
 @pytest.fixture(autouse=True, params=[0, 2**20], ids=["large", "small"])
 def large(request, monkeypatch):
-    """Each test with all matrices taken for large ones, and none."""
+    """Runs each test with every matrix treated as large, and with none."""
     monkeypatch.setattr(transposition, "_LARGE_BYTES", request.param)
 
 

@@ -46,7 +46,7 @@ def logits(model, params):
 
 
 def drawn(model, seed=1):
-    """Parameters whose adapters all do something."""
+    """Parameters whose adapters all have an effect."""
     params = jax.jit(model.init)(jax.random.key(seed))
     rng = np.random.default_rng(seed)
 
@@ -112,7 +112,7 @@ def test_adapters_compute_what_the_merged_weights_do(config, count):
     assert jax.tree.structure(merged) == jax.tree.structure(model.plain.abstract_params)
     want = logits(model.plain, merged)
     got = logits(model, params)
-    assert np.abs(want - logits(model, new)).max() > 0.01  # they do something
+    assert np.abs(want - logits(model, new)).max() > 0.01  # they have an effect
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
@@ -237,7 +237,7 @@ def gradients_of(model, params):
 
 
 def test_fused_adapters_train_what_they_share_once():
-    """As one adapter of the weights side by side: the gradient of its `a` is the sum of what each would have."""
+    """Like one adapter of the concatenated weights: the gradient of its `a` is the sum of the separate ones."""
     model, apart = api.build(variant(fused=FUSED)), api.build(CONFIG)
     params = drawn(model)
     attention = params["layers"]["attention"]
@@ -311,7 +311,7 @@ def test_mistakes_are_named(changes, told):
 
 @pytest.mark.parametrize("head", ["tied", "separate"])
 def test_rows_of_the_embedding_are_trained_and_begin_as_they_are(head):
-    """The plain model's answers before training; what is trained answers as the model that it is merged into."""
+    """The plain model's outputs before training; after training, those of the merged model."""
     config = DecoderConfig(
         vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, dtype="float32", head=head
     )

@@ -1,4 +1,4 @@
-"""Adapters of experts: the same numbers as merged weights, in every way of dispatching and on every mesh."""
+"""Adapters of experts agree with merged weights, for every kind of dispatch and on every mesh."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ ROWS, LENGTH = 8, 16
 
 
 class Holder(nnx.Module):
-    """One mixture, where adapters look for layers."""
+    """One mixture, in the module path where adapters expect layers."""
 
     def __init__(self, mixture):
         self.layers = MoeMLP(CONFIG, mixture, nnx.Rngs(0))
@@ -55,7 +55,7 @@ class Names:
 
 
 def functional(mixture, of):
-    """(parameters with adapters that do something, axes, f(parameters, x, step) -> (y, stats)) of one mixture."""
+    """(parameters with effective adapters, axes, f(parameters, x, step) -> (y, stats)) of one mixture."""
 
     def make():
         holder = Holder(mixture)
@@ -99,7 +99,7 @@ def trained(of, params):
 
 
 def objective(apply, given, step=None):
-    """A loss of what is trained and of the inputs."""
+    """A loss of the trained parameters and the inputs."""
     target = inputs(9)
 
     def loss(parts, x):
@@ -119,7 +119,7 @@ def assert_close(got, want, tolerance=1e-5):
 
 
 def on_mesh(mixture, of, sizes, step=None):
-    """Loss and gradients on a mesh; on one device where it has no sizes."""
+    """Loss and gradients on a mesh; on one device if the mesh is empty."""
     params, axes, apply = functional(MIXTURES[mixture], LORAS[of])
     if not sizes:
         parts, frozen = trained(LORAS[of], params)
@@ -174,7 +174,7 @@ def test_rows_that_travel_by_ragged_all_to_all_take_their_tokens_numbers_along(m
     "mixture, of", with_others([("dropless", "lora"), ("capacity", "qlora"), ("expert_choice", "dora")])
 )
 def test_gradients_are_those_of_the_merged_weights(mixture, of):
-    """The base has none, and the adapters have those of W + scale a b."""
+    """The base has no gradients, and the adapters have those of W + scale a b."""
     of = dataclasses.replace(LORAS[of], dropout=0.0)
     params, axes, apply = functional(MIXTURES[mixture], of)
     *_, plain = functional(MIXTURES[mixture], None)
@@ -187,7 +187,7 @@ def test_gradients_are_those_of_the_merged_weights(mixture, of):
     want = objective(merged, frozen)(parts, inputs())
     assert_close(got[0], want[0])
     assert_close(got[1][1], want[1][1], 2e-5)
-    if not of.dora:  # there the length that is divided by has no gradient
+    if not of.dora:  # its divisor, the column norm, has no gradient
         assert_close(got[1][0], want[1][0], 2e-5)
 
 
@@ -256,7 +256,7 @@ def test_dropped_inputs_are_of_the_step_and_of_nothing_else():
 
 @pytest.mark.parametrize("kind", ["nf4", "int4", "int8"])
 def test_backward_keeps_the_weight_as_it_is_stored(kind):
-    """Residuals of the two products: codes and scales, and no array of floating point of the weight's size."""
+    """The residuals of the two products: codes and scales, and no floating-point array of the weight's size."""
     weight = jax.random.normal(jax.random.key(0), (4, 128, 64))
     blocks = quantize(weight, BaseDtype(kind), -2)
     x = jax.random.normal(jax.random.key(1), (40, 128))

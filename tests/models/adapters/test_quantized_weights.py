@@ -1,4 +1,4 @@
-"""Weights in blocks: the published formula, and a product that keeps nothing in floating point."""
+"""Quantized weights: the published formula, and a product that saves nothing in floating point."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The decoder against a plain numpy transformer, and the invariances that its options must keep."""
+"""The decoder against a plain numpy transformer, and the invariances of its options."""
 
 import dataclasses
 import itertools
@@ -226,7 +226,7 @@ def test_a_scaling_stretches(scaling, factor):
     "layers, pattern", [(5, ("local", "global")), (2, ("local", "local", "global")), (4, ("local",))]
 )
 def test_layer_patterns_run_in_groups_and_what_is_left_over(layers, pattern):
-    """The same as unrolled, and a local layer sees no further than its window."""
+    """The scan equals the unrolled layers, and a local layer sees no further than its window."""
     config = dataclasses.replace(TINY, num_layers=layers, layer_pattern=pattern, window=3)
     batch = batch_of([[16], [7, 9]])
     params = random_params(api.build(config))

@@ -1,4 +1,4 @@
-"""The encoder-decoder against transformers' T5, and the invariances that packing, remat and scan must keep."""
+"""The encoder-decoder against transformers' T5, and its invariances under packing, remat and scan."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(name, config):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_buckets_are_those_of_the_paper(bidirectional):
-    """Half for one distance each, then logarithmic up to 128, from where all share the last; later keys apart."""
+    """Half of the buckets hold one distance each; others grow logarithmically up to 128, then all share the last."""
     got = buckets(np.arange(-300, 301), count=32, longest=128, bidirectional=bidirectional)
     past, future = got[300::-1], got[300:]  # by distance
     count = 16 if bidirectional else 32
@@ -146,7 +146,7 @@ def test_who_sees_what():
 
 
 def test_layers_with_relative_positions_of_their_own():
-    """With one and the same table in each layer it is the model whose layers share that; with others it is not."""
+    """With equal tables in all layers it equals the model whose layers share one; with different ones it does not."""
     own = api.build(dataclasses.replace(TINY, relative_tables="each_layer"))
     shared = api.build(TINY)
     params, batch = random_params(shared), batch_of([[32], [20]], [[24], [10]])
@@ -236,7 +236,7 @@ def test_flops_count_each_side_for_its_own_length():
     D, H, F, V, S, T = 32, 64, 48, 96, 32, 24  # H: of all heads
     encoder = 3 * (4 * D * H + 3 * D * F)
     decoder = 2 * (6 * D * H + 3 * D * F)
-    keys_and_values = 2 * 2 * D * H  # of what was encoded
+    keys_and_values = 2 * 2 * D * H  # of the encoder's output
     attention = 12 * H * (3 * S * S + 2 * (T * T / 2 + T * S))
     want = 6 * ((encoder + keys_and_values) * S + (decoder + V * D) * T) + attention
     assert api.build(TINY).flops_per_token(T, S) * T == pytest.approx(want)

@@ -1,4 +1,4 @@
-"""The encoder against transformers' BERT, and what it sees."""
+"""The encoder against transformers' BERT, and which tokens it sees."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers():
     batch = batch_of(np.array(ANSWERS["tokens"], np.int32), ANSWERS["padding"])
     batch["token_types"] = np.array(ANSWERS["token_types"], np.int32)
     got, want = np.asarray(jax.jit(model.logits)(params, batch)), ANSWERS["bert"]
-    kept = np.array(ANSWERS["positions"]) < 24 - ANSWERS["padding"]  # what stands on padding means nothing
+    kept = np.array(ANSWERS["positions"]) < 24 - ANSWERS["padding"]  # results at padding are meaningless
     for row, answer, some in zip(got, want["logits"], (slice(None), kept), strict=True):
         picked = row[np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
         np.testing.assert_allclose(picked[some], np.array(answer)[some], rtol=0, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Token by token through a cache, every model says what it says of the whole row."""
+"""Token by token through a cache, every model gives the same logits as for the whole row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from capibara.sharding import Plan
 TINY = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32", max_length=64
 )
-LENGTH, PROMPTS = 24, (9, 5)  # of a row; of each row's prompt
+LENGTH, PROMPTS = 24, (9, 5)  # length of a row; of each row's prompt
 FACTORS = dict(short_factors=(1.0, 1.5, 2.0, 2.5), long_factors=(1.0, 3.0, 5.0, 9.0))
 VARIANTS = {
     "llama": {},
@@ -102,7 +102,7 @@ def of_whole_rows(model, params, tokens, encoder):
 
 
 def step_by_step(model, params, tokens, encoder, capacity=LENGTH, padded=12):
-    """Logits [B, steps, V] after each row's prompt and each token after it, of rows that go on from different lengths."""
+    """Logits [B, steps, V] after each row's prompt and each later token, for rows with prompts of different lengths."""
     cache = model.start_cache(len(tokens), capacity, encoder_length=10 if encoder else None)
     prompts = np.zeros((len(tokens), padded), np.int32)
     for row, count in enumerate(PROMPTS):
@@ -127,7 +127,7 @@ def compare(config, encoder, **how):
     return cache
 
 
-QUICK = ("gemma2", "longrope", "gpt_oss")  # what the others have is in these, or differs outside the cache
+QUICK = ("gemma2", "longrope", "gpt_oss")  # these cover the features that matter to the cache
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def model_of(name):
 
 
 def cut(name, dtype, pieces):
-    """Logits [B, V] after prompts that were read in pieces of so many tokens, and after 4 tokens more; the cache."""
+    """Logits [B, V] after prompts that were read in chunks, and after 4 more tokens; and the cache."""
     model, params, encoder = model_of(name)
     tokens, at = rows_of(), 0
     cache = model.start_cache(2, LENGTH, dtype, encoder_length=10 if encoder else None)
@@ -274,7 +274,7 @@ def test_nothing_depends_on_how_a_prompt_was_cut(name, dtype):
         got, cache = cut(name, dtype, pieces)
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), cache, kept)
-    # The dtype was no idle word: without it the logits are others.
+    # The dtype has an effect: without it the logits differ.
     exact, _ = cut(name, jnp.float32, [12])
     assert 1e-4 < np.abs(want - exact).max() / np.abs(exact).max() < 0.03
 
@@ -349,7 +349,7 @@ def test_a_row_that_is_no_number_leaves_the_logits_of_others():
 
 
 def test_rows_of_a_cache_turn_as_those_of_the_length_that_is_said():
-    """Short ones as short rows do, where none can grow longer; an engine says how long they may be."""
+    """Short rows use the factors of short rows if none can grow longer; an engine sets the longest length."""
     model, params = made(dataclasses.replace(TINY, **VARIANTS["longrope"]))
     tokens = rows_of()[:, :6]
     batch = {"tokens": tokens, "positions": np.tile(np.arange(6, dtype=np.int32), (2, 1))}

@@ -1,4 +1,4 @@
-"""What the scripts that write committed answers share: sizes, weights, the positions that are kept, the file's form."""
+"""Common parts of the scripts that write reference answers: sizes, weights, selected positions, the file format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITIONS, ENTRIES = range(2, LENGTH, 3), range(5, VOCAB, 12)
 
 
 def some(logits: np.ndarray) -> list[list[float]]:
-    """Of the logits [LENGTH, VOCAB] of a row those that are kept."""
+    """The selected ones of a row's logits [LENGTH, VOCAB]."""
     return [[round(float(x), 5) for x in row] for row in logits[np.ix_(POSITIONS, ENTRIES)]]
 
 
@@ -26,7 +26,7 @@ def write(name: str, head: dict[str, Any], answers: dict[str, Any]) -> None:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor's value where there is no checkpoint: its name is the seed. Scales of norms lie around 1."""
+    """A tensor's value without a checkpoint, seeded by its name. Scales of norms are around 1."""
     values = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
     return (values + is_scale).astype(np.float32)

@@ -42,7 +42,7 @@ BERT = dict(
 )
 T5_1_1 = T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 CASES = {"t5": T5, "t5_1_1": T5_1_1, "t5_1_1_tied": dict(T5_1_1), "bert": BERT}
-TIED = CASES["t5_1_1_tied"]  # whose file has no head, so that transformers 5 takes the embedding, unscaled
+TIED = CASES["t5_1_1_tied"]  # its file has no head, so that transformers 5 uses the embedding, unscaled
 
 
 def draw(rows: int, length: int, seed: int, entries: int = VOCAB) -> np.ndarray:
@@ -50,7 +50,7 @@ def draw(rows: int, length: int, seed: int, entries: int = VOCAB) -> np.ndarray:
 
 
 def batch() -> dict[str, np.ndarray]:
-    """By our names."""
+    """The tensors by our names."""
     return {
         "tokens": draw(ROWS, LENGTH, 0),
         "token_types": draw(ROWS, LENGTH, 1, 2),

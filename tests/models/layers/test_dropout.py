@@ -1,4 +1,4 @@
-"""Dropout: what is left out, when, and that nothing changes without it."""
+"""Dropout: where and when it applies, and that nothing changes without it."""
 
 import dataclasses
 
@@ -86,7 +86,7 @@ def test_micro_batches_of_a_step_have_masks_of_their_own():
 
 
 def test_layers_have_masks_of_their_own():
-    """In a scan as written out."""
+    """A scan and unrolled layers have the same masks."""
     one = hidden(dataclasses.replace(CONFIGS["decoder"], dropout_rate=0.5), 3)
     np.testing.assert_allclose(hidden(dataclasses.replace(CONFIGS["unrolled"], dropout_rate=0.5), 3), one, atol=1e-5)
 

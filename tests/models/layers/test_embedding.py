@@ -1,4 +1,4 @@
-"""Looking tokens up on a mesh gives the table's rows, and gradients to them alone."""
+"""An embedding lookup on a mesh returns the table's rows, and passes gradients only to them."""
 
 import jax
 import jax.numpy as jnp

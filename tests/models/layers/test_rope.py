@@ -1,4 +1,4 @@
-"""Frequencies that depend on the length of a row, in programs and before them."""
+"""Frequencies that depend on the row length, computed in programs and in advance."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Where rows are out of order, experts that are full drop the tokens that they drop on one device."""
+"""With reordered rows, full experts drop the same tokens as on one device."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Mixtures of experts: against plain loops over tokens, and the same numbers on every mesh."""
+"""Mixtures of experts: against plain loops over tokens, and equal on every mesh."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ def every_expert(params, x, activation):
 
 
 def by_loop(params, x, segments, mixture, config=CONFIG):
-    """Token choice without a limit, token by token: the reference."""
+    """Token choice without a capacity, token by token: the reference."""
     logits = jnp.einsum("btd,de->bte", x, params["router"])
     scores = jax.nn.softmax(logits) if mixture.score == "softmax" else jax.nn.sigmoid(logits)
     gates, experts = jax.lax.top_k(scores, mixture.top_k)
@@ -82,7 +82,7 @@ def by_loop(params, x, segments, mixture, config=CONFIG):
 
 
 def objective(apply, mixture, x, segments):
-    """A loss with everything in it, to differentiate."""
+    """A loss of all outputs and statistics, to differentiate."""
     target = jnp.asarray(np.random.default_rng(9).standard_normal(x.shape), jnp.float32)
 
     def loss(params, x):
@@ -146,7 +146,7 @@ def test_one_expert_is_the_mlp_and_shared_experts_are_added():
 
 
 def test_unused_experts_and_a_single_busy_one():
-    """Groups of no rows and one group of all rows, with more rows than a tile."""
+    """Empty groups, and one group with all rows, more than a tile."""
     params, _, apply = functional(dataclasses.replace(MOE, top_k=1))
     params["router"] = jnp.zeros((16, 8)).at[:, 5].set(jnp.ones(16))
     x, segments = inputs(rows=4, length=200)
@@ -302,7 +302,7 @@ MIXTURES = {
 
 
 def cases():
-    """Dropless on all meshes; of the others those where something else happens: tokens, rows or experts travel."""
+    """Dropless on all meshes; the others on meshes that exchange tokens, rows or experts."""
     every = [(sizes, "dropless") for sizes in MESHES]
     every += [(sizes, "capacity") for sizes in MESHES if sizes.get("expert") == 2 or len(sizes) == 3]
     every += [(sizes, "expert_choice") for sizes in (dict(expert=8), dict(expert=2, context=2, tensor=2))]
@@ -317,7 +317,7 @@ def plan(**sizes):
 
 
 def on_mesh(mixture, sizes, config=CONFIG, rows=ROWS):
-    """Loss, sums and gradients on a mesh; on one device where it has no sizes."""
+    """Loss, statistics and gradients on a mesh; on one device if the mesh is empty."""
     params, axes, apply = functional(mixture, config)
     x, segments = inputs(rows)
     grad = jax.jit(jax.value_and_grad(objective(apply, mixture, x, segments), argnums=(0, 1), has_aux=True))
@@ -341,7 +341,7 @@ def test_every_mesh_gives_the_same_numbers(sizes, name):
 
 
 def test_rows_that_do_not_divide_over_the_experts_stay_on_all_devices():
-    """One row, as when one text is generated: tokens do not travel, outputs are summed."""
+    """One row, as in generation of one text: tokens are not exchanged, outputs are summed."""
     for mixture in MIXTURES.values():
         assert_close(on_mesh(mixture, dict(expert=4, tensor=2), rows=1), on_mesh(mixture, {}, rows=1))
 
@@ -377,7 +377,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     ids=str,
 )
 def test_tokens_that_travel_by_ragged_all_to_all(sizes, monkeypatch):
-    """The path of TPUs, with a stand-in for the collective that XLA's CPU back end does not have."""
+    """The path of TPUs, with a replacement for the collective that XLA's CPU back end does not have."""
     calls = []
 
     def exchange(*args, **kwargs):
@@ -417,7 +417,7 @@ def test_hint_weight_falls_from_start_to_zero():
 def test_hints_decide_at_weight_one_and_are_nothing_at_zero():
     mixture = dataclasses.replace(MOE, hints=HINTS)
     params, _, apply = functional(mixture)
-    params["router"] = 100.0 * params["router"]  # a router that is very sure
+    params["router"] = 100.0 * params["router"]  # a very confident router
     x, segments = inputs()
     domains = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32) % 3, (ROWS, 1))
     logits, real = x @ params["router"], segments > 0
@@ -460,7 +460,7 @@ def test_the_router_learns_from_the_hint_that_overrules_it():
 
 
 def domain_share(hints):
-    """Trains one layer on two domains with different maps; the share of tokens, without hints, on their experts."""
+    """Trains a layer on two domains with different maps; returns the share of tokens on their experts without hints."""
     mixture = Moe(num_experts=4, top_k=1, expert_dim=32, balance_loss=0.01, gates="scores", hints=hints)
     params, _, apply = functional(mixture)
     rng = np.random.default_rng(0)

@@ -37,7 +37,7 @@ def test_choices_outside_a_domain_of_one_expert_are_none():
     np.testing.assert_array_equal(stats["load"], ROWS * (LENGTH / DOMAINS - 1))
     metrics = router_metrics(stats, MOE)
     assert metrics["expert_load_max"] == metrics["expert_load_min"] == 1
-    # Experts used alike: 1 a token, as for tokens with all of their choices.
+    # Experts are used evenly: 1 per token, as for tokens with all of their choices.
     alike = dataclasses.replace(MOE, balance_loss=1.0)
     np.testing.assert_allclose(router_metrics(stats, alike)["balance_loss"], 1.0, rtol=1e-5)
 
@@ -65,7 +65,8 @@ def test_no_token_of_a_domain_is_dropped(dispatch):
     mixture = dataclasses.replace(MOE, dispatch=dispatch)
     layer = MoeMLP(config, mixture, nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, 16))
-    # The first tokens are of the last domains: what they would not need of the first experts, they must not take.
+    # The first tokens belong to the last domains: they must not use capacity of the first experts that they do not
+    # need.
     domains = jnp.tile(DOMAINS - jnp.arange(LENGTH, dtype=jnp.int32) // (LENGTH // DOMAINS), (ROWS, 1))
     y, stats = layer(x, jnp.ones((ROWS, LENGTH), jnp.int32), domains, jnp.int32(0))
     assert stats["dropped"] == 0
