@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from capibara import sharding
 from capibara.core.types import Batch, Params, PyTree
-from capibara.kernels.cross_entropy import LossSums, cross_entropy, token_log_probabilities
+from capibara.kernels.cross_entropy.dispatch import cross_entropy, token_log_probabilities
+from capibara.kernels.cross_entropy.terms import LossSums
 from capibara.models.api import Model, Stats
 from capibara.sharding import RematPolicy
 

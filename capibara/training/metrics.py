@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from capibara.kernels.cross_entropy import LossSums
+from capibara.kernels.cross_entropy.terms import LossSums
 
 _MEANS = ("loss", "smoothed_loss", "z_loss", "token_accuracy")
 _COUNTS = {"skipped", "loss_spikes"}  # of a step 0 or 1

@@ -149,7 +149,7 @@ WITHIN = {
     "models/layers/embedding.py lookup": ("train step", "experts"),
     "models/moe/moe.py MoeMLP._experts": ("train step", "experts"),
     "kernels/attention/splash.py _on_mesh": ("train step", "experts"),
-    "kernels/cross_entropy.py _on_shards": ("train step", "experts"),
+    "kernels/cross_entropy/layout.py on_shards": ("train step", "experts"),
     "sharding/replicas.py _checksums": ("replica check", "decoder QLoRA"),
 }
 ON_ALL_MESHES = ("train step", "evaluation")

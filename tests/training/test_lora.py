@@ -13,7 +13,7 @@ from capibara import config, sharding
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.kernels.cross_entropy import cross_entropy
+from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule

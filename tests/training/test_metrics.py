@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from capibara.kernels.cross_entropy import LossSums
+from capibara.kernels.cross_entropy.terms import LossSums
 from capibara.training import metrics as module
 from capibara.training.metrics import EarlyStopping, Meter, evaluation_metrics
 

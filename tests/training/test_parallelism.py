@@ -11,7 +11,7 @@ import pytest
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.kernels.cross_entropy import cross_entropy
+from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora
 from capibara.models.moe.moe import Moe

@@ -12,7 +12,7 @@ import pytest
 from capibara import sharding
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
-from capibara.kernels.cross_entropy import cross_entropy
+from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule

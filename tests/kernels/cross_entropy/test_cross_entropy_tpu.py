@@ -15,7 +15,7 @@ from capibara import sharding
 from capibara.planner.compiler import compile as planner
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan, Rules
-from capibara.kernels.cross_entropy import cross_entropy
+from capibara.kernels.cross_entropy.dispatch import cross_entropy
 
 mesh = sharding.make_mesh(Plan(batch_size=16), topology.slice_devices("v5e-4"))
 rules = Rules()

@@ -1,0 +1,231 @@
+"""The cross entropy by parts of the vocabulary: the logits of a part are of all tokens, and made twice.
+
+A first pass finds the softmax's normaliser of each token, a second one makes the gradients. Of the head's gradient
+only a part is there at a time: it is reduced at once to where the head's shards lie. By blocks of tokens it is there
+whole, in float32, and read and written for each block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara import sharding
+from capibara.kernels.cross_entropy.layout import Layout, dot
+from capibara.kernels.cross_entropy.terms import Softmax, Terms
+from capibara.kernels.matmul.transposition import transposed
+
+# Bytes of the larger of a part's float32 logits and its gradient.
+_PART_BYTES = 64 * 2**20
+_LANES, _SUBLANES = 128, {"tpu": 8}  # of a TPU's vector registers, in float32
+_LOWEST = -1e30  # below every logit, and finite: of a part of ids that cannot be the largest logit is -inf
+
+
+class _Seen(NamedTuple):
+    """Of the ids that a pass has seen, for each shard of the vocabulary and each token; [S, N], float32.
+
+    Attributes:
+      largest: logit.
+      total: of exp(logit - largest).
+      target: logit of the target; 0 where it has not been seen.
+      sum: of the logits; None where nobody asks.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    target: jax.Array
+    sum: jax.Array | None
+
+
+class _Tokens(NamedTuple):
+    """hidden [N, D], targets [N], weights [N]."""
+
+    hidden_ND: jax.Array
+    targets_N: jax.Array
+    weights_N: jax.Array
+
+
+class _Parts(NamedTuple):
+    """The head and how it is cut.
+
+    Attributes:
+      head_SPV: in the compute dtype; V are the ids of one of the S shards of the vocabulary, P all of D, of each of whose
+        shards zeros may fill up the last rows.
+      head_shards: of D.
+      own_D: of each of them.
+      size: how many ids of each shard of the vocabulary a part has; the last part can have fewer.
+      softmax: what is made of the logits.
+    """
+
+    head_SPV: jax.Array
+    head_shards: int
+    own_D: int
+    size: int
+    softmax: Softmax
+
+    def of(self, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
+        """A part from `start` on: its head [S, D, size] and its ids [S, 1, size]."""
+        S, P, V = self.head_SPV.shape
+        ids_SX = start + jnp.arange(size, dtype=jnp.int32) + V * jnp.arange(S, dtype=jnp.int32)[:, None]
+        part_SPX = jax.lax.dynamic_slice_in_dim(self.head_SPV, start, size, axis=2)
+        if P > self.head_shards * self.own_D:
+            part_SPX = part_SPX.reshape(S, self.head_shards, -1, size)[:, :, : self.own_D].reshape(S, -1, size)
+        return part_SPX, ids_SX[:, None]
+
+    def logits(self, hidden_ND: jax.Array, head_SDX: jax.Array, ids_S1X: jax.Array) -> jax.Array:
+        """What the softmax is of, [S, N, X] in float32."""
+        logits = jnp.einsum("ND,SDX->SNX", hidden_ND, head_SDX, preferred_element_type=jnp.float32)
+        return self.softmax.inputs(logits, ids_S1X)
+
+
+def loss_and_gradients(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    layout: Layout,
+    terms: Terms,
+    softmax: Softmax,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `by_tokens.loss_and_gradients`, of a head that has a gradient."""
+    (V, D), S = head_VD.shape, layout.vocab_shards
+    hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    size = _part_size(V // S, _PART_BYTES // (4 * max(hidden_ND.shape) * S))
+    parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
+    tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
+    sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)
+    dhidden_ND, dhead_DSV = _gradients(tokens, parts, log_z_N, layout, terms)
+    return sums[None], dhidden_ND.reshape(hidden_BTD.shape), transposed(dhead_DSV.reshape(D, V))
+
+
+def _look(tokens: _Tokens, parts: _Parts, terms: Terms) -> _Seen:
+    """The first pass."""
+    ceiling = parts.softmax.ceiling
+
+    def look(seen: _Seen, start: jax.Array | int, size: int) -> _Seen:
+        head_SDX, ids_S1X = parts.of(start, size)
+        logits_SNX = parts.logits(tokens.hidden_ND, head_SDX, ids_S1X)
+        targets_SNX = jnp.where(tokens.targets_N[:, None] == ids_S1X, logits_SNX, 0.0)
+        summed = [targets_SNX, logits_SNX] if terms.smoothing else [targets_SNX]
+        if ceiling is not None:
+            summed = [jnp.exp(logits_SNX - ceiling), *summed]
+            largest, total, target, *sum_ = _largest_and_sums(logits_SNX, *summed)
+            return _Seen(
+                jnp.maximum(seen.largest, largest),
+                seen.total + total,
+                seen.target + target,
+                seen.sum + sum_[0] if terms.smoothing else None,
+            )
+        largest = jnp.maximum(seen.largest, jnp.max(logits_SNX, axis=2))
+        total = jnp.sum(jnp.exp(logits_SNX - largest[..., None]), axis=2)
+        target, *sum_ = (jnp.sum(x, axis=2) for x in summed)
+        return _Seen(
+            largest,
+            seen.total * jnp.exp(seen.largest - largest) + total,
+            seen.target + target,
+            seen.sum + sum_[0] if terms.smoothing else None,
+        )
+
+    V = parts.head_SPV.shape[2]
+    none = jnp.zeros((len(parts.head_SPV), len(tokens.hidden_ND)))
+    seen = _Seen(none + _LOWEST, none, none, none if terms.smoothing else None)
+    pieces = V // parts.size
+    seen = jax.lax.fori_loop(0, pieces, lambda i, seen: look(seen, i * parts.size, parts.size), seen)
+    rest = V - pieces * parts.size
+    return look(seen, V - rest, rest) if rest else seen
+
+
+def _largest_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]:
+    """Of the last dimension of x the largest, and of others the sum; in one operation.
+
+    That is all that a TPU makes of a product as it leaves the matrix unit; of several operations the first writes the
+    product down for the others.
+    """
+
+    def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return jnp.maximum(a[0], b[0]), *(one + other for one, other in zip(a[1:], b[1:], strict=True))
+
+    start = (jnp.float32(_LOWEST), *(jnp.float32(0.0) for _ in summed))
+    return tuple(jax.lax.reduce((x, *summed), start, both, (x.ndim - 1,)))
+
+
+def _sums(seen: _Seen, tokens: _Tokens, V: int, terms: Terms, ceiling: float | None) -> tuple[jax.Array, jax.Array]:
+    """The first LossSums [4 or 5], and the log of each token's normaliser [N]."""
+    largest = jnp.max(seen.largest, axis=0)
+    if ceiling is None:
+        log_z = jnp.log(jnp.sum(seen.total * jnp.exp(seen.largest - largest), axis=0)) + largest
+    else:
+        log_z = jnp.log(jnp.sum(seen.total, axis=0)) + ceiling
+    target = jnp.sum(seen.target, axis=0)
+    columns = [
+        log_z - target,
+        jnp.square(log_z),
+        (target >= largest).astype(jnp.float32),
+        jnp.ones_like(tokens.weights_N),
+    ]
+    if seen.sum is not None:
+        low = terms.others(V)
+        less = terms.smoothing + low  # of the target's probability, where every id has `low`
+        columns.append(less * target - low * jnp.sum(seen.sum, axis=0) - terms.entropy(V))
+    return jnp.stack([jnp.sum(column * tokens.weights_N) for column in columns]), log_z
+
+
+def _gradients(
+    tokens: _Tokens, parts: _Parts, log_z_N: jax.Array, layout: Layout, terms: Terms
+) -> tuple[jax.Array, jax.Array]:
+    """The second pass: gradients by the hidden states [N, all of D] and by the shard's part of the head [D, S, V]."""
+    (S, _, V), (hidden_ND, targets_N, weights_N) = parts.head_SPV.shape, tokens
+    G, D = parts.head_shards, parts.own_D
+    low = terms.others(S * V) if terms.smoothing else 0.0
+    wanted_N1 = ((1.0 - terms.smoothing - low if terms.smoothing else 1.0) * weights_N)[:, None]
+    scale_N1 = (weights_N * (1.0 + 2.0 * terms.z_loss * log_z_N))[:, None]
+
+    def add(dhidden_SND: jax.Array, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
+        head_SDX, ids_S1X = parts.of(start, size)
+        logits_SNX = parts.logits(hidden_ND, head_SDX, ids_S1X)
+        dlogits_SNX = jnp.exp(logits_SNX - log_z_N[:, None]) * scale_N1
+        dlogits_SNX = dlogits_SNX - jnp.where(targets_N[:, None] == ids_S1X, wanted_N1, 0.0)
+        if terms.smoothing:
+            dlogits_SNX = dlogits_SNX - low * weights_N[:, None]
+        dlogits_SNX = parts.softmax.gradient(logits_SNX, dlogits_SNX, ids_S1X).astype(hidden_ND.dtype)
+        more_SND = jnp.einsum("SNX,SDX->SND", dlogits_SNX, head_SDX, preferred_element_type=jnp.float32)
+        dhead_SDX = jax.vmap(lambda of_shard: dot(hidden_ND, of_shard, 0, 0))(dlogits_SNX)
+        dhead_GDSX = jnp.moveaxis(dhead_SDX.reshape(S, G, D, size), 0, 2)
+        return dhidden_SND + more_SND, layout.reduced(dhead_GDSX)
+
+    # Apart for each shard of the vocabulary, so that their sum is sent once, not for every part.
+    dhidden_SND, pieces = jnp.zeros((S, *hidden_ND.shape)), V // parts.size
+    dhidden_SND, found_PDSX = jax.lax.scan(
+        lambda dhidden, index: add(dhidden, index * parts.size, parts.size), dhidden_SND, jnp.arange(pieces)
+    )
+    found_DSV = [jnp.moveaxis(found_PDSX, 0, 2).reshape(D, S, pieces * parts.size)]
+    if rest := V - pieces * parts.size:
+        dhidden_SND, last = add(dhidden_SND, V - rest, rest)
+        found_DSV.append(last)
+    return jnp.sum(dhidden_SND, axis=0).astype(hidden_ND.dtype), jnp.concatenate(found_DSV, axis=2)
+
+
+def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:
+    """The whole head [S, P, V] as `_Parts` has it.
+
+    Each shard of D has zeros up to whole rows of a TPU's registers: else all of it would be copied when shards are put
+    together. A part is rid of them when it is cut out.
+    """
+    (V, D), S = head_VD.shape, layout.vocab_shards
+    missing = -D % _SUBLANES.get(sharding.platform(), 1) if layout.head_axes else 0
+    head_PV = jnp.pad(head_VD.astype(dtype).T, ((0, missing), (0, 0)))
+    if layout.head_axes:
+        head_PV = jax.lax.all_gather(head_PV, layout.head_axes, tiled=True)
+    return jnp.moveaxis(head_PV.reshape(-1, S, V // S), 1, 0)
+
+
+def _part_size(ids: int, most: int) -> int:
+    """How many ids a part has: a multiple of a register's lanes, which divides all of them where one nearly fits."""
+    if ids <= most:
+        return ids
+    lanes = max(1, most // _LANES)
+    whole = ids // _LANES if ids % _LANES == 0 else 0
+    fitting = next((n for n in range(lanes, lanes // 2, -1) if whole % n == 0), lanes) if whole else lanes
+    return min(ids, fitting * _LANES)

@@ -1,0 +1,174 @@
+"""Each form of the cross entropy against the plain formula, and that against optax's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from capibara import sharding
+from capibara.kernels.cross_entropy import by_tokens, by_vocabulary, dispatch, reference
+from capibara.kernels.cross_entropy.dispatch import cross_entropy, token_log_probabilities
+from capibara.kernels.cross_entropy.terms import Softmax, Terms
+from capibara.sharding import Plan, Rules
+
+V, D = 40, 16
+FORMS = ["1 block", "4 blocks", "1 part", "5 parts", "2 parts and a rest"]
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """Makes a form the one for 24 tokens, whatever the rule says."""
+    count = int(request.param[0])
+    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 24 * V * 4 // count})
+    if "part" in request.param:
+        monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
+        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
+        monkeypatch.setattr(by_vocabulary, "_LANES", 16 if "rest" in request.param else 4)
+    return request.param
+
+
+def case(dtype=jnp.float32, rows=3):
+    """Hidden states, head, targets and weights; some weights are 0."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(rows, 8, D)), dtype)
+    head = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    weights = jnp.asarray(rng.integers(0, 3, (rows, 8)), jnp.float32)
+    return hidden, head, jnp.asarray(rng.integers(0, V, (rows, 8)), jnp.int32), weights
+
+
+def assert_near(got, want, dtype=jnp.float32):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=(1e-5 if dtype == jnp.float32 else 2e-2) * np.abs(b).max(), rtol=1e-5)
+
+
+def optax_loss(hidden, head, targets, weights, smoothing):
+    logits = hidden.astype(jnp.float32) @ head.astype(hidden.dtype).astype(jnp.float32).T
+    wanted = jnp.where(jax.nn.one_hot(targets, V) > 0, 1 - smoothing, smoothing / (V - 1))
+    nll = optax.softmax_cross_entropy(logits, wanted) - jnp.sum(jax.scipy.special.entr(wanted), -1)
+    z = jnp.square(jax.nn.logsumexp(logits, -1))
+    correct = jnp.sum(jnp.where(logits.argmax(-1) == targets, weights, 0.0))
+    return jnp.sum(nll * weights) + 0.3 * jnp.sum(z * weights), correct
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_and_its_gradients_equal_optax(dtype, form, smoothing):
+    hidden, head, targets, weights = case(dtype)
+
+    def ours(hidden, head):
+        return cross_entropy(hidden, head, targets, weights, z_loss=0.3, label_smoothing=smoothing)
+
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (got, sums), got_grads = grad(ours)(hidden, head)
+    plain = functools.partial(optax_loss, targets=targets, weights=weights, smoothing=smoothing)
+    (want, correct), want_grads = grad(plain)(hidden, head)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert sums.correct == correct and sums.weight == weights.sum()
+    total = sums.nll + 0.3 * sums.z + (0.0 if sums.smoothing is None else sums.smoothing)
+    np.testing.assert_allclose(total, got, rtol=1e-5)
+    assert [x.dtype for x in got_grads] == [dtype, jnp.float32]
+    assert_near(got_grads, want_grads, dtype)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_plain_formula_equals_optax(smoothing):
+    hidden, head, targets, weights = case()
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (got, sums), got_grads = grad(reference.cross_entropy)(
+        hidden, head, targets, weights, Terms(0.3, smoothing), Softmax()
+    )
+    (want, correct), want_grads = grad(optax_loss)(hidden, head, targets, weights, smoothing)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert sums[2] == correct
+    assert_near(got_grads, want_grads)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_soft_cap_and_the_terms_have_the_plain_gradients(form, dtype):
+    hidden, head, targets, weights = case(dtype)
+    got = jax.value_and_grad(
+        lambda *x: cross_entropy(*x, targets, weights, z_loss=0.1, label_smoothing=0.2, soft_cap=3.0)[0], (0, 1)
+    )(hidden, head)
+    want = jax.value_and_grad(
+        lambda *x: reference.cross_entropy(*x, targets, weights, Terms(0.1, 0.2), Softmax(3.0))[0], (0, 1)
+    )(hidden, head)
+    assert_near(got, want, dtype)
+
+
+def test_log_probabilities_have_the_plain_gradients(form):
+    """Of ids that cannot be the logit is -inf, in whole parts of the vocabulary too."""
+    hidden, head, targets, weights = case()
+    targets, softmax = targets % 14, Softmax(3.0, 0.7, 14)
+    ours = functools.partial(token_log_probabilities, soft_cap=3.0, temperature=0.7, usable=14)
+    got = jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(ours(*x, targets)) * weights), (0, 1))(hidden, head)
+    want = jax.value_and_grad(
+        lambda *x: jnp.sum(jnp.sin(reference.token_log_probabilities(*x, targets, softmax)) * weights), (0, 1)
+    )(hidden, head)
+    assert_near(got, want)
+
+
+def test_a_tied_head_has_both_gradients(form):
+    _, head, targets, weights = case()
+
+    def gradient(loss):
+        return jax.grad(lambda head: loss(jnp.sin(head[targets]), head)[0])(head)
+
+    got = gradient(lambda hidden, head: cross_entropy(hidden, head, targets, weights))
+    want = gradient(lambda *x: reference.cross_entropy(*x, targets, weights, Terms(), Softmax()))
+    assert_near(got, want)
+
+
+def test_what_has_no_weight_may_have_no_id(form):
+    hidden, head, *_ = case(rows=1)
+    targets, weights = np.array([[3, -100, 7, 40]], np.int32), jnp.asarray([[1.0, 0.0, 1.0, 0.0]])
+
+    def loss(targets):
+        return jax.value_and_grad(lambda *x: cross_entropy(*x, targets, weights)[0], (0, 1))(hidden[:, :4], head)
+
+    jax.tree.map(np.testing.assert_array_equal, loss(targets), loss(np.array([[3, 0, 7, 0]], np.int32)))
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "stage": 2}])
+@pytest.mark.parametrize("length, reduced_bytes", [(8, 2**20), (8, 64), (32, 2**20), (32, 64), (8, None)])
+def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length, monkeypatch):
+    """The head's gradient is reduced to its shards, in one piece or several; that of few tokens is made then.
+
+    None: by parts of the vocabulary, of a head whose shards are no whole rows of a register.
+    """
+    monkeypatch.setattr(by_tokens, "_REDUCED_BYTES", reduced_bytes)
+    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 4 * 40 * 16})
+    if reduced_bytes is None:
+        monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
+        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+        monkeypatch.setattr(by_vocabulary, "_LANES", 4)
+        monkeypatch.setattr(by_vocabulary, "_SUBLANES", {"cpu": 12})
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(8, length, 32)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(40, 32)), jnp.float32)
+    targets, weights = rng.integers(0, 40, (8, length)), jnp.asarray(rng.integers(0, 2, (8, length)), jnp.float32)
+    mesh, rules = sharding.make_mesh(Plan(batch_size=8, **{"fsdp": 1} | axes)), Rules()
+
+    def on_mesh(hidden, head):
+        with sharding.activate(mesh, rules):
+            return cross_entropy(hidden, head, targets, weights, z_loss=0.1)[0]
+
+    def plain(hidden, head):
+        return reference.cross_entropy(hidden, head, targets, weights, Terms(0.1), Softmax())[0]
+
+    want = jax.value_and_grad(plain, (0, 1))(hidden, head)
+    placed = jax.device_put(head, jax.sharding.NamedSharding(mesh, rules.spec(("vocab", "embed"))))
+    got = jax.jit(jax.value_and_grad(on_mesh, (0, 1)))(hidden, placed)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for a, b in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_only_a_tpu_that_shares_out_a_large_head_takes_parts_of_the_vocabulary():
+    large, small = 4 * 256_000 * 2304, 4 * 32_000 * 4096
+    assert dispatch.by_vocabulary_on("tpu", large, 64)
+    assert not dispatch.by_vocabulary_on("tpu", small, 64) and not dispatch.by_vocabulary_on("tpu", large, 1)
+    assert not dispatch.by_vocabulary_on("cpu", large, 64) and not dispatch.by_vocabulary_on("gpu", large, 64)
