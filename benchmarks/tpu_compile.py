@@ -1,6 +1,6 @@
 """What the real TPU compiler says of our train step and of MaxText's: same slice, shapes and batch; no TPU needed.
 
-    python benchmarks/tpu_compile.py [--rows=1b-12,7b-4] [--maxtext_python=PATH/bin/python] [--json=OUT]
+    python benchmarks/tpu_compile.py [--rows=1b-12,7b-4] [--maxtext_python=PATH/bin/python] [--layers=4] [--json=OUT]
 
 Needs libtpu (in requirements.lock). Without --maxtext_python MaxText's memory is the recorded one (MaxText 0.2.5, jax
 0.11.1, libtpu 0.0.46); with it (an environment of Python 3.12 with maxtext[tpu]==0.2.5 and jax==0.11.1) MaxText is
@@ -37,13 +37,15 @@ class Row:
     """One compilation.
 
     Attributes:
-      model: DecoderConfig's sizes.
+      model: DecoderConfig's fields.
       slice: the TPU slice; all chips are one fsdp axis.
       rows: rows of LENGTH tokens a chip.
       remat, names: Plan.remat and remat_names.
       maxtext: MaxText's remat_policy; None: MaxText is not asked.
       recorded_gib: MaxText's recorded peak; inf: it ran out of memory (7b-6 with libtpu 0.0.52: 15.76 of 15.75 GiB).
       loss: "blocked", or "whole logits" for the plain formula in place of ours.
+      family: MaxText's keys of a model that is no Llama.
+      options: whether each side is compiled with the other's compiler options, too. MaxText comes with none.
     """
 
     model: dict[str, Any]
@@ -54,11 +56,34 @@ class Row:
     maxtext: str | None = "full"
     recorded_gib: float | None = None
     loss: str = "blocked"
+    family: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: bool = False
 
 
 _1B = {"vocab_size": 32_000, "embed_dim": 2048, "num_layers": 16, "num_heads": 16, "mlp_dim": 7168}
 _7B = {"vocab_size": 32_000, "embed_dim": 4096, "num_layers": 32, "num_heads": 32, "mlp_dim": 11_008}
 _256K = {"vocab_size": 262_144, "embed_dim": 2048, "num_layers": 2, "num_heads": 16, "mlp_dim": 8192}
+_GEMMA = {
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 256,
+    "head": "tied",
+    "activation": "geglu",
+    "norm_scale": "offset",
+}
+_GEMMA |= {"embedding_scale": "sqrt_dim", "norm_placement": "sandwich"}
+_GEMMA2_2B = _GEMMA | {"vocab_size": 256_000, "embed_dim": 2304, "num_layers": 26, "mlp_dim": 9216, "window": 4096}
+_GEMMA2_2B |= {"layer_pattern": ("local", "global"), "attention_soft_cap": 50.0, "logit_soft_cap": 30.0}
+_GEMMA3_4B = _GEMMA | {"vocab_size": 262_208, "embed_dim": 2560, "num_layers": 34, "mlp_dim": 10_240, "window": 1024}
+_GEMMA3_4B |= {"layer_pattern": ("local",) * 5 + ("global",), "qk_norm": "head"}
+_GEMMA3_4B |= {"rope": {"theta": 1_000_000.0, "local_theta": 10_000.0, "scaling": "linear", "factor": 8.0}}
+_OF_GEMMA = {"use_post_attn_norm": True, "use_post_ffw_norm": True, "mlp_activations": ["gelu", "linear"]}
+_OF_GEMMA |= {"normalization_layer_epsilon": 1e-6, "logits_via_embedding": True}
+_OF_GEMMA2 = _OF_GEMMA | {"decoder_block": "gemma2", "final_logits_soft_cap": 30.0, "attn_logits_soft_cap": 50.0}
+_OF_GEMMA2 |= {"base_num_decoder_layers": 13, "sliding_window_size": 4096}  # a local and a global layer are one there
+_OF_GEMMA3 = _OF_GEMMA | {"model_name": "gemma3-4b", "override_model_config": True}  # it asks for a name
+_OF_GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 1024, "rope_max_timescale": 1_000_000}
+_OF_GEMMA3 |= {"local_rope_max_timescale": 10_000, "rope_linear_scaling_factor": 8.0}
 _QKV = {"remat": "save", "names": ("query", "key", "value"), "maxtext": "save_qkv_proj"}
 ROWS = {
     "1b-1": Row(_1B, "v5e-64", 1, recorded_gib=0.75),
@@ -69,13 +94,18 @@ ROWS = {
     "7b-5": Row(_7B, "v5e-64", 5, **_QKV),
     "7b-6": Row(_7B, "v5e-64", 6, recorded_gib=float("inf"), **_QKV),
     "7b-7": Row(_7B, "v5e-64", 7, recorded_gib=float("inf"), **_QKV),
+    **{f"gemma2-2b-{n}": Row(_GEMMA2_2B, "v5e-64", n, family=_OF_GEMMA2, options=True) for n in (1, 2, 4, 8)},
+    **{f"gemma3-4b-{n}": Row(_GEMMA3_4B, "v5e-64", n, family=_OF_GEMMA3, options=True) for n in (1, 2, 4, 8)},
     "vocabulary-256k": Row(_256K, "v5e-64", 8, maxtext=None),
     "vocabulary-256k-whole": Row(_256K, "v5e-64", 8, maxtext=None, loss="whole logits"),
 }
 
 
-def compile_ours(row: Row) -> dict[str, Any]:
-    """Lowers and compiles the train step that `capibara.train` runs; runs in a child process."""
+def compile_ours(row: Row, options: dict[str, str] | None) -> dict[str, Any]:
+    """Lowers and compiles the train step that `capibara.train` runs; runs in a child process.
+
+    `options` are the compiler's; None: those that `capibara.train` takes.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from capibara import sharding
     from capibara.data.pipeline.loader import Dataset
@@ -92,10 +122,12 @@ def compile_ours(row: Row) -> dict[str, Any]:
         base.cross_entropy = _whole_logits
     devices = topology.slice_devices(row.slice)
     names = {"remat_names": row.names} if row.names else {}
+    fields = {"head": Head.SEPARATE} | row.model
+    fields |= {"rope": api.Rope(**fields["rope"])} if "rope" in fields else {}
     trainer = Trainer(
         model_dir="unused",
         steps=1000,
-        model=api.DecoderConfig(**row.model, head=Head.SEPARATE),
+        model=api.DecoderConfig(**fields),
         plan=sharding.Plan(batch_size=row.rows * len(devices), remat=sharding.Remat(row.remat), **names),
         dataset=Dataset(mixture_or_task_name="unused", length=LENGTH),
         optimizer=Optimizer(schedule=Schedule(learning_rate=3e-4)),
@@ -103,7 +135,8 @@ def compile_ours(row: Row) -> dict[str, Any]:
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
     lowered = setup.lower_step(trainer, model, mesh)
-    report = planner.compile_train_step(lowered, xla_flags.options(row.slice.partition("-")[0]))
+    options = xla_flags.options(row.slice.partition("-")[0]) if options is None else options
+    report = planner.compile_train_step(lowered, options)
     return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
 
@@ -113,7 +146,7 @@ def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, so
     import jax
     import jax.numpy as jnp
 
-    from capibara.kernels.cross_entropy import LossSums
+    from capibara.kernels.cross_entropy.terms import LossSums
 
     logits = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits, axis=-1)
@@ -124,6 +157,7 @@ def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, so
 
 def maxtext_settings(row: Row) -> dict[str, Any]:
     """The row in MaxText's keys."""
+    heads = row.model["num_heads"]
     return {
         "run_name": "tpu_compile",
         "base_output_directory": tempfile.gettempdir(),
@@ -138,9 +172,9 @@ def maxtext_settings(row: Row) -> dict[str, Any]:
         "vocab_size": row.model["vocab_size"],
         "base_emb_dim": row.model["embed_dim"],
         "base_num_decoder_layers": row.model["num_layers"],
-        "base_num_query_heads": row.model["num_heads"],
-        "base_num_kv_heads": row.model["num_heads"],
-        "head_dim": row.model["embed_dim"] // row.model["num_heads"],
+        "base_num_query_heads": heads,
+        "base_num_kv_heads": row.model.get("num_kv_heads", heads),
+        "head_dim": row.model.get("head_dim", row.model["embed_dim"] // heads),
         "base_mlp_dim": row.model["mlp_dim"],
         "logits_via_embedding": False,
         "max_target_length": LENGTH,
@@ -149,25 +183,29 @@ def maxtext_settings(row: Row) -> dict[str, Any]:
         "attention": "flash",
         "scan_layers": True,
         "ici_fsdp_parallelism": -1,
-    }
+    } | row.family
 
 
-def run_ours(name: str) -> dict[str, Any]:
+def run_ours(name: str, row: Row, options: dict[str, str] | None = None) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE) + os.pathsep + os.environ.get("PYTHONPATH", "")}
-    return _last_line([sys.executable, __file__, f"--child={name}"], environment)
+    command = [sys.executable, __file__, f"--child={name}", f"--layers={row.model['num_layers']}"]
+    return _last_line([*command, f"--options={json.dumps(options)}"], environment)
 
 
-def run_maxtext(row: Row, python: str) -> dict[str, Any]:
+def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None) -> dict[str, Any]:
     import libtpu
 
     from capibara.planner.compiler import hlo
 
     environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
     environment.pop("PYTHONPATH", None)
+    settings = maxtext_settings(row)
+    if options:
+        settings["compile_xla_flags"] = " ".join(f"--{name}={value}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         written = os.path.join(folder, "hlo.txt")
         command = [python, os.path.join(HERE, "peers", "maxtext_compile.py"), f"--hlo={written}"]
-        line = _last_line([*command, "--settings=" + json.dumps(maxtext_settings(row))], environment)
+        line = _last_line([*command, "--settings=" + json.dumps(settings)], environment)
         text = ""
         if os.path.exists(written):
             with open(written, encoding="utf-8") as file:
@@ -181,6 +219,24 @@ def run_maxtext(row: Row, python: str) -> dict[str, Any]:
     line |= {"fits": True, "peak_bytes": line["peak_memory_in_bytes"]}
     line |= {"argument_bytes": line["argument_size_in_bytes"], "temporary_bytes": line["temp_size_in_bytes"]}
     return line | ({"costs": vars(hlo.costs(hlo.parse(text)))} if text else {})
+
+
+def with_the_others_options(name: str, row: Row, python: str) -> dict[str, Any]:
+    """Both sides again, ours with MaxText's compiler options, which are none, and MaxText with ours."""
+    from capibara.planner.hardware import xla_flags
+
+    options = xla_flags.options(row.slice.partition("-")[0])
+    return {"ours, no options": run_ours(name, row, {}), "maxtext, our options": run_maxtext(row, python, options)}
+
+
+def cut(row: Row, layers: int | None) -> Row:
+    """The row with so many layers: whole patterns of them; None: all."""
+    if layers in (None, row.model["num_layers"]):
+        return row
+    family = dict(row.family)
+    if "base_num_decoder_layers" in family:
+        family["base_num_decoder_layers"] = family["base_num_decoder_layers"] * layers // row.model["num_layers"]
+    return dataclasses.replace(row, model=row.model | {"num_layers": layers}, family=family, recorded_gib=None)
 
 
 def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -241,21 +297,28 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated: {', '.join(ROWS)}")
     parser.add_argument("--maxtext_python", help="python of an environment with maxtext[tpu]==0.2.5")
     parser.add_argument("--json", help="write the results there")
+    parser.add_argument("--layers", type=int, help="of every row in place of its own: a quick look")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(compile_ours(ROWS[options.child])), flush=True)
+        row = cut(ROWS[options.child], options.layers)
+        print(json.dumps(compile_ours(row, options.options)), flush=True)
         return
     unknown = [name for name in options.rows.split(",") if name not in ROWS]
     if unknown:
         parser.error(f"--rows has {unknown[0]!r}: known are {', '.join(ROWS)}")
     results = {}
     for name in options.rows.split(","):
-        row = ROWS[name]
-        ours = run_ours(name)
-        peer = run_maxtext(row, options.maxtext_python) if options.maxtext_python and row.maxtext else None
-        show(name, row, ours, peer)
-        results[name] = {"ours": ours, "maxtext": peer}
+        row = cut(ROWS[name], options.layers)
+        python = options.maxtext_python if row.maxtext else None
+        result = {"ours": run_ours(name, row), "maxtext": run_maxtext(row, python) if python else None}
+        show(name, row, result["ours"], result["maxtext"])
+        if row.options and python:
+            result |= with_the_others_options(name, row, python)
+            show(f"{name}, without options", row, result["ours, no options"], result["maxtext"])
+            show(f"{name}, both with our options", row, result["ours"], result["maxtext, our options"])
+        results[name] = result
     if {"vocabulary-256k", "vocabulary-256k-whole"} <= results.keys():
         whole, blocked = (results[f"vocabulary-256k{end}"]["ours"]["peak_bytes"] for end in ("-whole", ""))
         if whole and blocked:
