@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.kernels import cross_entropy
-from capibara.kernels.cross_entropy import token_log_probabilities
+from capibara.kernels.cross_entropy import by_tokens
+from capibara.kernels.cross_entropy.dispatch import token_log_probabilities
 from capibara.models.api import DecoderConfig
 from capibara.objectives.preference import Dpo
 from capibara.sharding import Plan, Rules
@@ -27,7 +27,7 @@ MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, m
 def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(
     cap, temperature, usable, blocks, monkeypatch
 ):
-    monkeypatch.setattr(cross_entropy, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
+    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from capibara.inference.sampling.sampling import Sampling
-from capibara.kernels.cross_entropy import token_log_probabilities
+from capibara.kernels.cross_entropy.dispatch import token_log_probabilities
 from capibara.objectives.preference import Dpo
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import matches_pattern

@@ -10,14 +10,17 @@ import dataclasses
 import math
 
 from capibara.core import projections
+from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.planner.model.workload import Stack, Workload
 from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat, RematPolicy
 
-# Logits of one block in kernels/cross_entropy.py on TPU: at most this many bytes, at least this many blocks.
+# Logits of one block in kernels/cross_entropy/by_tokens.py on TPU: at most this many bytes, at least this many blocks.
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
 _FROZEN_HEAD_LOGITS = 2.0  # blocks of logits and derived arrays, if the head has no gradient
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
+_PART_BYTES = 64 * 2**20  # logits of a part of the vocabulary in kernels/cross_entropy/by_vocabulary.py
+_PARTS = 2.0  # parts of logits and derived arrays
 
 _LANES = 128  # of a TPU's vector registers
 # How many arrays of each size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Beside
@@ -315,12 +318,15 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
 
 
 def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
-    """The loss's memory, following kernels/cross_entropy.py."""
+    """The loss's memory, following kernels/cross_entropy."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = choice.rows * work.length / mesh["context"] / mesh["stage"]
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim
     block = min(_LOGITS_BYTES, n * V * 4 / _FEWEST_BLOCKS)
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
+    if work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", 4 * V * D, shards):
+        padded = math.ceil(D / shards / _SUBLANES) * _SUBLANES * shards
+        return V * padded * size + V * D * 4 / shards + _PARTS * _PART_BYTES + n * D * (2 * size + 4)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
     logits = order.logits

@@ -67,6 +67,16 @@ def test_adafactor_is_counted_as_it_factors():
     assert one == found["matrices"].total() and found["matrices"].on_device(mesh) < one / 3
 
 
+@pytest.mark.parametrize("rows, compiled_gib", [(1, 1.404), (4, 1.504), (8, 1.613)])
+def test_the_loss_of_a_large_vocabulary_needs_what_the_compiler_says(rows, compiled_gib):
+    """Gemma 2 2B's head on v5e-64, rows of 2048: peak of the compiled gradients (jax 0.12, libtpu 0.0.50)."""
+    gemma = api.DecoderConfig(
+        vocab_size=256_000, embed_dim=2304, num_layers=2, num_heads=8, mlp_dim=9216, logit_soft_cap=30.0
+    )
+    found = memory.memory(work_of(gemma), choice_of(rows=rows, fsdp=64)).loss
+    assert found == pytest.approx(compiled_gib * 2**30, rel=0.04)
+
+
 def test_what_a_loss_holds_is_in_the_state_of_all_moments():
     model, choice = api.build(DENSE), choice_of(fsdp=4, tensor=2)
     spread_as = model.abstract_params, model.axes
