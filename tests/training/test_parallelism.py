@@ -48,7 +48,7 @@ MODELS = {
     "gemma3n": Gemma3nConfig(
         vocab_size=VOCAB,
         embed_dim=32,
-        num_layers=5,
+        num_layers=4,
         num_heads=4,
         num_kv_heads=2,
         mlp_dim=64,
@@ -59,7 +59,7 @@ MODELS = {
         laurel_rank=4,
         per_layer_dim=8,
         per_layer_vocab_size=120,
-        kv_shared_layers=3,
+        kv_shared_layers=2,
         activation_sparsity=(0.5,),
     ),
     "encoder_decoder": PAIRS,
