@@ -1,1 +1,1 @@
-"""Conversations and chat templates."""
+"""Conversations: record formats, chat templates, and loss masks."""

@@ -1,4 +1,4 @@
-"""Conversations to fine-tune on: JSON lines, rendered with a tokenizer's chat template, with loss on the answers."""
+"""Conversations for fine-tuning: JSON lines, rendered with a tokenizer's chat template, with loss on the answers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from capibara.data.sources import disk
 from capibara.data.sources.sources import Documents, Example, LineDocuments, Source, open_lines
 from capibara.data.tokenizers.vocabulary import GUARD
 
-_RENDERED_FIRST = 500  # so many conversations of a split are rendered before the run starts
+_RENDERED_FIRST = 500  # conversations of a split that are rendered before the run starts, to find errors early
 
 
 class TrainOn(enum.StrEnum):
-    """What of a conversation carries loss.
+    """The parts of a conversation with loss.
 
-    ASSISTANT: what the assistant says, with the end of each of its turns; of messages with "weight" (or
-      "loss_weight") 0, nothing.
-    LAST: of that, the last message alone.
+    ASSISTANT: the assistant's messages, with the end of each turn, except messages with "weight" (or "loss_weight") 0.
+    LAST: only the last of these messages.
     ALL: everything but the first token.
     """
 
@@ -38,16 +37,16 @@ class TrainOn(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatJsonlSource(Source):
-    """JSON lines, one conversation a line; Dataset.append_eos does not count, the template ends the turns.
+    """JSON lines, one conversation per line; Dataset.append_eos is ignored, since the template ends the turns.
 
     Attributes:
       files: paths or globs of the training files.
-      template: renders the conversations.
-      format: how a line holds one.
-      train_on: what carries loss.
-      validation_files: paths or globs of the validation files; empty holds out a share of the lines.
-      validation_fraction: the share held out where no validation files are given.
-      domain: of all conversations.
+      template: the chat template.
+      format: the format of a line.
+      train_on: the parts with loss.
+      validation_files: paths or globs of the validation files; empty: a fraction of the lines is held out.
+      validation_fraction: the fraction that is held out if there are no validation files.
+      domain: the domain of all conversations.
     """
 
     files: tuple[str, ...]
@@ -71,12 +70,12 @@ class ChatJsonlSource(Source):
             "ChatJsonlSource", files, fraction, split, lambda paths, lines: _Chats(paths, lines, self)
         )
         for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
-            documents.example(i)  # a template that cannot write them is found before the run starts
+            documents.example(i)  # raises here if the template cannot render it
         return documents
 
 
 class _Chats(LineDocuments):
-    """One conversation a line."""
+    """One conversation per line."""
 
     def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: ChatJsonlSource):
         super().__init__(paths, ranges, [source.domain] * len(paths))
@@ -108,17 +107,17 @@ def render_example(
     where: str,
     domain: str | None = None,
 ) -> Example:
-    """A conversation as text, with the ranges of its characters that carry loss (none, if all messages weigh nothing).
+    """Renders a conversation to text and finds the ranges of characters with loss (none if all weights are 0).
 
     Args:
-      template: renders it.
-      conversation: what was said.
-      train_on: what carries loss.
+      template: the chat template.
+      conversation: the conversation.
+      train_on: the parts with loss.
       where: its file and line, for errors.
-      domain: what it is about.
+      domain: its domain.
 
     Raises:
-      UserError: the template fails, or what the assistant says cannot be told.
+      UserError: the template fails, or the assistant's text cannot be located.
     """
     chosen = _counting(conversation, train_on, where)
     conversation = template.guarded(conversation)
@@ -131,14 +130,14 @@ def render_example(
 
 
 def _counting(conversation: Conversation, train_on: TrainOn, where: str) -> list[int]:
-    """The numbers of the messages that carry loss."""
+    """The indices of the messages with loss."""
     turns = [k for k, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if train_on is TrainOn.ALL:
         return list(range(len(conversation.messages)))
     if not turns:
         roles = ", ".join(message["role"] for message in conversation.messages)
         raise UserError(
-            f"{where} has no message of the assistant (its roles: {roles}): leave it out, or set "
+            f"{where} has no message of the assistant (its roles: {roles}): remove it, or set "
             "ChatJsonlSource.train_on = 'all'"
         )
     chosen = turns[-1:] if train_on is TrainOn.LAST else turns

@@ -1,7 +1,7 @@
-"""Conversations as data sets write them down, and as chat templates read them.
+"""Converts the conversation formats of data sets to the messages that chat templates read.
 
 A conversation is a list of messages {"role", "content"}, as the chat templates of `transformers` expect it; an
-assistant's message may have "tool_calls", whose arguments are an object here even where the data has them as JSON text.
+assistant's message may have "tool_calls", whose arguments become an object if the data has them as JSON text.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from capibara.core.types import UserError
 
 Message = dict[str, Any]
 
-# What ShareGPT calls the roles. Any other name is a role of its own ("developer"), for the template to know.
+# ShareGPT's names of the roles. Any other name ("developer") is passed to the template as it is.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
     "system": "system",
 }
-# What data sets call an assistant's reasoning; templates read the first or the second.
+# Keys of an assistant's reasoning in data sets; templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Format(enum.StrEnum):
-    """How a record holds a conversation.
+    """The format of a conversation in a record.
 
-    AUTO: by the record's keys, the first of the formats below whose keys it has.
-    MESSAGES: "messages" [{"role", "content"}], as OpenAI writes them.
+    AUTO: the first of the formats below whose keys the record has.
+    MESSAGES: "messages" [{"role", "content"}], OpenAI's format.
     SHAREGPT: "conversations" [{"from", "value"}], from human, gpt, system, function_call, observation.
     PROMPT_COMPLETION: "prompt" and "completion", text or messages.
     ALPACA: "instruction", "input" (may be empty) and "output".
@@ -48,11 +48,11 @@ class Format(enum.StrEnum):
 
 
 class Conversation(NamedTuple):
-    """What a template renders.
+    """The input of a chat template.
 
     Attributes:
-      messages: {"role", "content"} each, perhaps with tool_calls, tool_call_id, reasoning_content, weight, ...
-      tools: what may be called, {"type": "function", "function": {"name", ...}} each; None: there are none.
+      messages: each {"role", "content"}, optionally with tool_calls, tool_call_id, reasoning_content, weight, ...
+      tools: the available functions, each {"type": "function", "function": {"name", ...}}; None: there are none.
     """
 
     messages: list[Message]
@@ -60,22 +60,22 @@ class Conversation(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """Two endings of one conversation, for direct preference optimisation; all messages before the last are the same."""
+    """A preferred and a rejected conversation that only differ in their last message."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> Conversation:
-    """The conversation of one JSON object.
+    """Reads the conversation of a JSON object.
 
     Args:
-      record: what json.loads gave.
+      record: the parsed JSON.
       where: file and line, for errors.
-      format: how the record holds it.
+      format: the record's format.
 
     Raises:
-      UserError: the record fits none of the formats, or not the one that is asked for.
+      UserError: the record does not have this format, or any known one.
     """
     record = _object(record, where)
     if format is Format.AUTO:
@@ -88,19 +88,19 @@ def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> 
         raise UserError(f"{where} is no {format} record: it needs {names} (it has: {_keys(record)})")
     for key in ("images", "videos", "audios"):
         if record.get(key):
-            raise UserError(f"{where} has {key}: only text is supported, leave the record out")
+            raise UserError(f"{where} has {key}: only text is supported, remove the record")
     messages = _READERS[format](record, where)
     return _conversation(record, messages, where)
 
 
 def read_preference(record: Any, where: str) -> Preference:
-    """The pair of one JSON object: "chosen" and "rejected", and the prompt before them.
+    """Reads the preference pair of a JSON object: "chosen" and "rejected", and the prompt before them.
 
-    The prompt is in "prompt", "conversations", "messages" or "instruction" and "input", or, of lists of messages, their
-    common beginning.
+    The prompt is in "prompt", "conversations", "messages" or "instruction" and "input". If "chosen" and "rejected" are
+    lists of messages, it may also be their common prefix.
 
     Raises:
-      UserError: a key is missing, or the two do not share all messages before their last.
+      UserError: a key is missing, or the two differ in other messages than the last.
     """
     record = _object(record, where)
     if not ("chosen" in record and "rejected" in record):
@@ -111,21 +111,21 @@ def read_preference(record: Any, where: str) -> Preference:
     ]
     chosen, rejected = endings
     if chosen.messages[:-1] != rejected.messages[:-1]:
-        raise UserError(f"{where}: chosen and rejected must differ in their last message alone")
+        raise UserError(f"{where}: chosen and rejected may only differ in their last message: remove the record")
     for key, ending in zip(("chosen", "rejected"), endings):
         if len(ending.messages) < 2 or ending.messages[-1]["role"] != "assistant":
-            raise UserError(f"{where}: {key} must end with an assistant's message that answers another")
+            raise UserError(f"{where}: {key} must end with a message of the assistant after another message")
     return Preference(chosen, rejected)
 
 
 def read_prompt(record: Any, where: str) -> Conversation:
-    """The prompt of one JSON object, without an assistant's message at its end.
+    """Reads the prompt of a JSON object, without an assistant's message at its end.
 
     It is in "messages", "conversations", "prompt" (text or messages), "instruction" and "input", or "question"; other
-    keys are not read.
+    keys are ignored.
 
     Raises:
-      UserError: it asks nothing.
+      UserError: there is no prompt, or no message of the user.
     """
     record = _object(record, where)
     for key in ("messages", "conversations", "prompt"):
@@ -140,11 +140,11 @@ def read_prompt(record: Any, where: str) -> Conversation:
             messages = _alpaca_prompt(record, where)
         else:
             known = "messages, conversations, prompt, instruction, question"
-            raise UserError(f"{where} holds no prompt (it has: {_keys(record)}): known are {known}")
+            raise UserError(f"{where} has no prompt (it has: {_keys(record)}): known keys are {known}")
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or not any(message["role"] != "system" for message in messages):
-        raise UserError(f"{where} asks nothing: give a message of the user")
+        raise UserError(f"{where} has no message of the user: add one")
     return _conversation(record, messages, where)
 
 
@@ -157,12 +157,12 @@ def _detected(record: Mapping[str, Any], where: str) -> Format:
             f"{where} is a preference pair: set ChatJsonlSource.format = 'chosen' to train on the chosen answers"
         )
     known = "; ".join(" + ".join("/".join(keys) for keys in needed) for needed in _KEYS.values())
-    raise UserError(f"{where} holds no conversation (it has: {_keys(record)}): known are {known}")
+    raise UserError(f"{where} has no conversation (it has: {_keys(record)}): known keys are {known}")
 
 
 def _conversation(record: Mapping[str, Any], messages: list[Message], where: str) -> Conversation:
     if not messages:
-        raise UserError(f"{where} holds no messages")
+        raise UserError(f"{where} has no messages: remove the record")
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -198,7 +198,7 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     messages = []
     for turn in record.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise UserError(f"{where}: history must hold [instruction, answer] pairs, not {_short(turn)}")
+            raise UserError(f"{where}: history must be a list of [instruction, answer], not {_short(turn)}")
         messages += [_said("user", turn[0], where, "history"), _said("assistant", turn[1], where, "history")]
     asked = _said("user", record["instruction"], where, "instruction")
     more = _said("user", record.get("input") or "", where, "input")["content"]
@@ -210,7 +210,7 @@ def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
     return [_said("user", record["question"], where, "question"), _said("assistant", record[key], where, key)]
 
 
-# Each alternative of each key that a format needs, in the order in which they are looked for.
+# Format -> its keys, each with alternatives, in the order in which formats are tried.
 _KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
     Format.MESSAGES: (("messages",),),
     Format.SHAREGPT: (("conversations", "conversation"),),
@@ -231,7 +231,7 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     prompt = record.get("prompt")
     answers = [record["chosen"], record["rejected"]]
     if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
-        return []  # the lists hold the conversation from its beginning; a prompt in text only repeats it
+        return []  # the lists contain the whole conversation; a prompt in text only repeats its beginning
     if isinstance(prompt, str):
         return [_said("user", prompt, where, "prompt")]
     for key in ("prompt", "conversations", "messages"):
@@ -240,7 +240,7 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     if "instruction" in record:
         return _alpaca_prompt(record, where)
     known = "prompt, conversations, messages, instruction"
-    raise UserError(f"{where}: chosen and rejected answer nothing (it has: {_keys(record)}): known are {known}")
+    raise UserError(f"{where}: chosen and rejected have no prompt (it has: {_keys(record)}): known keys are {known}")
 
 
 def _answer(value: Any, key: str, where: str) -> list[Message]:
@@ -315,7 +315,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def _number_calls(messages: list[Message]) -> None:
-    """Gives calls without an id one of 9 letters and digits, as Mistral's templates want, and their results the same."""
+    """Adds ids of 9 letters and digits, as Mistral's templates require, to tool calls without one and to their results."""
     waiting: list[str] = []
     count = 0
     for message in messages:
@@ -353,8 +353,8 @@ def _json(text: Any, where: str, what: str) -> Any:
 def _object(record: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(record, Mapping):
         kind = type(record).__name__
-        hint = ": of a file that is one list `capibara prepare instructions` makes lines" if kind == "list" else ""
-        raise UserError(f"{where} must hold a JSON object, not {kind}{hint}")
+        hint = ": convert a file that is one list with `capibara prepare instructions`" if kind == "list" else ""
+        raise UserError(f"{where} must be a JSON object, not {kind}{hint}")
     return record
 
 

@@ -1,19 +1,19 @@
-"""Which characters of a rendered conversation an assistant has to say.
+"""The loss mask of a rendered conversation: the characters that the assistant generates.
 
-An assistant is given what comes before its turn together with the template's generation prompt, and has to say the
-rest of the turn up to the special tokens that end it. Where the template marks this with {% generation %} blocks they
-are taken as they are, if the last one has such an end. Otherwise both ends are found by rendering the conversation again, and whatever does not agree
-with the text at hand is refused:
+At inference the assistant gets the text before its turn with the template's generation prompt, and generates the rest of
+the turn up to the special tokens that end it. If the template marks this text with {% generation %} blocks, they are used,
+provided that the last one includes such an end. Otherwise both ends are found by rendering variants of the conversation,
+and an error is raised if these do not agree with the text:
 
-- The turn begins where the generation prompt ends. It is what the template makes of the messages before the turn. Where
-  that is no beginning of the text (some templates drop earlier reasoning, or put the tools before the last question),
-  what follows the message before the turn must agree.
-- What the message says ends where the text stops to change with it: its last words are changed, and what the two texts
-  have in common at their ends is the template's. The first special tokens there end the turn, if they stand there too
+- The turn begins where the generation prompt ends, as the template renders it after the messages before the turn. If that
+  is not a prefix of the text (some templates drop earlier reasoning, or put the tools before the last question), the
+  text after the message before the turn must agree.
+- The message's text ends where the rendered text stops to depend on it: its last words are changed, and the common suffix
+  of the two texts belongs to the template. The first special tokens of the suffix end the turn, if they are also there
   when the conversation ends with this turn; otherwise they would belong to the next message.
 
-So reasoning that a template leaves out of earlier turns is in neither the text nor the ranges, and what a template adds
-to a turn (the <think></think> of Qwen3) is the assistant's if the generation prompt does not have it.
+So reasoning that a template drops from earlier turns is in neither the text nor the ranges, and text that a template adds
+to a turn (the <think></think> of Qwen3) has loss unless the generation prompt contains it.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from capibara.data.chat.formats import Conversation, Message
 from capibara.data.chat.template import AfterTurn, ChatTemplate, Rendered, TemplateFails
 
 Range = tuple[int, int]
-# Each turn takes a few renderings of all messages: beyond this they take some ten seconds.
+# Each turn needs a few renderings of all messages; beyond this limit they take about ten seconds.
 _MOST_WORK, _PER_MESSAGE = 1_000_000, 1000
-_FIX = "mark what the assistant says with {% generation %} blocks in ChatTemplate.template"
+_FIX = "mark the assistant's text with {% generation %} blocks in ChatTemplate.template"
 
 
 def assistant_ranges(
     template: ChatTemplate, conversation: Conversation, rendered: Rendered, chosen: Sequence[int], where: str
 ) -> list[Range]:
-    """The characters that the assistant has to say, end of turn included.
+    """The ranges of characters that the assistant generates, including the end of each turn.
 
     Args:
-      template: renders.
-      conversation: guarded (`ChatTemplate.guarded`).
-      rendered: what the template made of it, without a generation prompt.
-      chosen: numbers of the assistant's messages that count, ascending.
+      template: the chat template.
+      conversation: the conversation, guarded (`ChatTemplate.guarded`).
+      rendered: the conversation as the template renders it, without a generation prompt.
+      chosen: indices of the assistant's messages with loss, ascending.
       where: file and line, for errors.
 
     Returns:
       Half-open ranges of `rendered.text`, ascending, none empty.
 
     Raises:
-      UserError: the ends of a turn cannot be told for certain.
+      UserError: the ends of a turn cannot be found with certainty.
     """
     messages = len(conversation.messages)
     if rendered.generated is None and len(chosen) * max(messages, len(rendered.text) / _PER_MESSAGE) > _MOST_WORK:
         raise UserError(
-            f"{where} has {messages} messages and {len(rendered.text)} characters, too many to find what the assistant says "
-            f"in {len(chosen)} of them: split it, or {_FIX}"
+            f"{where} has {messages} messages and {len(rendered.text)} characters, too many to find the assistant's text in "
+            f"{len(chosen)} of them: split it, or {_FIX}"
         )
     finder = _Finder(template, conversation, rendered, where)
     if rendered.generated is not None:
@@ -63,7 +63,7 @@ def assistant_ranges(
     stop = 0
     for first, last in ranges:
         if not stop <= first < last:
-            raise UserError(f"{where}: the template does not write the messages in their order: {_FIX}")
+            raise UserError(f"{where}: the template does not keep the order of the messages: {_FIX}")
         stop = last
     return ranges
 
@@ -85,20 +85,19 @@ class _Finder:
         ranges = list(self._rendered.generated)
         turns = [k for k, message in enumerate(self._messages) if message["role"] == "assistant"]
         if list(chosen) != turns:
-            # A message's blocks are those that come with it.
+            # A message's blocks are those that appear when it is added to the conversation.
             spans = [(self._blocks(k), self._blocks(k + 1)) for k in chosen]
             ranges = [one for first, stop in spans for one in ranges[first:stop]]
         ranges = [(first, last) for first, last in ranges if first < last]
         if not ranges:
             raise UserError(
-                f"{self._where}: the template's {{% generation %}} blocks hold nothing: put them around what the "
-                "assistant says"
+                f"{self._where}: the template's {{% generation %}} blocks are empty: put them around the assistant's text"
             )
         if self._template.turn_ends.search(self._text, *ranges[-1]) is None:
             raise UserError(
                 f"{self._where}: the template's {{% generation %}} block ends before the end of the turn, which is "
                 f"{_shown(self._text[ranges[-1][1] :])}: a model that learns this never stops; move {{% endgeneration %}} "
-                "behind it, or set ChatTemplate.end_of_turn"
+                "after it, or set ChatTemplate.end_of_turn"
             )
         return ranges
 
@@ -110,16 +109,16 @@ class _Finder:
         return len(generated)
 
     def turn(self, k: int) -> Range:
-        """What the assistant has to say in message `k`."""
+        """The range of characters that the assistant generates for message `k`."""
         self._prepare(k)
         start, said = self._start(k), self._said_until(k)
         if said < start:
-            raise self._lost(k, "it comes before the generation prompt")
+            raise self._not_found(k, "it comes before the generation prompt")
         self._check_said(k, self._text[start:said])
         return start, self._end(k, said)
 
     def _prepare(self, k: int) -> None:
-        """Renders at once what is nearly always asked for of message `k`."""
+        """Renders the variants that message `k` nearly always needs in one batch."""
         messages = self._messages
         asked = [(_replaced(messages, k, changed), False) for changed in _variants(messages[k], self._probes)]
         if k:
@@ -131,30 +130,32 @@ class _Finder:
 
     def _start(self, k: int) -> int:
         if not k:
-            raise UserError(f"{self._where} begins with the assistant, who answers nothing: put a message before it")
+            raise UserError(
+                f"{self._where} begins with a message of the assistant: put a message of the user before it"
+            )
         prompt = self._render(self._messages[:k], add_generation_prompt=True).text
         if self._text.startswith(prompt):
             return len(prompt)
         before = self._messages[k - 1]
         if before.get("tool_calls"):
-            raise self._lost(k, "its generation prompt is no beginning of the text")
+            raise self._not_found(k, "its generation prompt is not a prefix of the text")
         changed, probe = _with_probe(before, self._probes)
         whole = self._render(_replaced(self._messages, k - 1, changed)).text
         alone = self._render(_replaced(self._messages[:k], k - 1, changed), add_generation_prompt=True).text
         if whole.count(probe) != 1 or alone.count(probe) != 1:
             times = f"{whole.count(probe)} times in the text, {alone.count(probe)} times in its prompt"
-            raise self._lost(k, f"the message before it is {times}")
+            raise self._not_found(k, f"the message before it is {times}")
         follows, prompt = whole.partition(probe)[2], alone.partition(probe)[2]
         if not follows.startswith(prompt) or not self._text.endswith(follows):
-            raise self._lost(k, f"the generation prompt is {_shown(prompt)}, but the text has {_shown(follows)}")
+            raise self._not_found(k, f"the generation prompt is {_shown(prompt)}, but the text has {_shown(follows)}")
         return len(self._text) - len(follows) + len(prompt)
 
     def _said_until(self, k: int) -> int:
-        """Where the text stops to change with message `k`."""
+        """The position from which the text does not depend on message `k`."""
         return len(self._text) - self._unchanged(self._messages, k, self._text)
 
     def _unchanged(self, messages: Sequence[Message], k: int, text: str) -> int:
-        """The length of what `text`, made of `messages`, ends with whatever message `k` says last."""
+        """The length of the suffix of `text`, rendered from `messages`, that does not depend on message `k`'s end."""
         lengths = []
         for changed in _variants(messages[k], self._probes):
             other = self._render(_replaced(messages, k, changed)).text
@@ -162,23 +163,23 @@ class _Finder:
                 lengths.append(_common_end(text, other))
         if not lengths and messages[k].get("tool_calls"):
             raise UserError(
-                f"{self._where}: the template leaves out the tool calls of message {k}: set ChatTemplate.template to one "
-                "that writes them, or take conversations without tools"
+                f"{self._where}: the template omits the tool calls of message {k}: set ChatTemplate.template to one that "
+                "renders them, or use conversations without tools"
             )
         if not lengths:
-            raise self._lost(k, "the template leaves it out")
+            raise self._not_found(k, "the template omits it")
         return min(lengths)
 
     def _check_said(self, k: int, said: str) -> None:
         message = self._messages[k]
         content = message["content"]
-        # A reasoning template takes the content apart, and may write the parts elsewhere or leave out the first.
+        # A reasoning template splits the content, and may move the parts or omit the first.
         parts = [content.strip(), content.rpartition("</think>")[2].strip()]
         calls = message.get("tool_calls", ())
         if calls:
-            parts = [""]  # Llama 3.1's template leaves out what is said with a call
+            parts = [""]  # Llama 3.1's template omits the content of a message with a tool call
         if not any(part in said for part in parts) or not all(call["function"]["name"] in said for call in calls):
-            raise self._lost(k, f"the text has {_shown(said)} instead")
+            raise self._not_found(k, f"the text has {_shown(said)} instead")
 
     def _end(self, k: int, said: int) -> int:
         follows = self._text[said:]
@@ -217,23 +218,23 @@ class _Finder:
             guard=False,
         )
 
-    def _lost(self, k: int, reason: str) -> UserError:
-        return UserError(f"{self._where}: what the assistant says in message {k} cannot be told ({reason}): {_FIX}")
+    def _not_found(self, k: int, reason: str) -> UserError:
+        return UserError(f"{self._where}: the assistant's text of message {k} cannot be located ({reason}): {_FIX}")
 
 
 def _variants(message: Message, probes: Sequence[str]) -> list[Message]:
-    """The message with other last words: of its content, or of its last call, which may end with its id."""
+    """Variants of the message with other last words, of its content or of its last tool call, which may end with its id."""
     if not message.get("tool_calls"):
         return [_with_probe(message, probes)[0]]
     *calls, last = message["tool_calls"]
     other = {"function": {**last["function"], "arguments": {probes[0]: probes[1]}}}
-    renamed = {"id": probes[0][:9]}  # of 9 letters and digits, as Mistral's templates want
+    renamed = {"id": probes[0][:9]}  # 9 letters and digits, as Mistral's templates require
     variants = [{**message, "tool_calls": [*calls, {**last, **change}]} for change in (other, renamed)]
     return [*variants, _with_probe(message, probes)[0]] if message["content"] else variants
 
 
 def _with_probe(message: Message, probes: Sequence[str]) -> tuple[Message, str]:
-    """The message with a word at the end of its content that ends otherwise than the content, and the word."""
+    """The message with a word appended to its content that ends differently, and the word."""
     content = message["content"].rstrip()
     probe = next(probe for probe in probes if not content.endswith(probe[-1]))
     return {**message, "content": content + probe}, probe
@@ -252,7 +253,7 @@ def _common_beginning(first: str, second: str) -> int:
 
 
 def _longest(limit: int, holds: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` for which a condition holds that holds for all smaller ones."""
+    """The largest n up to `limit` for which a monotone condition holds, by bisection."""
     low = 0
     while low < limit:
         middle = (low + limit + 1) // 2

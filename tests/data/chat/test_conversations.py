@@ -255,7 +255,7 @@ def test_conversations_and_texts_in_one(corpus, folder, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "x"}', r"a.jsonl:2 holds no conversation \(it has: text\): known are"),
+        ('{"text": "x"}', r"a.jsonl:2 has no conversation \(it has: text\): known keys are"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             r"a.jsonl:2 has no message of the assistant \(its roles: user\)",

@@ -99,10 +99,10 @@ def test_reasoning_goes_by_the_names_that_templates_know(key):
     [
         (
             {"text": "x"},
-            r"a.jsonl:7 holds no conversation \(it has: text\): known are messages; conversations/.*; prompt \+",
+            r"a.jsonl:7 has no conversation \(it has: text\): known keys are messages; conversations/.*; prompt \+",
         ),
-        ({}, r"a.jsonl:7 holds no conversation \(it has: nothing\)"),
-        ([TALK], r"a.jsonl:7 must hold a JSON object, not list: .* `capibara prepare instructions` makes lines"),
+        ({}, r"a.jsonl:7 has no conversation \(it has: nothing\)"),
+        ([TALK], r"a.jsonl:7 must be a JSON object, not list: .* with `capibara prepare instructions`"),
         (
             {"prompt": "x", "chosen": "y", "rejected": "z"},
             r"is a preference pair: set ChatJsonlSource.format = 'chosen'",
@@ -120,7 +120,7 @@ def test_reasoning_goes_by_the_names_that_templates_know(key):
         ({"messages": TALK, "images": ["x.jpg"]}, r"a.jsonl:7 has images: only text"),
         ({"prompt": 1, "completion": "x"}, r"a.jsonl:7: prompt must be text, not 1"),
         ({"instruction": "x", "output": None}, r"a.jsonl:7: output must be text, not None"),
-        ({"instruction": "x", "output": "y", "history": [["q"]]}, r"history must hold \[instruction, answer\] pairs"),
+        ({"instruction": "x", "output": "y", "history": [["q"]]}, r"history must be a list of \[instruction, answer\]"),
         (
             {"conversations": [{"from": "function_call", "value": "f("}]},
             r"conversations\[0\]: a call must be JSON .*: 'f\('",
@@ -177,10 +177,10 @@ def test_preferences(record):
             {"prompt": "q", "chosen": "a"},
             r"a:1 is no preference pair: it needs chosen and rejected \(it has: prompt, chosen\)",
         ),
-        ({"chosen": "a", "rejected": "b"}, r"a:1: chosen and rejected answer nothing .*: known are prompt, "),
-        ({"chosen": ENDINGS[0], "rejected": [TALK[1], TALK[1]]}, r"must differ in their last message alone"),
+        ({"chosen": "a", "rejected": "b"}, r"a:1: chosen and rejected have no prompt .*: known keys are prompt, "),
+        ({"chosen": ENDINGS[0], "rejected": [TALK[1], TALK[1]]}, r"may only differ in their last message"),
         ({"prompt": "q", "chosen": "a", "rejected": 3}, r"a:1: rejected must be text, not 3"),
-        ({"chosen": TALK[:1], "rejected": TALK[:1]}, r"chosen must end with an assistant's message"),
+        ({"chosen": TALK[:1], "rejected": TALK[:1]}, r"chosen must end with a message of the assistant"),
     ],
 )
 def test_bad_preferences(record, message):

@@ -263,19 +263,19 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
         ),
         (
             CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-            r"in message 1 cannot be told \(the generation prompt is .*<think>.* mark what the assistant says with",
+            r"of message 1 cannot be located \(the generation prompt is .*<think>.* mark the assistant's text with",
         ),
         (
             CHATML.replace("m.content", "(m.content if m.role == 'user' else m.content | upper)") + PROMPT,
-            r"message 1 cannot be told \(the text has 'IT IS 4.' instead\)",
+            r"message 1 cannot be located \(the text has 'IT IS 4.' instead\)",
         ),
         (
             CHATML.replace("m.content", "(m.content if m.role == 'user' else '')") + PROMPT,
-            r"message 1 cannot be told \(the template leaves it out\)",
+            r"message 1 cannot be located \(the template omits it\)",
         ),
-        ("{% for m in messages[::-1] %}" + CHATML.partition("%}")[2] + PROMPT, r"message 1 cannot be told"),
+        ("{% for m in messages[::-1] %}" + CHATML.partition("%}")[2] + PROMPT, r"message 1 cannot be located"),
         (CHATML + "{{ messages[-1].content }}" + PROMPT, r"before it is 1 times in the text, 2 times in its prompt"),
-        (CHATML + "{% generation %}{% endgeneration %}", r"blocks hold nothing: put them around"),
+        (CHATML + "{% generation %}{% endgeneration %}", r"blocks are empty: put them around"),
         (
             CHATML.replace("+ m.content +", "}}{% generation %}{{ m.content }}{% endgeneration %}{{"),
             r"block ends before the end of the turn, which is '<|im_end|>.* move {% endgeneration %} behind it",
@@ -295,9 +295,7 @@ def test_templates_that_do_not_tell_are_refused(tokenizer_folder, template, mess
 
 
 def test_a_template_without_tool_calls(tokenizer_folder):
-    with pytest.raises(
-        UserError, match="a.jsonl:1: the template leaves out the tool calls of message 1: set ChatTemplate"
-    ):
+    with pytest.raises(UserError, match="a.jsonl:1: the template omits the tool calls of message 1: set ChatTemplate"):
         tokens_of(tokenizer_folder("smollm2"), with_tools(), TOOLS)
 
 
@@ -372,7 +370,7 @@ def test_white_space_around_what_is_said_and_characters_that_are_none(tokenizer_
 
 
 def test_a_conversation_that_the_assistant_begins(tokenizer_folder):
-    with pytest.raises(UserError, match="a.jsonl:1 begins with the assistant, who answers nothing"):
+    with pytest.raises(UserError, match="a.jsonl:1 begins with a message of the assistant"):
         tokens_of(tokenizer_folder("zephyr"), plain()[1:])
 
 

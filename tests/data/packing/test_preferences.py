@@ -109,7 +109,7 @@ def test_pairs_that_a_row_does_not_hold_are_left_out(make_dataset):
     [
         ({"prompt": "a", "chosen": "b"}, "needs chosen and rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same answer"),
-        ({"chosen": "b", "rejected": "c"}, "answer nothing"),
+        ({"chosen": "b", "rejected": "c"}, "have no prompt"),
     ],
 )
 def test_pairs_that_are_none_are_refused_with_their_line(make_dataset, line, said):
@@ -142,8 +142,8 @@ def test_prompts_are_read_from_what_data_sets_have():
     ):
         assert read_prompt(record, "x:1").messages == [user]
     for record, said in (
-        ({"answer": "4"}, "holds no prompt"),
-        ({"messages": [{"role": "system", "content": "4"}]}, "asks nothing"),
+        ({"answer": "4"}, "has no prompt"),
+        ({"messages": [{"role": "system", "content": "4"}]}, "has no message of the user"),
     ):
         with pytest.raises(UserError, match=f"x:1 {said}"):
             read_prompt(record, "x:1")

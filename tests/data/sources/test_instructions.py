@@ -93,7 +93,7 @@ def test_pairs_and_several_files_keep_a_question_on_one_side(archive, tmp_path):
         (("data-1.0.tar.gz",), {"members": ["info.json"]}, "info.json must be a list of conversations, not dict"),
         (("bad.zip",), {"members": ["x"]}, "bad.zip cannot be read as an archive"),
         (("bad.jsonl",), {}, r"bad.jsonl is not JSON \("),
-        (("text.jsonl",), {}, r"text.jsonl:2 holds no conversation \(it has: text\)"),
+        (("text.jsonl",), {}, r"text.jsonl:2 has no conversation \(it has: text\)"),
         (("one.jsonl",), {}, "conversations to train on and .* held out: add more"),
         (("one.jsonl",), {"held_out": 1.0}, r"--held_out \(1.0\) must lie between 0 and 1"),
     ],
