@@ -39,7 +39,7 @@ def test_a_model_on_a_slice(capsys, tmp_path):
 
 
 def test_slices_that_were_weighed_are_in_all_outputs_and_a_closed_pipe_loses_none(tmp_path):
-    """As `plan ... | head -1`: the reader goes before the table is printed."""
+    """As in `plan ... | head -1`: the reader closes the pipe before the table is printed."""
     out, page = tmp_path / "plan.json", tmp_path / "plan.html"
     flags = [MODEL, "--goal=cheapest", "--tokens=2e11", "--chips=v5e", f"--json={out}", f"--html={page}"]
     command = [sys.executable, "-m", "capibara.plan", *flags, "--explain", "--top=900"]
@@ -70,7 +70,7 @@ def test_models_with_fewer_places_than_the_default_have_as_many_as_they_can(caps
 
 
 def test_a_run_whose_user_still_has_to_name_its_files_is_planned(capsys):
-    """runs/lora.gin without the run to begin from, a task and steps."""
+    """runs/lora.gin without its initial weights, a task and steps."""
     argv = [
         "--gin_file=models/capibara_8b.gin",
         "--gin_file=runs/lora.gin",
@@ -213,7 +213,7 @@ def test_mistakes_are_one_line(argv, message, capsys):
 
 
 def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
-    """Dataset.length and Plan.batch_size count; what the search chooses anew is said; --include stands alone."""
+    """Dataset.length and Plan.batch_size are used, searched fields are reported, and --include is self-contained."""
     plan_file = tmp_path / "plan.gin"
     flags = [
         "--gin.Dataset.length=1024",

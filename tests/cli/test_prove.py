@@ -1,4 +1,4 @@
-"""The verb `prove`, and `plan --verify`; where libtpu is installed, with the real TPU compiler."""
+"""The verb `prove`, and `plan --verify`; with the real TPU compiler if libtpu is installed."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def run(verb, *argv):
 
 @needs_libtpu
 def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, monkeypatch, capsys):
-    """One compile of a small model for v5e:2x2: the search's plan, its Gin file and the verdict are of one step."""
+    """One compile of a small model for v5e:2x2 serves the search's plan, its Gin file and `prove`."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))

@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> str:
     files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(about)}
     sizes = dict(vocab_size=260, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32")
     model = api.build(api.DecoderConfig(**sizes))
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
     values = hf_config.to_hf(model.config, {"max_position_embeddings": LENGTH})
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -54,7 +54,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def run(folder):
-    """It as a run, in float32."""
+    """The model as a run, in float32."""
     from capibara import config, loading
 
     config.reset()
@@ -63,7 +63,7 @@ def run(folder):
 
 @pytest.fixture(scope="session")
 def served(run):
-    """It in an engine with two slots, and its chat."""
+    """The model in an engine with two slots, and its chat."""
     from capibara.inference.engine.engine import Engine, EngineConfig
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling

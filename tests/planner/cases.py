@@ -1,4 +1,4 @@
-"""Models, workloads and choices that the planner's tests are of."""
+"""Models, workloads and choices for the planner's tests."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The plans in gin/slices/: what the file says is what was compiled, and what the planner still predicts."""
+"""The plans in gin/slices/: files agree with what was compiled, and the planner still predicts them."""
 
 import json
 import pathlib
@@ -23,14 +23,14 @@ def test_every_plan_has_its_record():
 
 
 def records():
-    """All of them; those of a slice's largest models alone in the short suite."""
+    """All of them; in the short suite only those of a slice's largest models."""
     for path in RECORDS:
         short = path.stem in ("capibara_120b", "mixtral_8x7b")
         yield pytest.param(path, id=f"{path.parent.name}-{path.stem}", marks=() if short else pytest.mark.heavy)
 
 
 def as_read(path, record):
-    """The run, slice, workload and choice of a plan, which are those of its record."""
+    """The run, slice, workload and choice of a plan, which agree with its record."""
     config.parse([f"slices/{path.parent.name}/{path.stem}.gin"], [], [])
     run = trainer.of_gin()
     slice_ = slices.parse(run.plan.slice)

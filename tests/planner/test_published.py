@@ -1,4 +1,4 @@
-"""Predicted step times against those that others published: whatever a chip is said to reach shows in them."""
+"""Predicted step times against published ones, which check the assumed efficiencies of chips."""
 
 import importlib.util
 import pathlib
@@ -19,7 +19,7 @@ def benchmark():
 
 
 def test_predictions_are_near_published_times(benchmark):
-    """Those that the shares of the peak were fitted to, and all others."""
+    """Those that the efficiencies were fitted to, and all others."""
     errors = {}
     for name, row in benchmark.TIME.items():
         seconds, predicted = benchmark.published(row)

@@ -1,4 +1,4 @@
-"""Adapters beside a model, unmerged: every request's text and log probabilities are those of its adapter merged."""
+"""Unmerged adapters: every request's text and log probabilities equal those of its adapter merged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = ["def f", "a longer prompt, of many words", "import numpy", "class A",
 
 @functools.cache
 def params():
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
 
 
@@ -74,7 +74,7 @@ def merged(name):
 
 
 def mixed(one, **how):
-    """The texts of every adapter, asked for in turn: each batch has rows of several."""
+    """The texts of every adapter, requested in turn, so that each batch has rows of several."""
     asked = [(name, index) for index in range(len(PROMPTS)) for name in NAMES]
     streams = [one.submit(PROMPTS[index], GREEDY, likeliest=3, adapter=name, **how) for name, index in asked]
     return {key: stream.result() for key, stream in zip(asked, streams)}
@@ -127,7 +127,7 @@ def test_texts_are_the_same_where_devices_share_layers(sizes):
 
 
 def test_many_adapters_are_gathered_for_few_rows():
-    """Two slots and six adapters: a decode step copies those of its rows instead of making the products of all."""
+    """Two slots and six adapters: a decode step gathers its rows' factors instead of multiplying by all of them."""
     named = [Adapter(f"{one.name}{copy}", *one[1:]) for copy in (0, 1) for one in adapters("poet", "coder", "long")]
     one = engine(beside=named, slots=2)
     asked = [(n.name, index) for index in (0, 2) for n in named]

@@ -1,4 +1,4 @@
-"""Many requests at a time give what each gives alone; they stop where they should, and stream whole characters."""
+"""Many concurrent requests give the same texts as alone; they stop where they should, and stream whole characters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 
 @functools.cache
 def params():
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
 
 
@@ -78,7 +78,7 @@ def test_a_text_does_not_depend_on_what_else_there_is(order):
     "pool", [{}, pytest.param({"page_size": 8, "pages": 20}, marks=pytest.mark.heavy)], ids=["rows", "pages"]
 )
 def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
-    """Penalties, seeds, stop strings and ends within the tokens of one program included."""
+    """Includes penalties, seeds, stop strings and ends within the tokens of one program."""
     stop = dataclasses.replace(REQUESTS[1][1], stop=(VOCABULARY.decode(alone()[1][5:7]),))
     ends = alone()[0][5:6]
     found, steps = {}, {}
@@ -118,7 +118,7 @@ def test_a_program_gives_no_row_more_than_its_last_token():
 
 
 def test_what_is_done_together_does_not_depend_on_the_clock_unless_somebody_reads_along(monkeypatch):
-    """Processes that have one engine together must make the same programs, and so must a run that is resumed."""
+    """Processes that share an engine must run the same programs, and so must a resumed run."""
     now_s, given = [0.0], []
     monkeypatch.setattr(decode_schedule.time, "monotonic", lambda: now_s[0])
 
@@ -145,7 +145,7 @@ def test_what_is_done_together_does_not_depend_on_the_clock_unless_somebody_read
 
 
 def test_weights_are_not_converted_in_front_of_the_steps():
-    """Of all of them at once: a second copy, of four bytes each."""
+    """For all parameters at once: a second copy, of four bytes per element."""
     model = api.build(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     one = Engine(model, params(), VOCABULARY, LENGTH, EngineConfig(slots=1, decode_steps=4))
     zeros = np.zeros(1, np.int32)
@@ -200,7 +200,7 @@ def test_streams_are_read_from_many_threads():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_who_waits_when_its_thread_fails_is_told(monkeypatch):
-    """Those whose slot is free already included: the token that is lost is their last."""
+    """Includes requests whose slot is free already: the lost token is their last."""
     one, ended = engine(slots=2), queue.SimpleQueue()
     streams = [one.submit(REQUESTS[1][0], Sampling(max_new_tokens=1)), one.submit(*REQUESTS[0])]
     streams += [one.submit(*REQUESTS[number]) for number in (2, 3)]  # these have none yet
@@ -334,7 +334,7 @@ def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
 @pytest.mark.parametrize("read", [30, 60])  # fewer than a window, and more
 @pytest.mark.parametrize("end, one_by_one", [(0, False), (1, False), (1, True), (5, False), (5, True), (14, False)])
 def test_what_was_read_beyond_an_end_is_taken_back(read, end, one_by_one):
-    """A layer with a window keeps its last positions: they still must have what the next turn of a conversation sees."""
+    """A windowed layer keeps only its last positions: they must still hold what the next turn attends to."""
     model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
     make = functools.partial(Engine, model, params(), VOCABULARY, 96)
     config = EngineConfig(slots=1, decode_steps=8)

@@ -1,4 +1,4 @@
-"""An engine that follows does what the one that leads does, step by step; tests/hosts has them in two processes."""
+"""An engine that follows makes the same steps as the leading one; tests/hosts runs them in two processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = [{}, {"decode_steps": 1}, {"page_size": 8, "pages": 9}, {"draft_tokens
 
 
 class Recorded(Engine):
-    """Notes which programs it calls, with what of the host; `cancelled` of its requests are given by `follow`."""
+    """Records the programs that it calls, with arguments from the host; `follow` passes `cancelled` requests."""
 
     def __init__(self, **config):
         params = jax.jit(MODEL.init)(jax.random.key(0))
@@ -46,7 +46,7 @@ class Recorded(Engine):
 
 
 def sent(*configs):
-    """An engine that leads, and what it sends, as JSON."""
+    """An engine that leads, and the messages that it sends, as JSON."""
     lead, messages = Recorded(**configs[0]), []
     lead.lead(lambda message: messages.append(json.dumps(message)))
     return lead, messages

@@ -1,4 +1,4 @@
-"""Texts from a model that is spread over a mesh are those of one device; its programs lower for a TPU slice."""
+"""Texts from a model that is sharded over a mesh equal those of one device; its programs lower for a TPU slice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PROMPTS = ["def f", "a longer prompt, of many words and some more", "", "import 
 @functools.cache
 def made(name):
     model = api.build(CONFIGS[name])
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
     if name == "gemma3n":  # begins at zero
         params["layers"]["altup"]["correct_scale"] += 0.5

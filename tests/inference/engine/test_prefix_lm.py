@@ -1,4 +1,4 @@
-"""A prefix LM reads a prompt both ways and writes what its own forward pass over the whole says, token by token."""
+"""A prefix LM reads a prompt in both directions and generates what forward passes over the whole text predict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def params_of(model):
 
 
 def written(model, params, prompt, count):
-    """The likeliest tokens one after the other, each by a forward pass over all before it, its inputs marked."""
+    """The likeliest tokens one by one, each from a forward pass over all previous ones, with the inputs marked."""
     ids, logits = [0, *VOCABULARY.encode(prompt)], jax.jit(model.logits)
     read, found = len(ids), []
     while len(found) < count:
@@ -52,7 +52,7 @@ def written(model, params, prompt, count):
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.heavy) if x == "rope" else x for x in MODELS])
 def test_texts_are_those_of_a_pass_over_the_whole(name):
-    """However the engine is set: in pages, in 8 bits, with guesses, read in parts and from earlier prompts, which it is not."""
+    """For every engine option: pages, 8 bits, guesses, chunked prompts, and earlier prompts' prefixes (not used)."""
     model = MODELS[name]
     params = params_of(model)
     want = [written(model, params, prompt, GREEDY.max_new_tokens) for prompt in PROMPTS]
@@ -71,7 +71,7 @@ def test_texts_are_those_of_a_pass_over_the_whole(name):
 
 
 def test_a_prompt_that_is_read_again_has_its_text_after_it():
-    """Where there are too few pages the last request is preempted: what it has written is no input."""
+    """With too few pages the last request is preempted: its generated tokens are not inputs."""
     model = MODELS["rope"]
     params, long = params_of(model), Sampling(temperature=0.0, max_new_tokens=40)
     alone = Engine(model, params, VOCABULARY, LENGTH, EngineConfig(slots=1))

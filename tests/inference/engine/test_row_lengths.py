@@ -1,4 +1,4 @@
-"""How long an engine's rows may be says how they turn, where RoPE depends on that."""
+"""The length of an engine's rows determines their rotary frequencies, if RoPE depends on it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from capibara.models.api import DecoderConfig, Rope
 
 
 class Built(Exception):
-    """An engine's programs would be made now."""
+    """Replaces an engine's programs."""
 
 
 @pytest.mark.parametrize(("scaling", "want"), [("dynamic", 24), ("linear", 48)])

@@ -1,4 +1,4 @@
-"""Encoder-decoders answer: as under teacher forcing, with sentinels by name; encoders refuse."""
+"""Encoder-decoders answer as under teacher forcing, with named sentinels; encoders are rejected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_greedy_answers_are_those_of_teacher_forcing(prompt):
         ids.append(token)
     assert len(ids) > 3
     got = answer(prompt)
-    # Single bytes of several are broken characters each; together they may be one.
+    # Single bytes of a multi-byte character are each invalid; together they may be valid.
     assert got.replace("\ufffd", "") == spelled(ids[1:]).replace("\ufffd", "")
 
 

@@ -1,4 +1,4 @@
-"""Beam search: what it finds is what all texts there are would say, alone or beside others, by the engine and its files."""
+"""Beam search finds the best of all texts, alone or beside other requests, through the engine and its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def params_of(model):
 
 
 def scored(model, params, prompt, alpha, tokens, ends):
-    """Every text of up to so many tokens that ends, with its score, the likeliest first."""
+    """Every text of up to that many tokens that ends, with its score, the likeliest first."""
     rows = [[*prompt, *text] for text in itertools.product(range(model.config.vocab_size), repeat=tokens)]
     rows = jnp.asarray(rows, jnp.int32)
     batch = {"tokens": rows, "segment_ids": jnp.ones_like(rows)}
@@ -88,7 +88,7 @@ def results(engine, sampling, prompts=PROMPTS):
 
 @pytest.mark.parametrize("name", [x if x == "decoder" else pytest.param(x, marks=pytest.mark.heavy) for x in MODELS])
 def test_a_text_does_not_depend_on_what_else_is_searched_for(name):
-    """Prompts of several lengths at once, for texts of several; beside them texts that are drawn."""
+    """Prompts of several lengths at once, with texts of several lengths; beside them texts that are drawn."""
     together, alone = made(name, slots=12), made(name, slots=1)
     greedy = Sampling(temperature=0.0, max_new_tokens=9)
     asked = [dataclasses.replace(BEAMS, max_new_tokens=9 - number) for number in range(len(PROMPTS))]
@@ -152,7 +152,7 @@ def test_files_have_scores_and_say_how_they_were_made(tmp_path):
 
 
 def test_other_processes_search_for_the_same():
-    """A sampling comes through the messages as it is, and an engine that follows sees the same tokens."""
+    """A sampling passes through the messages unchanged, and an engine that follows sees the same tokens."""
     assert of_values(json.loads(json.dumps(changed(BEAMS)))) == BEAMS
     orders = Orders([Submission([0, 5], BEAMS, (3,), 0)], [], 1, 7)
     assert Orders.of(json.loads(json.dumps(orders.packed()))).submitted[0].sampling == BEAMS

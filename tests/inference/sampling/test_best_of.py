@@ -1,4 +1,4 @@
-"""Of several texts that are drawn of a prompt the likeliest is given."""
+"""The likeliest of several drawn texts of a prompt is returned."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_likeliest_of_what_each_seed_draws_is_given(engine):
 
 
 def test_two_texts_that_end_at_once_are_chosen_from_once(engine, monkeypatch):
-    """The one by the engine's thread, the other by the thread that asked."""
+    """The one by the engine's thread, the other by the caller's."""
     best, barrier = engine.submit("one", dataclasses.replace(DRAWN, num_decodes=2, num_return=1)), threading.Barrier(2)
 
     class Slow(dict):

@@ -1,4 +1,4 @@
-"""Sampling: choices stay inside their sets, limits that are greedy, the window, the end token."""
+"""Sampling: choices stay within their limits, limits that are greedy, the window, the end token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 24
 
 @functools.cache
 def params():
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
 
 

@@ -1,4 +1,4 @@
-"""`python -m capibara.serve`: a process that is asked, and ends when it is told to; mistakes are one line."""
+"""`python -m capibara.serve` as a process: requests, shutdown, and one-line errors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
         port = taken.getsockname()[1]
         assert "cannot be listened on" in mistake(capfd, serve.main, model, f"--port={port}")
     assert "--api_key_file=/none cannot be read" in mistake(capfd, serve.main, model, "--api_key_file=/none", *QUICK)
-    # What is wrong with the model is found while the server listens already.
+    # Errors of the model are found while the server listens already.
     assert "does not exist: name a run folder, a Hugging Face folder" in mistake(
         capfd, serve.main, "--model=/none", *QUICK
     )
@@ -155,7 +155,7 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The parameters of every model that was loaded."""
+    """The parameters of every loaded model."""
     load, found = loading.load, []
 
     def noted(*args, **options):

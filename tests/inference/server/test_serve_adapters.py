@@ -1,4 +1,4 @@
-"""`capibara serve --adapter=NAME=PATH` and `infer`: requests name an adapter; a bad one is one line."""
+"""`capibara serve --adapter=NAME=PATH` and `infer`: requests name an adapter; an invalid one is a one-line error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adapted(run, lora, seed):
 
 @pytest.fixture(scope="module")
 def paths(run, folder, tmp_path_factory):
-    """A folder of PEFT, and a run that began from the model."""
+    """A PEFT folder, and a run that started from the model."""
     root = tmp_path_factory.mktemp("adapters")
     model, params = adapted(run, LORAS["poet"], 1)
     peft.write_peft(str(root / "poet"), params, model, "llama", base=folder)
@@ -59,7 +59,7 @@ def paths(run, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(run, paths):
-    """Of each adapter, merged, what follows a prompt."""
+    """The text after a prompt for each adapter, merged."""
     found = {}
     for number, name in enumerate((None, *LORAS)):
         params = run.params

@@ -1,4 +1,4 @@
-"""The official client of OpenAI's API against a server: answers, streams, and a clear refusal of everything else."""
+"""OpenAI's official client against a server: answers, streams, and clear errors for everything else."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def running(served):
 
 @pytest.fixture
 def slow(served, monkeypatch):
-    """The engine takes its time over each program."""
+    """Slows down each program of the engine."""
     step = served.engine._loop.step
 
     def slowly():

@@ -1,4 +1,4 @@
-"""The compiler's reports: their JSON form and errors; and, where libtpu is installed, those of real programs."""
+"""The compiler's reports: JSON form and errors; and, if libtpu is installed, reports of real programs."""
 
 import dataclasses
 import importlib.util
@@ -136,7 +136,7 @@ print(json.dumps([report.to_json() for report in reports]))
 
 
 def environment():
-    """Of a child: the flags that conftest.py sets for emulated devices are not for the TPU compiler."""
+    """In a child process: the flags that conftest.py sets for emulated devices are not for the TPU compiler."""
     return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
 
 

@@ -1,4 +1,4 @@
-"""Verdicts: how a child can end, what is cached, and that no process stays behind. The children are fakes."""
+"""Cached compile results: how a child can end, what is cached, and that no process stays behind. Children are fakes."""
 
 import concurrent.futures
 import dataclasses
@@ -42,7 +42,7 @@ NEVER = python("raise SystemExit('ran')")
 
 
 def alive(pid):
-    """Whether a process runs: a zombie that nobody has waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -58,7 +58,7 @@ def all_end(*pids):
 
 
 def sleeper(file):
-    """A child that starts a grandchild, writes down both process ids, and sleeps as it does."""
+    """A child that starts a grandchild, writes down both process ids, and sleeps like it."""
     return python(
         "import os, subprocess, sys, time\n"
         f"grandchild = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"

@@ -1,4 +1,4 @@
-"""What is alive at the peak, against a schedule counted by hand and against a compiler's own figure."""
+"""The buffers alive at the peak, against a schedule counted by hand and against a compiler's own figure."""
 
 import jax
 import jax.numpy as jnp

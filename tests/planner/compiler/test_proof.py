@@ -1,4 +1,4 @@
-"""What decides a compiled step is in the key of its verdict, and in the fingerprint of its program nothing else."""
+"""Everything that affects a compiled step is in its cache key, and nothing else in its program's fingerprint."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What chips can do: figures that must agree with each other and with what is published elsewhere."""
+"""Specifications of chips: figures that must agree with each other and with other publications."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where mesh axes lie on a torus, held to what sharding.make_mesh does, and the seconds of collectives by arithmetic."""
+"""Mesh axes on a torus agree with sharding.make_mesh, and the seconds of collectives with arithmetic."""
 
 import importlib.util
 import itertools

@@ -41,7 +41,7 @@ def test_experts_cost_what_a_token_meets():
 
 
 def test_a_pipeline_gathers_at_every_tick():
-    """All its weights pass through each stage once for each part of the rows, and for the bubbles."""
+    """All its weights pass through each stage once per part of the rows, and in bubbles."""
     work = work_of(length=4096)
     plain, staged = (
         dataclasses.replace(choice_of(rows=16, remat="full", **mesh), pipeline_microbatches=parts)
@@ -56,7 +56,7 @@ def test_a_pipeline_gathers_at_every_tick():
 
 
 def test_the_step_is_the_sum_of_what_explain_prints():
-    """compute or the like, links, what blocks; stretched by the bubble; then the update."""
+    """The largest of compute, HBM and host, plus links and blocking traffic, times the bubble; then the update."""
     work = work_of()
     for mesh in (dict(fsdp=64), dict(fsdp=16, tensor=4), dict(stage=4, fsdp=16), dict(data=8, fsdp=8)):
         c = cost.cost(work, dataclasses.replace(choice_of(rows=8, **mesh), pipeline_microbatches=8), V5E)
@@ -98,7 +98,7 @@ def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
 
 
 def test_utilisation_stays_below_the_peak_in_every_dtype():
-    """Quantized are the weights' products alone; float32 is multiplied in bfloat16, as JAX does by default."""
+    """Only products with weights are quantized; float32 is multiplied in bfloat16, JAX's default."""
     steps = {}
     for dtype, quantization in (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")):
         work = work_of(

@@ -1,4 +1,4 @@
-"""The memory model's parts against counts by hand; how near the whole is to compiled steps: benchmarks/planner.py memory."""
+"""The memory model's parts against counts by hand; benchmarks/planner.py memory compares it with compiled steps."""
 
 import dataclasses
 import math

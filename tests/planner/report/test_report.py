@@ -1,4 +1,4 @@
-"""What is said of a plan is what was predicted, and the Gin file is the plan."""
+"""A plan's report agrees with its predictions, and its Gin file with the plan."""
 
 import pytest
 from cases import V5E, work_of

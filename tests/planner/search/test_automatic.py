@@ -1,4 +1,4 @@
-"""A run that names its slice and leaves the mesh open gets the planner's."""
+"""A run that names its slice but no mesh gets the planner's."""
 
 import math
 
@@ -23,7 +23,7 @@ def run_of(*bindings):
 
 
 def planned(*bindings):
-    """The run as `train` goes on with it, and the line that it prints."""
+    """The run as `train` continues with it, and the line that it prints."""
     closing, line = automatic.bindings(run_of(*bindings))
     return run_of(*bindings, *closing), line
 

@@ -1,4 +1,4 @@
-"""The ranking against a plain search over everything; what is legal, kept, and said where nothing fits."""
+"""The ranking against a brute-force search: legal meshes, the fields that it keeps, and errors if nothing fits."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ def test_the_most_that_fits_is_found_from_any_guess(most, guess):
 
 
 def test_any_batch_fits_with_enough_accumulation():
-    """The leanest plan has a row a device at a time, however many micro-batches that takes."""
+    """The smallest plan has one row per device at a time, however many micro-batches that takes."""
     work = work_of(dataclasses.replace(DENSE, embed_dim=2048, num_layers=24, mlp_dim=8192))
     assert ranking.search(work, slices.parse("v5e-4"), Question(batch_size=4096))[0].fits
 

@@ -1,4 +1,4 @@
-"""What the planner says of generation is what an engine of these sizes holds."""
+"""The planner's predictions for generation agree with an engine of these sizes."""
 
 import dataclasses
 

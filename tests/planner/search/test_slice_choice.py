@@ -1,4 +1,4 @@
-"""Which slice a goal picks, among the best plans of each."""
+"""The slice that meets a goal, among the best plans of each slice."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""The walk down a ranking, with a compiler that says what a test wants it to say."""
+"""Compiling down a ranking, with a fake compiler whose results the test sets."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ QUESTION = Question(goal=Goal.LARGEST_BATCH, headroom=0.05)
 
 
 def compiler(scale, seen=None):
-    """A compiler by which everything but the state takes `scale` times what is predicted."""
+    """A compiler for which everything but the state takes `scale` times the prediction."""
 
     def prove(ranked):
         peak = memory.memory(WORK, ranked.choice, scale).peak
@@ -101,7 +101,7 @@ def test_without_a_proof_one_line_says_why(prove, most, message):
 
 
 def test_what_is_learned_of_one_kind_says_nothing_of_another():
-    """Plans with a tensor axis need half of what is predicted, all others what is predicted."""
+    """Plans with a tensor axis need half of the prediction, all others exactly the prediction."""
 
     def prove(ranked):
         return compiler(0.5 if ranked.choice.mesh["tensor"] > 1 else 1.0)(ranked)

@@ -1,4 +1,4 @@
-"""Slots that take pages as their rows grow give the texts that whole rows give, and in the end all pages back."""
+"""Slots with pages produce the same texts as slots with whole rows, and free all pages in the end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SMALL = dict(page_size=8, pages=10)  # three slots could need 24
 @functools.cache
 def made(variant="global"):
     model = api.build(dataclasses.replace(CONFIG, **VARIANTS[variant]))
-    # Large weights, so that one token stands out and equal texts are no accident.
+    # Large weights, so that one token is far likelier than the others and texts do not agree by chance.
     return model, jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
 
 
@@ -136,7 +136,7 @@ def test_what_is_preempted_is_not_read_from_its_first_token():
 @pytest.mark.heavy
 def test_guesses_take_no_page_from_others():
     model, params = made()
-    # A model that repeats: its embedding and head are large, what its layers add is small.
+    # A model that repeats itself: its embedding and head are large, its layers add little.
     params = params | {"layers": jax.tree.map(lambda x: x * 0.2, params["layers"])}
     want = texts(engine(params=params))
     for pages in (dict(page_size=8), SMALL):
@@ -252,7 +252,7 @@ def test_who_begins_leaves_some_to_those_that_run():
 
 
 def test_rows_that_are_full_leave_the_last_page_to_who_begins():
-    """A pool for all slots takes a prompt of a slot's length in each: none of them grows any more."""
+    """A pool that is large enough for all slots accepts a full prompt in each: none of them grows any more."""
     pages = Pages(4, 32, paged.Sizes(16, 8))
     assert all(pages.begin(slot, 32) for slot in range(4)) and pages.busy == 16
 

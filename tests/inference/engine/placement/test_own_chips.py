@@ -1,4 +1,4 @@
-"""Whether a model fits a process's own chips, how it lies there, and that it is the same model."""
+"""Whether a model fits a process's own chips, how it is sharded there, and that its outputs are unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCHING, LENGTH = EngineConfig(slots=2, prefix_cache_mib=0), 16
 
 
 def found(free, where=Where.AUTO, mesh=ServingMesh(), **sizes):
-    """Axes of more than one chip; None: it does not fit."""
+    """Axes with more than one chip; None: it does not fit."""
     model = api.build(DecoderConfig(**SIZES | sizes))
     layout = own_chips.found(model, mesh, where, BATCHING, LENGTH, free=free)
     if layout is None:

@@ -1,4 +1,4 @@
-"""An engine that takes parameters over: the same ones, and never two of them."""
+"""An engine that takes parameters over: they are unchanged, and never exist twice."""
 
 from __future__ import annotations
 

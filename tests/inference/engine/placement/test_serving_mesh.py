@@ -17,7 +17,7 @@ SIZES = dict(vocab_size=384, embed_dim=32, num_layers=1, num_heads=8, mlp_dim=64
 
 
 def shape(devices, mesh=ServingMesh(), **sizes):
-    """Axes of more than one device that a model lies on."""
+    """Axes with more than one device that a model is sharded on."""
     found = mesh.shardings(api.build(DecoderConfig(**SIZES | sizes)), devices)
     first = jax.tree.leaves(found)[0]
     return {axis: n for axis, n in first.mesh.shape.items() if n > 1} if hasattr(first, "mesh") else {}

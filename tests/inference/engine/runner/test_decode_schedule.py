@@ -1,4 +1,4 @@
-"""How many tokens a program gives, by what the rows may still have and by the time it takes."""
+"""How many tokens a program generates, by the rows' limits and by the time it takes."""
 
 import types
 
@@ -42,7 +42,7 @@ def test_no_row_gets_more_than_it_may_have(changes, count):
 def test_a_reader_waits_a_tenth_of_a_second_at_most(clock):
     chosen = DecodeSchedule(EngineConfig(), length=64)
     chosen.streaming = True
-    assert chosen.tokens([row()], chosen.allowed()) == 1  # nothing is known of the model yet
+    assert chosen.tokens([row()], chosen.allowed()) == 1  # no time was measured yet
     for took_s, count in ((0.02, 4), (0.03, 3), (0.04, 2), (0.08, 1), (0.5, 1), (0.01, 4)):
         began_s = clock[0]
         clock[0] += 2 * took_s

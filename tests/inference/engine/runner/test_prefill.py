@@ -1,4 +1,4 @@
-"""Prompts are read together, in parts, or not again; texts stay what they are."""
+"""Prompts are read together, in chunks, or from the prefix cache; texts are unaffected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(params, **config):
 
 
 class Counted:
-    """Programs of an engine, with the rows and positions of what was read."""
+    """An engine's programs, which record the rows and positions that were read."""
 
     def __init__(self, engine):
         self.prefilled, self.resumed, programs = [], [], engine._core.runner._programs
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
     assert counted.prefilled == [(1, 32), (1, 32)] and counted.resumed == [(1, 32), (1, 32)]
     assert received == sorted(set(received)) and len(received) >= 3  # more in every step
     assert stream.result().tokens == want and len(short.result().tokens) == 30
-    # A cancelled one leaves nothing of what was read of it.
+    # A cancelled request leaves nothing of its prompt behind.
     dropped = one.submit(long, GREEDY)
     one.step()
     dropped.cancel()
@@ -157,7 +157,7 @@ def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
     held = one._core.params
 
     class Slow(type(held)):
-        """Gives another thread all the time there is between looking and taking."""
+        """Gives another thread time between checking and taking."""
 
         def __setattr__(self, name, value):
             if name == "_updated" and value is None:

@@ -1,4 +1,4 @@
-"""Guessed tokens make a text no other than it is without them."""
+"""Guessed tokens do not change a text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def copies():
-    """A model that repeats: its embedding and head are large, what its layers add is small."""
+    """A model that repeats itself: its embedding and head are large, its layers add little."""
     model = api.build(CONFIG)
     params = jax.jit(model.init)(jax.random.key(1))
     return params | {"layers": jax.tree.map(lambda x: x * 0.7, params["layers"])}
@@ -63,7 +63,7 @@ def test_texts_are_the_same(copies, variant):
     for one, other in zip(guessed, plain):
         want = [piece.log_probability for piece in other.pieces]
         np.testing.assert_allclose([piece.log_probability for piece in one.pieces], want, atol=1e-4)
-    # Some guesses were right and some wrong: both ways were gone.
+    # Some guesses were right and some wrong: both cases occurred.
     assert 0 < found.accepted < found.drafted and alone.drafted == 0
     assert found.steps < alone.steps or (
         variant and found.steps == alone.steps
@@ -84,7 +84,7 @@ def test_an_end_among_the_guesses_ends_the_text(copies):
     one = Engine(api.build(CONFIG), copies, VOCABULARY, 64, EngineConfig(slots=1, draft_tokens=5))
     cut = one.submit(PROMPT, GREEDY, ends=[end]).result()
     assert cut.tokens == whole.tokens[: whole.tokens.index(end)] and cut.finish == "stop"
-    # What it read beyond the end is not taken for a part of the text.
+    # What it read beyond the end does not count as part of the text.
     again = one.submit([VOCABULARY.bos_id, *VOCABULARY.encode(PROMPT), *cut.tokens, 70], GREEDY).result()
     fresh = Engine(api.build(CONFIG), copies, VOCABULARY, 64, EngineConfig(slots=1, prefix_cache_mib=0))
     assert again.cached_tokens > 16
