@@ -176,7 +176,8 @@ def test_folded_scales_change_no_answer(name):
     model, params = ours(Source(name))
     tokens = np.random.default_rng(0).integers(0, 300, (2, 24), np.int32)
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": np.arange(24)[None].repeat(2, 0)}
-    before = np.asarray(model.logits(params, batch))
+    logits = jax.jit(model.logits)
+    before = np.asarray(logits(params, batch))
     rng, layers = np.random.default_rng(1), []
     for index in range(model.config.num_layers):
         layer = jax.tree.map(lambda x, index=index: np.asarray(x[index]), params["layers"])
@@ -190,7 +191,7 @@ def test_folded_scales_change_no_answer(name):
     assert any(jax.tree.leaves(changed["layers"]["attention"])) and any(
         jax.tree.leaves(changed["layers"]["attention_norm"])
     )
-    np.testing.assert_allclose(np.asarray(model.logits(folded, batch)), before, atol=2e-4 * np.abs(before).max())
+    np.testing.assert_allclose(np.asarray(logits(folded, batch)), before, atol=2e-4 * np.abs(before).max())
 
 
 @pytest.mark.parametrize(
@@ -277,8 +278,9 @@ def test_a_folder_read_back_answers_as_the_model_that_was_made(name, method, tex
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": np.arange(24)[None].repeat(2, 0)}
     model, params = ours(back)
     half = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), made.params)
-    want = np.asarray(model.logits(dataclasses.replace(made, params=half).float_params(), batch))
-    np.testing.assert_allclose(model.logits(params, batch), want, atol=1e-5 * np.abs(want).max())
+    logits = jax.jit(model.logits)
+    want = np.asarray(logits(dataclasses.replace(made, params=half).float_params(), batch))
+    np.testing.assert_allclose(logits(params, batch), want, atol=1e-5 * np.abs(want).max())
 
 
 def test_a_model_answers_nearer_to_what_it_did(text, tmp_path):
@@ -289,11 +291,12 @@ def test_a_model_answers_nearer_to_what_it_did(text, tmp_path):
     tokens = calibration.rows(str(held_out), source.tokenizer, None, length=32, most=32)
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
-    before, lost = np.asarray(model.logits(params, batch)), {}
+    logits = jax.jit(model.logits)
+    before, lost = np.asarray(logits(params, batch)), {}
     for method in Method:
         how = Quantize(method=method, calibration=None if method == "rtn" else text, length=32, rows=128)
         made = made_of(source, how, q4_0=True)
-        lost[method] = np.mean(np.square(np.asarray(model.logits(made.float_params(), batch)) - before))
+        lost[method] = np.mean(np.square(np.asarray(logits(made.float_params(), batch)) - before))
     assert lost["gptq"] < 0.9 * lost["rtn"] and lost["awq"] < 0.95 * lost["rtn"], lost
 
 

@@ -161,14 +161,17 @@ def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
     seen = train(dataclasses.replace(trainer, model=adapted, steps=4), jax.devices()[:2])
     table = np.load(f"{trainer.model_dir}/reference.train.npz")["table"]
     source, vocabulary = trainer.dataset.source, trainer.dataset.vocabulary
-    documents = source.open("train")
+    documents, length = source.open("train"), 128  # of which rows are the beginning, so that one program is compiled
+    logits = jax.jit(base.logits)
     for number in (0, 7):
         example = documents.example(number)
         for side, one in enumerate((example, example.rejected)):
             ids, offsets = vocabulary.encode_rendered(one.text)
-            row = ids[None]
-            batch = {"tokens": row, "positions": np.arange(row.size)[None], "segment_ids": np.ones_like(row)}
-            log_p = jax.nn.log_softmax(base.logits(params, batch)[0, :-1])[np.arange(row.size - 1), ids[1:]]
+            row = np.pad(ids, (0, length - ids.size))[None]
+            batch = {"tokens": row, "positions": np.arange(length)[None]}
+            batch["segment_ids"] = (np.arange(length) < ids.size)[None].astype(np.int32)
+            of_texts = jax.nn.log_softmax(logits(params, batch)[0])
+            log_p = np.asarray(of_texts)[np.arange(ids.size - 1), ids[1:]]
             (begin, end), said = one.loss[-1], offsets[1:]
             want = log_p[(said[:, 1] > begin) & (said[:, 0] < end)].sum()
             np.testing.assert_allclose(table[number, side], want, rtol=1e-5)

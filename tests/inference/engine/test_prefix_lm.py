@@ -103,11 +103,13 @@ def test_choices_are_scored_after_inputs_that_see_each_other():
     params = params_of(model)
     pairs = [Pair([0, *VOCABULARY.encode(prompt)], VOCABULARY.encode(" yes")) for prompt in PROMPTS]
     scores = Scorer(model, params, LENGTH)(pairs)
+    logits, positions = jax.jit(model.logits), np.arange(LENGTH)[None]
     for (context, continuation), score in zip(pairs, scores):
-        ids = jnp.asarray([[*context, *continuation]])
-        positions = np.arange(ids.shape[1])[None]
-        batch = {"tokens": ids, "segment_ids": jnp.ones_like(ids), "positions": positions}
+        ids = np.zeros((1, LENGTH), np.int32)
+        ids[0, : len(context) + len(continuation)] = [*context, *continuation]
+        real = (positions < len(context) + len(continuation)).astype(np.int32)
+        batch = {"tokens": ids, "segment_ids": real, "positions": positions}
         batch["prefix"] = (positions < len(context)).astype(np.int32)
-        log_p = jax.nn.log_softmax(model.logits(params, batch))[0]
+        log_p = jax.nn.log_softmax(logits(params, batch))[0]
         want = sum(log_p[len(context) + i - 1, token] for i, token in enumerate(continuation))
         np.testing.assert_allclose(score.log_probability, want, rtol=1e-5)

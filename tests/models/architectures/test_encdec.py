@@ -165,10 +165,11 @@ def test_layers_with_relative_positions_of_their_own():
 def test_what_was_encoded_before_is_not_encoded_again():
     model = api.build(TINY)
     params, batch = random_params(model), batch_of([[32], [20]], [[24], [10]])
-    encoded = model.encode(params, batch)
+    encoded = jax.jit(model.encode)(params, batch)
     assert encoded.shape == (2, 32, 32)
     without = {key: value for key, value in batch.items() if key != "encoder_tokens"} | {"encoded": encoded}
-    np.testing.assert_allclose(model.logits(params, without), model.logits(params, batch), rtol=1e-5, atol=1e-5)
+    got, want = (jax.jit(model.logits)(params, one) for one in (without, batch))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.heavy
@@ -201,12 +202,12 @@ def test_attention_back_ends_agree():
 def test_a_new_model_begins_with_scores_and_logits_of_variance_one():
     for start in (TINY, T5):
         model = api.build(dataclasses.replace(start, vocab_size=512, embed_dim=256, head_dim=64))
-        params = model.init(jax.random.key(0))
+        params = jax.jit(model.init)(jax.random.key(0))
         query, key = (np.asarray(params["encoder"]["layers"]["attention"][name][0]) for name in ("query", "key"))
         x = np.random.default_rng(0).normal(size=(200, 256))
         scores = np.einsum("tnh,snh->tsn", np.einsum("td,dnh->tnh", x, query), np.einsum("td,dnh->tnh", x, key))
         assert scores.std() == pytest.approx(1.0, rel=0.1)
-        assert np.std(model.logits(params, batch_of([[32]], [[24]]))) == pytest.approx(1.0, rel=0.2)
+        assert np.std(jax.jit(model.logits)(params, batch_of([[32]], [[24]]))) == pytest.approx(1.0, rel=0.2)
 
 
 PUBLISHED = {

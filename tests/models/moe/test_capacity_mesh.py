@@ -42,7 +42,7 @@ def loss_and_grads(name, layout, devices):
     """A loss of the hidden states, the tokens' dropped choices, and the gradients of all parameters."""
     model = api.build(MODELS[name])
     mesh = sharding.make_mesh(layout, devices)
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     # Fresh norms and biases are ones and zeros, which hide mistakes.
     params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
 
