@@ -110,13 +110,13 @@ def _has_no_value(name: str, selector: str, parameter: str) -> str:
     return f"{name}.{parameter} has no value: bind it in a Gin file or with --gin.{name}.{parameter}=VALUE"
 
 
-def _macro_name(value: Any) -> str | None:
+def _macro_name(value: object) -> str | None:
     if isinstance(value, gin_config.ConfigurableReference) and value.configurable.selector == _MACRO:
         return "/".join(value.scopes)
     return None
 
 
-def build(cls: Callable[..., T], **overrides: Any) -> T:
+def build(cls: Callable[..., T], **overrides: object) -> T:
     """Creates an instance of a configurable from the parsed bindings; `overrides` win over them.
 
     Raises:
@@ -504,7 +504,7 @@ def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
     return value, where
 
 
-def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
+def bind(scope: str, selector: str, parameter: str, value: object, where: str, written: str = "") -> None:
     """Binds a parameter, as a statement of a Gin file does; `where` is the file and line for errors."""
     # `written` is the selector as written in the file: with dynamic registration Gin knows only that one.
     _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)

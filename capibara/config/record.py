@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import gin
 from capibara.core.types import UserError
@@ -52,7 +51,7 @@ def check_growth(where: str) -> None:
     counts: dict[tuple[tuple[str, ...], str], int] = {}
     open_: set[tuple[tuple[str, ...], str]] = set()
 
-    def count(value: Any, scopes: tuple[str, ...]) -> int:
+    def count(value: object, scopes: tuple[str, ...]) -> int:
         if isinstance(value, gin_config.ConfigurableReference):
             return count_reference(value, tuple(value.scopes) or scopes)
         if isinstance(value, dict):

@@ -160,7 +160,7 @@ def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
     return ""
 
 
-def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
+def _fields_for(part: object, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
     """The (class, field) pairs whose field accepts an object of the class `part`."""
     for owner in known:
         if isinstance(owner, type) and dataclasses.is_dataclass(owner):
@@ -186,7 +186,7 @@ class Text(str):
         return str(self)
 
 
-def without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
+def without_macros(value: object, macros: Mapping[str, Any]) -> Any:
     """Replaces each `Text("%NAME")` in a parsed value by the macro's value."""
     if isinstance(value, Text) and value.startswith("%") and value[1:] in macros:
         remaining = {name: other for name, other in macros.items() if name != value[1:]}

@@ -97,7 +97,7 @@ def last_bindings(
     return found
 
 
-def statements(macro: str, value: Any, model: str | None, bound: LastBindings) -> list[str]:
+def statements(macro: str, value: object, model: str | None, bound: LastBindings) -> list[str]:
     """The Gin statements that a macro of T5X stands for.
 
     Args:
@@ -123,7 +123,7 @@ def statements(macro: str, value: Any, model: str | None, bound: LastBindings) -
     return [f"{field} = {text}" for field, text in given.items()]
 
 
-def bindings(macro: str, value: Any, model: str | None) -> dict[str, str]:
+def bindings(macro: str, value: object, model: str | None) -> dict[str, str]:
     """The fields that a macro of T5X binds: field -> its value as Gin text.
 
     Args:

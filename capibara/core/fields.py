@@ -65,7 +65,7 @@ def did_you_mean(name: str, choices: Iterable[str], known: str = "known") -> str
     return ""
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     """An annotation as a user would write it: `int | None`, `tuple[int, ...]`, `Optimizer`."""
     if annotation is None or annotation is type(None):
         return "None"
@@ -85,7 +85,7 @@ def type_name(annotation: Any) -> str:
     return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """repr(value) on one line, cut to what an error message can hold."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
@@ -139,7 +139,7 @@ def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
     type.__setattr__(cls, "__init__", __init__)
 
 
-def check(instance: Any) -> None:
+def check(instance: object) -> None:
     """Checks every field of a dataclass instance and replaces converted values, also in a frozen dataclass.
 
     Raises:
@@ -161,7 +161,7 @@ def check(instance: Any) -> None:
             object.__setattr__(instance, field.name, converted)
 
 
-def _message(name: str, value: Any, wanted: Any, mismatch: _Mismatch) -> str:
+def _message(name: str, value: object, wanted: object, mismatch: _Mismatch) -> str:
     hint = str(mismatch)
     if isinstance(mismatch, _WrongChoice):
         verb = "is" if isinstance(value, str) else "has"
@@ -169,17 +169,17 @@ def _message(name: str, value: Any, wanted: Any, mismatch: _Mismatch) -> str:
     return f"{name} ({_shown(value)}) must be {type_name(wanted)}, not {_kind(value)}{': ' + hint if hint else ''}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return value.__name__ if isinstance(value, type) else short(value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, type):
         return "a class"
     return "None" if value is None else type(value).__name__
 
 
-def convert(value: Any, annotation: Any) -> Any:
+def convert(value: object, annotation: object) -> Any:
     """Converts a value to the type of an annotation; returns the value itself if it fits already.
 
     Raises:
@@ -207,13 +207,13 @@ def convert(value: Any, annotation: Any) -> Any:
     return value  # another construct of typing: not checked
 
 
-def _expect(fits: bool, value: Any, hint: str = "") -> Any:
+def _expect(fits: bool, value: object, hint: str = "") -> Any:
     if not fits:
         raise _Mismatch(hint)
     return value
 
 
-def _convert_union(value: Any, args: tuple[Any, ...]) -> Any:
+def _convert_union(value: object, args: tuple[Any, ...]) -> Any:
     converted, mismatches = [], []
     for arg in args:
         try:
@@ -280,11 +280,11 @@ def _convert_class(value: Any, cls: type) -> Any:
     return _expect(isinstance(value, cls), value, hint)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:
+def _convert_enum(value: object, cls: type[enum.Enum]) -> enum.Enum:
     if isinstance(value, cls):
         return value
     for member in cls:
@@ -295,7 +295,7 @@ def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:
     _refuse_choice(value, (str(member.value) for member in cls))
 
 
-def _refuse_choice(value: Any, choices: Iterable[str]) -> NoReturn:
+def _refuse_choice(value: object, choices: Iterable[str]) -> NoReturn:
     choices = list(choices)
     listed = f"one of {', '.join(map(repr, choices))}"
     if not isinstance(value, str):

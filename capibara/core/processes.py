@@ -18,7 +18,7 @@ def age_s() -> float:
         return 0.0
 
 
-def start_of(pid: Any) -> str | None:
+def start_of(pid: object) -> str | None:
     """When a process of this host started, in the kernel's ticks; None: it does not exist."""
     fields = _stat(pid)
     if fields is None:
@@ -35,7 +35,7 @@ def _stat(pid: Any) -> list[str] | None:
         return None
 
 
-def is_stopped(pid: Any) -> bool:
+def is_stopped(pid: object) -> bool:
     """Whether a process of this host is stopped, by SIGSTOP, ctrl-Z or a debugger."""
     return (_stat(pid) or [""])[0] in ("T", "t")
 

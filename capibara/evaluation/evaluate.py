@@ -160,7 +160,7 @@ def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | N
     return {metric: (one.value, one.standard_error) for metric, one in found.items()}, about
 
 
-def _result(found: dict[str, Estimate], **how: Any) -> dict[str, Any]:
+def _result(found: dict[str, Estimate], **how: object) -> dict[str, Any]:
     values = {name: {"value": one.value, "standard_error": one.standard_error} for name, one in found.items()}
     return {"metrics": values, **how}
 

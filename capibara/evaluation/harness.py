@@ -96,7 +96,7 @@ class CapibaraLM(TemplateLM):
         last = chat_history[-1]["content"].rstrip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Encodes a text, including special tokens in it; adds the beginning token if it is missing and wanted."""
         if self._reads is not None:
             read = sentinels.ids_of(string, self._vocabulary)
@@ -116,7 +116,7 @@ class CapibaraLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
         prefix: list[int] = [self.prefix_token_id]
         cut: list[Any] = []
@@ -270,7 +270,7 @@ def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
 
 
 @contextlib.contextmanager
-def _named(request: Any) -> Iterator[None]:
+def _named(request: object) -> Iterator[None]:
     """A context that adds the task and document to a UserError."""
     try:
         yield

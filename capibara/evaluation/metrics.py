@@ -100,7 +100,7 @@ def check_targets(metric: Metric, targets: Sequence[Any], where: str) -> None:
             raise UserError(f"{where}, example {number}: {error}") from None
 
 
-def _several(target: Any) -> list[str]:
+def _several(target: object) -> list[str]:
     """The right answers of a target."""
     several = target if isinstance(target, (list, tuple)) else [target]
     if not several or isinstance(target, Mapping):

@@ -60,7 +60,7 @@ class PassAtK:
                 f"PassAtK.k has {max(self.k)}, must be at most EvalTask.num_samples ({num_samples}): raise that"
             )
 
-    def check_target(self, target: Any) -> None:
+    def check_target(self, target: object) -> None:
         """Raises UserError if a target has no test."""
         program(target, "")
 
@@ -94,7 +94,7 @@ def judged(target: Any, prediction: str) -> Program:
     return Program(code=_joined(code), tests=_joined(tests), setup=setup, prompt=prompt, entry=entry)
 
 
-def program(target: Any, prediction: str) -> str:
+def program(target: object, prediction: str) -> str:
     """The program of a prediction and the tests of a target as one text.
 
     Raises:
@@ -108,7 +108,7 @@ def _joined(parts: Sequence[str]) -> str:
     return "".join(part + "\n" for part in parts if part)
 
 
-def _check(target: Any) -> None:
+def _check(target: object) -> None:
     if not isinstance(target, Mapping) or "test" not in target:
         raise UserError(
             "PassAtK needs the key 'test' in its targets: EvalTask.target = ('prompt', 'test', 'entry_point') takes it "

@@ -158,7 +158,7 @@ def _value(record: Mapping[str, Any], key: str, asks: str, where: str) -> Any:
     return record[key]
 
 
-def _number(right: Any, choices: list[str], where: str) -> int:
+def _number(right: object, choices: list[str], where: str) -> int:
     """The index of the right choice."""
     if isinstance(right, str):
         if right in choices:

@@ -261,7 +261,7 @@ def loader(path: str, model: Model) -> Loader:
     return Loader(foreign, model)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return repr(str(value) if isinstance(value, str) else value)
 
 

@@ -199,7 +199,7 @@ def _points(records: Sequence[dict[str, Any]], kind: str) -> tuple[np.ndarray, n
     return np.array(steps, int), np.array(losses, float)
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

@@ -16,7 +16,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: object) -> list[Any]:
     """Gathers a JSON value from every process, ordered by process index; all processes must call it.
 
     It uses the devices: do not call it while a train step runs.

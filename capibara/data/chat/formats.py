@@ -66,7 +66,7 @@ class Preference(NamedTuple):
     rejected: Conversation
 
 
-def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> Conversation:
+def read_conversation(record: object, where: str, format: Format = Format.AUTO) -> Conversation:
     """Reads the conversation of a JSON object.
 
     Args:
@@ -93,7 +93,7 @@ def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> 
     return _conversation(record, messages, where)
 
 
-def read_preference(record: Any, where: str) -> Preference:
+def read_preference(record: object, where: str) -> Preference:
     """Reads the preference pair of a JSON object: "chosen" and "rejected", and the prompt before them.
 
     The prompt is in "prompt", "conversations", "messages" or "instruction" and "input". If "chosen" and "rejected" are
@@ -118,7 +118,7 @@ def read_preference(record: Any, where: str) -> Preference:
     return Preference(chosen, rejected)
 
 
-def read_prompt(record: Any, where: str) -> Conversation:
+def read_prompt(record: object, where: str) -> Conversation:
     """Reads the prompt of a JSON object, without an assistant's message at its end.
 
     It is in "messages", "conversations", "prompt" (text or messages), "instruction" and "input", or "question"; other
@@ -243,7 +243,7 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     raise UserError(f"{where}: chosen and rejected have no prompt (it has: {_keys(record)}): known keys are {known}")
 
 
-def _answer(value: Any, key: str, where: str) -> list[Message]:
+def _answer(value: object, key: str, where: str) -> list[Message]:
     """An assistant's answer: text, one message, or several."""
     if isinstance(value, list):
         return _messages(value, where, key)
@@ -255,13 +255,13 @@ def _answer(value: Any, key: str, where: str) -> list[Message]:
 # Messages.
 
 
-def _messages(value: Any, where: str, key: str) -> list[Message]:
+def _messages(value: object, where: str, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {key} must be a list of messages, not {_short(value)}")
     return [_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
         shown = _keys(value) if isinstance(value, Mapping) else _short(value)
         raise UserError(f"{where} must have role and content, or from and value (it has: {shown})")
@@ -281,7 +281,7 @@ def _message(value: Any, where: str) -> Message:
     return {"role": _ROLES.get(role, role), "content": _content(content, where, bool(calls), role), **message}
 
 
-def _content(value: Any, where: str, calls: bool, role: str) -> str:
+def _content(value: object, where: str, calls: bool, role: str) -> str:
     if isinstance(value, str):
         return value
     if value is None and calls:
@@ -296,7 +296,7 @@ def _content(value: Any, where: str, calls: bool, role: str) -> str:
     raise UserError(f"{where}: the content must be text, not {_short(value)}")
 
 
-def _said(role: str, value: Any, where: str, key: str) -> Message:
+def _said(role: str, value: object, where: str, key: str) -> Message:
     if not isinstance(value, str):
         raise UserError(f"{where}: {key} must be text, not {_short(value)}")
     return {"role": role, "content": value}
@@ -341,7 +341,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in value]
 
 
-def _json(text: Any, where: str, what: str) -> Any:
+def _json(text: object, where: str, what: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
@@ -350,7 +350,7 @@ def _json(text: Any, where: str, what: str) -> Any:
         raise UserError(f"{where}: {what} must be JSON ({error}): {_short(text)}") from None
 
 
-def _object(record: Any, where: str) -> Mapping[str, Any]:
+def _object(record: object, where: str) -> Mapping[str, Any]:
     if not isinstance(record, Mapping):
         kind = type(record).__name__
         hint = ": convert a file that is one list with `capibara prepare instructions`" if kind == "list" else ""
@@ -362,6 +362,6 @@ def _keys(record: Mapping[str, Any]) -> str:
     return ", ".join(map(str, record)) or "nothing"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

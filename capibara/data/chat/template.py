@@ -174,7 +174,7 @@ class ChatTemplate:
         """
         return Conversation(*(self._guarded(part, _DEEPEST) for part in conversation))
 
-    def _guarded(self, value: Any, deepest: int) -> Any:
+    def _guarded(self, value: object, deepest: int) -> Any:
         if isinstance(value, str):
             return self._spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:] if found[1] else "", value)
         if not isinstance(value, (Mapping, list)):

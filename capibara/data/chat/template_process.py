@@ -118,7 +118,7 @@ def render(
     return [text if isinstance(text, str) else _error_of(text) for text in texts]
 
 
-def _refuse_value(value: Any) -> None:
+def _refuse_value(value: object) -> None:
     raise UserError(
         f"ChatTemplate.variables has {type(value).__name__} {value!r:.60}: templates take text, numbers, truth values, "
         "None, lists and dictionaries"

@@ -113,7 +113,7 @@ def _explained(kind: str, message: str, error: BaseException | None = None) -> d
     return {"kind": kind, "message": message[:_LONGEST_MESSAGE] or type(error).__name__, "line": line}
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -169,7 +169,11 @@ def _generation_blocks() -> type:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own would write < and > as escapes, for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -96,7 +96,7 @@ class Prefetcher:
             _close(items)
         self._put(_END, failure)
 
-    def _put(self, item: Any, failure: BaseException | None = None) -> bool:
+    def _put(self, item: object, failure: BaseException | None = None) -> bool:
         while not self._stop.is_set():
             try:
                 self._queue.put((item, failure), timeout=0.2)
@@ -106,7 +106,7 @@ class Prefetcher:
         return False
 
 
-def _close(items: Any) -> None:
+def _close(items: object) -> None:
     close = getattr(items, "close", None)
     if close is not None:
         close()

@@ -97,7 +97,7 @@ class Fields:
         return text
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return (
         value.decode("utf-8", errors="replace")
         if isinstance(value, bytes)

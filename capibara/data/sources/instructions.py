@@ -86,7 +86,7 @@ def prepare_instructions(
     return len(sides[0]), len(sides[1])
 
 
-def _line(record: Any, where: str) -> tuple[str, str]:
+def _line(record: object, where: str) -> tuple[str, str]:
     """The first question of a conversation, and its line of JSON."""
     if isinstance(record, dict) and "chosen" in record and "rejected" in record:
         pair = read_preference(record, where)

@@ -540,7 +540,7 @@ class _JsonlDocuments(LineDocuments):
             domain,
         )
 
-    def _string(self, record: Any, field: str, parameter: str, i: int) -> str:
+    def _string(self, record: object, field: str, parameter: str, i: int) -> str:
         if not isinstance(record, dict) or field not in record:
             fields = limits.shortened(", ".join(record))[1:-1] if isinstance(record, dict) else type(record).__name__
             raise UserError(f"{self.where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")

@@ -131,7 +131,7 @@ def end_ids(folder: str) -> tuple[int, ...]:
     return ()
 
 
-def ids_of(value: Any, where: str) -> tuple[int, ...]:
+def ids_of(value: object, where: str) -> tuple[int, ...]:
     """The ids in an eos_token_id: none, one or several.
 
     Raises:

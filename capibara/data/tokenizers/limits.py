@@ -100,7 +100,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _check_spec(spec: Any) -> None:
+def _check_spec(spec: object) -> None:
     if not isinstance(spec, dict) or not isinstance(model := spec.get("model"), dict):
         raise limits.Refused("no object with a model")
     vocab = model.get("vocab")
@@ -127,11 +127,11 @@ def _check_spec(spec: Any) -> None:
         raise limits.Refused(f"max_input_chars_per_word = {limits.shortened(longest)}, must be at most {_WORD}")
 
 
-def _is_token(value: Any) -> bool:
+def _is_token(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _TOKEN_CHARACTERS
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_ID
 
 

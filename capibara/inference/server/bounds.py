@@ -70,7 +70,7 @@ def _too_many(most: int, what: str) -> Refusal:
     return Refusal(400, f"the body has more than {most} {what}: send less at once", code="too_many_values")
 
 
-def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
+def check_prompt(prompt: object, served: Served, config: ServerConfig) -> None:
     """Raises Refusal if a completion's prompt has too many texts, characters or tokens; does not read each of them."""
     if isinstance(prompt, str):
         check_characters(len(prompt), served, config, "prompt")
@@ -153,7 +153,7 @@ def check_conversation(messages: list[Any], tools: list[Any] | None, served: Ser
         check_characters(_characters(value, param), served, config, param)
 
 
-def _characters(value: Any, param: str) -> int:
+def _characters(value: object, param: str) -> int:
     """Number of characters of all text in a value, keys included."""
     total, level, depth = 0, [value], 0
     while level:
@@ -194,12 +194,12 @@ _brief = reprlib.Repr()
 _brief.maxstring = 200
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A value for an error message; takes constant time."""
     return short(value) if isinstance(value, (int, float)) or value is None else _short_text(value)
 
 
-def _short_text(value: Any) -> str:
+def _short_text(value: object) -> str:
     if isinstance(value, str):
         return short(value[:200])
     text = " ".join(_brief.repr(value).split())

@@ -266,7 +266,7 @@ def _sampling(asked: ApiRequest, served: Served, config: ServerConfig, room: int
     )
 
 
-def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
+def _stops(value: object, config: ServerConfig) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(
         isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops
@@ -301,7 +301,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     )
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -77,7 +77,7 @@ def metadata(config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str,
     }
 
 
-def width(value: Any) -> Any:
+def width(value: object) -> Any:
     """The one hidden width of all layers.
 
     Raises:

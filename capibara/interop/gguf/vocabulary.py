@@ -150,7 +150,7 @@ _IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), *_MORE_ENDS))
 _TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # limits for one token, and for all
 
 
-def _is_list(of: type | tuple[type, ...], value: Any) -> bool:
+def _is_list(of: type | tuple[type, ...], value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, of) for one in value)
 
 
@@ -454,5 +454,5 @@ def _generation_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
     return tokenizer_files.ids_of(said.get("eos_token_id"), name) if isinstance(said, dict) else ()
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -348,5 +348,5 @@ def _without_old(values: Values) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in families.OTHER_NAMES}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(str(value) if isinstance(value, str) else value)[:60]

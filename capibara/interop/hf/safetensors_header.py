@@ -51,7 +51,7 @@ def check(path: str) -> None:
     )
 
 
-def _range(name: str, about: Any) -> tuple[int, int]:
+def _range(name: str, about: object) -> tuple[int, int]:
     """The byte range of a tensor."""
     shown = limits.shortened(name)
     if len(name) > _NAME_CHARACTERS:

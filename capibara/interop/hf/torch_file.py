@@ -210,7 +210,7 @@ def _cause(error: BaseException) -> str:
     return limits.cause(error)
 
 
-def _rebuild(storage: Any = None, offset: Any = None, shape: Any = None, strides: Any = None, *_: Any) -> _Slice:
+def _rebuild(storage: Any = None, offset: Any = None, shape: Any = None, strides: Any = None, *_: object) -> _Slice:
     if not isinstance(storage, _Storage):
         raise torch_pickle.Broken("a tensor without a storage")
     numbers = (offset, *_sizes(shape), *_sizes(strides))
@@ -221,19 +221,19 @@ def _rebuild(storage: Any = None, offset: Any = None, shape: Any = None, strides
     return _Slice(storage, offset, shape, strides)
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: object) -> tuple[int, ...]:
     if type(values) is not tuple or not all(type(value) is int for value in values):
         raise torch_pickle.Broken("a tensor whose sizes are no numbers")
     return values
 
 
-def _ordered(*given: Any) -> dict[Any, Any]:
+def _ordered(*given: object) -> dict[Any, Any]:
     if given and given != ([],):
         raise torch_pickle.Broken("a dict that is made of arguments")
     return {}
 
 
-def _parameter(tensor: Any = None, *_: Any) -> Any:
+def _parameter(tensor: Any = None, *_: object) -> Any:
     return tensor
 
 
@@ -254,7 +254,7 @@ def _named(module: str, name: str) -> Any:
     return torch_pickle.Named(module, name)
 
 
-def _stored(pid: Any) -> _Storage:
+def _stored(pid: object) -> _Storage:
     if type(pid) is not tuple or len(pid) < 5:
         raise torch_pickle.Broken("a storage of another kind")
     what, kind, key, _, count, *view = pid

@@ -163,7 +163,7 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, items[1::2], strict=True))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise Broken("its pickle names no text")
     return value

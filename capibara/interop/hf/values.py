@@ -82,7 +82,7 @@ def check(values: Mapping[str, Any]) -> None:
             raise _wrong(key, value, "an object")
 
 
-def _check_layers(key: str, value: Any) -> None:
+def _check_layers(key: str, value: object) -> None:
     """Checks a list with a number for every layer.
 
     Raises:
@@ -95,9 +95,9 @@ def _check_layers(key: str, value: Any) -> None:
         raise _wrong(key, value, f"a list of at most {LAYERS} numbers up to {most:,}")
 
 
-def _is_short(value: Any) -> bool:
+def _is_short(value: object) -> bool:
     return isinstance(value, list) and len(value) <= LAYERS
 
 
-def _wrong(key: str, value: Any, must: str) -> UserError:
+def _wrong(key: str, value: object, must: str) -> UserError:
     return UserError(f"config.json has {key} = {limits.shortened(value)}, must be {must}: copy the file again")

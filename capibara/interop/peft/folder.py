@@ -389,7 +389,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < _LARGEST and math.isfinite(value)
 
 
-def _is_pattern(values: Any) -> bool:
+def _is_pattern(values: object) -> bool:
     if values is None:
         return True
     if not isinstance(values, dict) or len(values) > _PATTERNS or not all(map(_is_number, values.values())):

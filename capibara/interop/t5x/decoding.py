@@ -60,7 +60,7 @@ def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> 
     return Decoding(lines, list(dict.fromkeys(left)), [f"{name} is not written: {function} decodes" for name in other])
 
 
-def _is_unknown(function: str, parameter: str, value: Any) -> bool:
+def _is_unknown(function: str, parameter: str, value: object) -> bool:
     """Whether an option has no counterpart here."""
     if parameter in _NOTHING:
         return value != _NOTHING[parameter] and value is not None

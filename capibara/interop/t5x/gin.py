@@ -173,7 +173,7 @@ class _Bindings:
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: object) -> Any:
         """With macros followed."""
         seen: set[str] = set()
         while isinstance(value, Text) and str(value).startswith("%"):
@@ -187,19 +187,19 @@ class _Bindings:
             value = self._macros[str(value)[1:]]
         return value
 
-    def taken(self, owner: str, name: str, default: Any = None, scope: str = "") -> Any:
+    def taken(self, owner: str, name: str, default: object = None, scope: str = "") -> Any:
         return self.value(self.left.pop((scope, owner, name), default))
 
     def has(self, owner: str, name: str, scope: str = "") -> bool:
         return (scope, owner, name) in self.left
 
-    def put(self, ours: str, value: Any, theirs: str) -> None:
+    def put(self, ours: str, value: object, theirs: str) -> None:
         value = str(value) if isinstance(value, Text) else repr(value)
         if value.startswith("@"):
             raise UserError(f"{theirs} = {value} is no plain value: capibara has it as {ours}, give it there")
         self.lines.append(f"{ours} = {value}  # {theirs}")
 
-    def moved(self, owner: str, name: str, ours: str, scope: str = "", default: Any = None) -> Any:
+    def moved(self, owner: str, name: str, ours: str, scope: str = "", default: object = None) -> Any:
         """Writes a binding under our name, its macro too; returns its value."""
         raw = self.left.get((scope, owner, name), default)
         value = self.taken(owner, name, default, scope)
@@ -245,7 +245,7 @@ def _translated(run: _Bindings) -> Translated:
     return Translated("\n".join([*head, "", *macros, *run.lines, *rest]) + "\n", tuple(run.notes), left)
 
 
-def _has_its_default(run: _Bindings, owner: str, name: str, value: Any) -> bool:
+def _has_its_default(run: _Bindings, owner: str, name: str, value: object) -> bool:
     return (owner, name) in (("train", "relative_steps"), ("train", "eval_steps")) and run.value(value) is None
 
 

@@ -115,7 +115,7 @@ def zarr(path: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
 
 
-def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None], index: str) -> None:
+def _collect(node: object, prefix: str, put: Callable[[str, Leaf], None], index: str) -> None:
     if isinstance(node, str) and node.startswith(_PLACEHOLDER):
         put(prefix, _own(node.removeprefix(_PLACEHOLDER), index))
     elif isinstance(node, Mapping) and _CHUNKED in node:

@@ -244,7 +244,7 @@ def _arrays(
 def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
     """An optimizer's state with all its update counts set to `step`."""
 
-    def counted(node: Any) -> Any:
+    def counted(node: object) -> Any:
         if isinstance(node, FactoredState):
             return dataclasses.replace(node, count=step)
         return node._replace(count=step) if isinstance(node, _COUNTED) else node

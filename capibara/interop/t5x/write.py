@@ -189,7 +189,7 @@ def _row(name: str, rows: Mapping[str, t5x_names.Row]) -> tuple[t5x_names.Row, s
     return rows[f"{begin}{{l}}{end}"], layer
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
     *owners, last = path
     for owner in owners:
         tree = tree.setdefault(owner, {})

@@ -78,7 +78,7 @@ class MetricsFile(Callback):
         self._write("event", step, event="end", reason=reason)
         self._lines.close()
 
-    def _write(self, kind: str, step: int, **fields: Any) -> None:
+    def _write(self, kind: str, step: int, **fields: object) -> None:
         record: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
         record.update((name, _json_value(value)) for name, value in fields.items())
         self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
@@ -216,7 +216,7 @@ class _EventFile:
                 self._writer.close()
             self._forget()
 
-    def _write(self, step: int, **fields: Any) -> None:
+    def _write(self, step: int, **fields: object) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         self._do(lambda writer: writer.write_event(Event(wall_time=time.time(), step=int(step), **fields)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core import tree
+from capibara.core.types import PyTree
 
 
 class Prefix(NamedTuple):
@@ -48,7 +49,7 @@ class PrefixCache:
         self._entries.sort(key=lambda entry: entry is best)
         return best, most
 
-    def keep(self, tokens: Sequence[int], row: Any, adapter: int = 0) -> None:
+    def keep(self, tokens: Sequence[int], row: PyTree, adapter: int = 0) -> None:
         """Stores a row that has read these tokens with an adapter; removes entries that are its prefixes."""
         if tree.byte_count(row) > self._max_bytes:
             return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from capibara.core.types import Params
+from capibara.core.types import Params, PyTree
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
@@ -172,7 +172,7 @@ class PrefillQueue:
         beside = self._adapters.of([request.adapter for request in requests])
         return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
 
-    def _keep(self, request: Request, row: Any) -> None:
+    def _keep(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
             self.prefixes.keep(request.tokens, row, request.adapter)
 

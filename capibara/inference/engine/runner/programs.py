@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.core.types import Params
+from capibara.core.types import Params, PyTree
 from capibara.inference.sampling.sampler import Settings, choose, log_probability
 from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows
 
@@ -209,7 +209,7 @@ def _row(state: State, slot: jax.Array, table: jax.Array | None, positions: int)
     return paged.row(state["cache"], slot, positions, table)
 
 
-def _one(rows: Any, index: jax.Array) -> Any:
+def _one(rows: PyTree, index: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), rows)
 
 
@@ -223,7 +223,7 @@ def state_axes(state: State) -> Any:
     return {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
 
 
-def _constrained(arrays: Any, axes: Any) -> Any:
+def _constrained(arrays: PyTree, axes: PyTree) -> PyTree:
     return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, arrays, is_leaf=tree.is_axes)
 
 
