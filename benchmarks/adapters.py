@@ -59,7 +59,7 @@ def engines(rank: int, slots: int, length: int) -> dict[str, tuple[Engine, list[
 def call_s(engine: Engine, names: list[str | None], new: int) -> float:
     """Seconds of a call for all slots."""
     sampling = Sampling(temperature=1.0, max_new_tokens=new)
-    prompts = [[1 + (row + place) % 200 for place in range(PROMPT)] for row in range(len(names))]
+    prompts = [[1 + (row + position) % 200 for position in range(PROMPT)] for row in range(len(names))]
     began_s = time.perf_counter()
     streams = [engine.submit(prompt, sampling, adapter=name) for prompt, name in zip(prompts, names)]
     tokens = sum(len(stream.result().tokens) for stream in streams)

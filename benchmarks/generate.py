@@ -122,7 +122,7 @@ def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int) -> dict[str
 
 def decoding(workers: dict[str, Worker], batch: int, new: int, prompt: int, rounds: int) -> dict[str, dict]:
     """As `compare`, of the tokens after the first; `prompt_s` and `call_s` are medians of reading prompts and of whole calls."""
-    request = {"op": "decode", "batch": batch, "new": new, "places": prompt + new}
+    request = {"op": "decode", "batch": batch, "new": new, "positions": prompt + new}
     seconds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in workers}
     for turn in range(rounds + 1):
         texts = []

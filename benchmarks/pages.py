@@ -5,7 +5,7 @@
 
 Both engines have the same random weights in float32 and answer greedily in turns; their texts must agree.
 
-  step    one token more (EngineConfig.decode_steps = 1) of eight slots of 256 places that hold 32, 128 and 240 tokens
+  step    one token more (EngineConfig.decode_steps = 1) of eight slots of 256 positions that hold 32, 128 and 240 tokens
           each, with a pool for all of them.
   mixed   the mixed requests of generate.py: eight slots of whole rows against sixteen slots on a pool of the same bytes
           (the page that is nobody's is one of it).

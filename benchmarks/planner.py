@@ -44,7 +44,7 @@ class Point:
       mesh: mesh axes; those that are not named are 1.
       rows: of one micro-batch on one device that has rows of its own.
       remat, names: Plan.remat and remat_names.
-      length, encoder_length: places of a row.
+      length, encoder_length: positions of a row.
       accumulation: micro-batches.
       bindings: more Gin statements.
       calibrate: whether the constants of the model were fitted on it.

@@ -99,7 +99,7 @@ def write_finetuning(model: str, base: str, chip: str) -> None:
     raw, plan_file = FOLDER / f"{name}.partial", FOLDER / f"{name}.gin.partial"
     command = [sys.executable, "-m", "capibara.plan", f"--gin_file=models/{model}.gin", f"--length={LENGTH}"]
     command += [f"--gin.{statement.replace(' = ', '=')}" for statement in BASES[base]]
-    # A row of the largest is too long for one chip of these: its places may be shared out.
+    # A row of the largest is too long for one chip of these: its positions may be sharded.
     whole = ("context", "stage") if model == "capibara_120b" else ("tensor", "context", "stage")
     command += [f"--axis={axis}=1" for axis in whole]
     command += ["--goal=smallest_slice", f"--chips={chip}", f"--headroom={HEADROOM}", "--top=1"]

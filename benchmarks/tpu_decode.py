@@ -12,7 +12,7 @@ nothing is timed. A row takes one to four minutes on two cores. Bytes are of one
   between both counts once, on the side of HBM; an update in place counts as what is updated, read and written. Loops count
   as often as they turn. Of a conditional the cheaper branch counts: no request has a temperature or a penalty. "sampled"
   counts the dearer one: top_k and top_p of all rows.
-- JAX's paged attention kernel is given whole buffers, and reads blocks of 512 places up to each row's length: it counts
+- JAX's paged attention kernel is given whole buffers, and reads blocks of 512 positions up to each row's length: it counts
   as that, for rows of `live` tokens (models/decode_kernel.bytes_moved); what else it takes and gives is in it.
 
 Collectives are those of the cheaper branches: how many, and bytes of the larger side. The goal is a ratio of at most 1.25
@@ -43,7 +43,7 @@ class Row:
       model: a Gin file.
       slice: the TPU slice.
       tensor, data: sizes of the mesh's axes.
-      slots: of LENGTH places.
+      slots: of LENGTH positions.
       page_size, cache_dtype: of EngineConfig; the kernel is for bfloat16.
       live: tokens that every row has, counted one after another.
     """

@@ -1,7 +1,7 @@
 """Our side of benchmarks/generate.py: the package's own engine on one CPU device.
 
 Says `ready` in one JSON line, then answers each line of standard input with one JSON line: {"op": "decode", "batch": B,
-"new": N, "places": of a row} and {"op": "mixed", "requests": [[prompt tokens, new tokens], ...], "continuous": bool}.
+"new": N, "positions": of a row} and {"op": "mixed", "requests": [[prompt tokens, new tokens], ...], "continuous": bool}.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def prompts_of(shape: dict[str, Any], lengths: list[int]) -> list[list[int]]:
 
 
 class Runner:
-    """One engine at a time, of the slots and places that are asked for."""
+    """One engine at a time, with the requested slots and positions."""
 
     def __init__(self, shape: dict[str, Any], weights: str):
         self._shape, self._model = shape, build(shape)
@@ -90,8 +90,8 @@ class Runner:
             self._engines = {(slots, length): Engine(self._model, self._params, vocabulary, length, config)}
         return self._engines[slots, length]
 
-    def decode(self, batch: int, new: int, places: int) -> list[list[int]]:
-        engine = self._engine(batch, places)
+    def decode(self, batch: int, new: int, positions: int) -> list[list[int]]:
+        engine = self._engine(batch, positions)
         asked = Sampling(temperature=0.0, max_new_tokens=new)
         prompts = prompts_of(self._shape, [self._shape["prompt"]] * batch)
         streams = [engine.submit(prompt, asked) for prompt in prompts]

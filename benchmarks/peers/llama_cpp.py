@@ -49,8 +49,8 @@ def answer(server: xllamacpp.Server, request: dict[str, Any]) -> dict[str, Any]:
     asked = {"prompt": request["ids"], "n_predict": request["count"], "n_probs": best, "temperature": 0.0}
     got = post(server, "/completion", asked | {"return_tokens": True, "cache_prompt": False})
     found = [
-        [(top["id"], top["logprob"]) for top in place["top_logprobs"]]
-        for place in got.get("completion_probabilities", ())
+        [(top["id"], top["logprob"]) for top in position["top_logprobs"]]
+        for position in got.get("completion_probabilities", ())
     ]
     return {"ids": got["tokens"], "text": got["content"], "best": found}
 

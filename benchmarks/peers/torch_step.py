@@ -55,7 +55,7 @@ def make_step(model: LlamaForCausalLM, spec: dict, mode: str) -> Callable[[], fl
     tokens, targets = (torch.from_numpy(np.ascontiguousarray(x)) for x in (ids[:, :-1], ids[:, 1:]))
 
     def loss_of_batch() -> torch.Tensor:
-        # shift_labels: the targets are shifted already, as ours are, so that every place counts.
+        # shift_labels: the targets are shifted already, as ours are, so that every position counts.
         return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
     if mode == "compile":

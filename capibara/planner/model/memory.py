@@ -192,7 +192,7 @@ def _in_flight(choice: Choice) -> float:
     return (parts + stages - 1) / parts
 
 
-def places(work: Workload, stack: Stack, choice: Choice) -> float:
+def device_tokens(work: Workload, stack: Stack, choice: Choice) -> float:
     """Tokens of a micro-batch on one device, except in the parts that the tensor axis shards by time."""
     return choice.rows * stack.length / choice.mesh["context"]
 
@@ -237,7 +237,7 @@ def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
 def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, float], float, float]:
     """Bytes of one layer's results: by name, of the residual stream, and of the hidden units."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
-    n = places(work, stack, choice)
+    n = device_tokens(work, stack, choice)
     tensor = mesh["tensor"]
     residual = n * c.embed_dim * size / tensor
     heads = n * c.num_heads * c.head_size * size / tensor
@@ -264,7 +264,7 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     moe, mesh = work.config.moe, choice.mesh
     if moe is None:
         return 0.0
-    n = places(work, stack, choice)
+    n = device_tokens(work, stack, choice)
     if str(moe.dispatch) == "capacity":
         return n * moe.top_k * moe.capacity_factor
     # Without a capacity a device needs room for all tokens of its expert axis, whichever experts they choose.
@@ -312,7 +312,7 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     """What a pipeline's backward pass holds beside a stage's own work (models/layers/pipeline.py)."""
     if choice.mesh["stage"] == 1:
         return 0.0
-    rows = places(work, stack, choice) * work.config.embed_dim * work.compute_bytes / choice.mesh["tensor"]
+    rows = device_tokens(work, stack, choice) * work.config.embed_dim * work.compute_bytes / choice.mesh["tensor"]
     gradients = (stack.weights.on_device(choice.mesh) + stack.expert_weights.on_device(choice.mesh)) * 4
     return 2 * rows + (gradients if work.config.lora is None else work.trained.on_device(choice.mesh))
 

@@ -1,6 +1,6 @@
 """What a layer of Gemma 3n has that others have not: AltUp, LAuReL, the per-layer embedding's gate, sparse MLPs.
 
-S streams, B rows, T places, D embed, R rank, P width of the per-layer embedding, F hidden width of an MLP.
+S streams, B rows, T positions, D embed, R rank, P width of the per-layer embedding, F hidden width of an MLP.
 """
 
 from __future__ import annotations
