@@ -55,7 +55,9 @@ class Runner:
     def __init__(self, shape: dict[str, Any], weights: str):
         self._shape, self._model = shape, build_model(shape, weights)
 
-    def decode(self, batch: int, new: int, positions: int) -> list[list[int]]:  # `positions` sizes our cache; torch's grows
+    def decode(
+        self, batch: int, new: int, positions: int
+    ) -> list[list[int]]:  # `positions` sizes our cache; torch's grows
         return self._generate(prompts_of(self._shape, [self._shape["prompt"]] * batch), new)
 
     def mixed(self, requests: list[list[int]], continuous: bool, batch: int) -> list[list[int]]:

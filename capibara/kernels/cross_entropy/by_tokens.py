@@ -1,4 +1,4 @@
-"""The cross entropy by blocks of tokens: the logits of a block are of the whole vocabulary, and made once."""
+"""The cross entropy by blocks of tokens: each block computes its logits over the whole vocabulary, once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from capibara.kernels.cross_entropy.layout import Head, Layout, dot, gathered
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
-# Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
+# Bytes of one block of float32 logits on a device: they fit in a CPU's cache and are small next to an HBM.
 _BLOCK_BYTES = {"cpu": 16 * 2**20}
 _DEFAULT_BLOCK_BYTES = 256 * 2**20
-# A block is at most this part of all logits: next to those of a small batch the head's gradient is as large.
+# A block has at most this share of all logits: in a small batch the head's gradient is as large as a block.
 _FEWEST_BLOCKS = 4
 # Bytes of the head's gradient that are reduced at once.
 _REDUCED_BYTES = 64 * 2**20
 
 
 def loss_sums(hidden_BTD, head_VD, targets_BT, weights_BT, layout: Layout, terms: Terms, softmax: Softmax) -> jax.Array:
-    """The first LossSums of one shard [4 or 5], without gradients."""
+    """One shard's first LossSums [4 or 5], without gradients."""
     head = gathered(head_VD, hidden_BTD.dtype, layout)
 
     def add(sums, block):
@@ -41,21 +41,21 @@ def loss_and_gradients(
     terms: Terms,
     softmax: Softmax,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What one shard makes of its tokens and its part of the head's D.
+    """One shard's loss and gradients, from its tokens and its part of the head's D.
 
-    The gradients are made in the same pass, while a block's probabilities are at hand, so the logits are computed once.
-    Each shard adds up its own head gradient over the blocks in float32; they are reduced once, right then, to where the
-    head's shards lie: the whole gradient is gone before the layers' backward pass begins. Of few tokens the gradients by
-    all logits, in the compute dtype, are smaller than that: then these are kept, and the head's gradient is made part
-    after part as it is reduced.
+    The gradients are computed in the same pass, while a block's probabilities exist, so the logits are computed once.
+    Each shard adds up its own head gradient over the blocks in float32. The gradients are reduced once, right after the
+    pass, to the devices that hold the head's shards, so the whole gradient is freed before the layers' backward pass
+    begins. With few tokens the gradients with respect to all logits, in the compute dtype, are smaller than the head's
+    gradient: then these are kept, and the head's gradient is computed part by part as it is reduced.
 
     Returns:
-      The first LossSums of the shard [1, 4 or 5]; the gradients of the loss by the hidden states [B, T, D] in their dtype,
-      and by the shard's part of the head, summed over shards, in float32; None where the head has none.
+      The first LossSums of the shard [1, 4 or 5]; the gradient of the hidden states [B, T, D] in their dtype; and the
+      gradient of the shard's part of the head, summed over shards, in float32 (None if the head has none).
     """
     head = gathered(head_VD, hidden_BTD.dtype, layout)
     (B, T, D), V = hidden_BTD.shape, len(head_VD)
-    # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
+    # For the head's gradient the blocks keep its sum, or the logits' gradients where those are smaller.
     kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
     def add(carry, block):
@@ -87,7 +87,7 @@ def loss_and_gradients(
 
 
 def token_log_probabilities(hidden_BTD, head_VD, targets_BT, layout: Layout, softmax: Softmax) -> jax.Array:
-    """Of one shard's targets [B, T], without gradients."""
+    """Log-probabilities of one shard's targets [B, T], without gradients."""
     head, (B, T) = gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
 
     def add(carry, block):
@@ -98,7 +98,7 @@ def token_log_probabilities(hidden_BTD, head_VD, targets_BT, layout: Layout, sof
 
 
 def _sum_part(dhead_DV: jax.Array, shards: int, start: jax.Array | int, size: int) -> jax.Array:
-    """Of each of `shards` parts of D the rows from `start` on: [shards, size, V]."""
+    """The rows from `start` on of each of `shards` parts of D: [shards, size, V]."""
     dhead_SXV = dhead_DV.reshape(shards, -1, dhead_DV.shape[1])
     return jax.lax.dynamic_slice_in_dim(dhead_SXV, start, size, axis=1)
 
@@ -106,20 +106,20 @@ def _sum_part(dhead_DV: jax.Array, shards: int, start: jax.Array | int, size: in
 def _product_part(
     hidden_ND: jax.Array, dlogits_NV: jax.Array, shards: int, start: jax.Array | int, size: int
 ) -> jax.Array:
-    """The same of hidden.T @ dlogits."""
+    """`_sum_part` of hidden.T @ dlogits."""
     hidden_NSX = hidden_ND.reshape(len(hidden_ND), shards, -1)
     return dot(jax.lax.dynamic_slice_in_dim(hidden_NSX, start, size, axis=2), dlogits_NV, 0, 0)
 
 
 def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: Layout) -> jax.Array:
-    """The sum of all shards' head gradients, each device's part of D; a large one part after part.
+    """The sum of all shards' head gradients, each device's part of D; a large one is reduced part by part.
 
-    A TPU reduces into a second buffer and takes its part from that, so it is kept small.
+    A TPU reduces into a second buffer and copies its part from there, so small parts keep that buffer small.
 
     Args:
       part: (shards of D, start, size) -> these rows of each of the shards of this device's gradient [D, V].
       D, V: sizes of the gradient.
-      layout: where it goes.
+      layout: the devices that receive each part.
     """
     if not layout.head_axes:
         return layout.reduced(part(1, 0, D))
@@ -135,7 +135,7 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: Layout) -> 
 
 
 def _block(block, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array, jax.Array]:
-    """Sums [4 or 5] of a block of places, and the loss's gradient by its logits [places, V]."""
+    """Sums [4 or 5] of a block of N positions, and the loss's gradient with respect to its logits [N, V]."""
     hidden, targets, weights = block
     logits = softmax.inputs(head.logits(hidden))
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -148,7 +148,7 @@ def _block(block, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array
     V, wanted = logits.shape[1], weights[:, None]
     if terms.smoothing:
         low = terms.others(V)
-        less = terms.smoothing + low  # of the target's probability, where every id has `low`
+        less = terms.smoothing + low  # the target loses this probability; every id gets `low`
         columns.append(less * target - low * jnp.sum(logits, axis=-1) - terms.entropy(V))
         wanted = (1.0 - less) * wanted
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
@@ -160,7 +160,7 @@ def _block(block, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array
 
 
 def _log_probabilities_of_block(block, head: Head, softmax: Softmax) -> jax.Array:
-    """Of the targets of a block of places, [places]."""
+    """Log-probabilities of the targets of a block of N positions, [N]."""
     hidden, targets = block
     logits = softmax.inputs(head.logits(hidden))
     return _of_targets(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
@@ -172,15 +172,15 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logit of each place's target, [places]; some number where that is no id: its weight is 0."""
+    """The logit of each position's target, [N]; any number where the target is no valid id: its weight is 0."""
     if sharding.platform() == "cpu" and not sharding.active():
         return jnp.take_along_axis(logits, targets[:, None], axis=-1, mode="clip")[:, 0]
-    # Comparing with the ids keeps a vocabulary that is sharded where it is; XLA's CPU back end makes two passes of it.
+    # Comparing with the ids keeps a sharded vocabulary sharded; XLA's CPU back end makes two passes of it.
     return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
 def _over_blocks(body, carry, arrays, V: int):
-    """Scans `body` over blocks of places; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
+    """Scans `body` over blocks of positions; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
     size = B * T * V * 4
     limit = _BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))

@@ -1,8 +1,8 @@
-"""The cross entropy by parts of the vocabulary: the logits of a part are of all tokens, and made twice.
+"""The cross entropy by parts of the vocabulary: each part computes the logits of all tokens, twice.
 
-A first pass finds the softmax's normaliser of each token, a second one makes the gradients. Of the head's gradient
-only a part is there at a time: it is reduced at once to where the head's shards lie. By blocks of tokens it is there
-whole, in float32, and read and written for each block.
+A first pass computes the softmax's normaliser of each token, a second one the gradients. Only a part of the head's
+gradient exists at a time: it is reduced at once to the devices that hold the head's shards. By blocks of tokens the
+whole gradient exists, in float32, and every block reads and writes it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from capibara.kernels.cross_entropy.layout import Layout, dot
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
-# Bytes of the larger of a part's float32 logits and its gradient.
+# Bytes of a part's float32 logits or of its gradient, whichever is larger.
 _PART_BYTES = 64 * 2**20
-_LANES, _SUBLANES = 128, {"tpu": 8}  # of a TPU's vector registers, in float32
-_LOWEST = -1e30  # below every logit, and finite: of a part of ids that cannot be the largest logit is -inf
+_LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
+_LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
 
 
 class _Seen(NamedTuple):
-    """Of the ids that a pass has seen, for each shard of the vocabulary and each token; [S, N], float32.
+    """Results over the ids that a pass has read, for each shard of the vocabulary and each token: [S, N], float32.
 
     Attributes:
-      largest: logit.
-      total: of exp(logit - largest).
-      target: logit of the target; 0 where it has not been seen.
-      sum: of the logits; None where nobody asks.
+      largest: the largest logit.
+      total: the sum of exp(logit - largest).
+      target: the target's logit; 0 if it has not been read yet.
+      sum: the sum of the logits; None if unused.
     """
 
     largest: jax.Array
@@ -48,15 +48,15 @@ class _Tokens(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The head and how it is cut.
+    """The head, and the parts that it is split into.
 
     Attributes:
-      head_SPV: in the compute dtype; V are the ids of one of the S shards of the vocabulary, P all of D, of each of whose
-        shards zeros may fill up the last rows.
-      head_shards: of D.
-      own_D: of each of them.
-      size: how many ids of each shard of the vocabulary a part has; the last part can have fewer.
-      softmax: what is made of the logits.
+      head_SPV: the head in the compute dtype. V: the ids of one of the S shards of the vocabulary; P: all of D, where
+        zeros may fill the last rows of each shard of D.
+      head_shards: the number of shards of D.
+      own_D: the size of each of them.
+      size: the ids of a part in each shard of the vocabulary; the last part can have fewer.
+      softmax: how the logits become probabilities.
     """
 
     head_SPV: jax.Array
@@ -66,7 +66,7 @@ class _Parts(NamedTuple):
     softmax: Softmax
 
     def of(self, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
-        """A part from `start` on: its head [S, D, size] and its ids [S, 1, size]."""
+        """The part from `start` on: its head [S, D, size] and its ids [S, 1, size]."""
         S, P, V = self.head_SPV.shape
         ids_SX = start + jnp.arange(size, dtype=jnp.int32) + V * jnp.arange(S, dtype=jnp.int32)[:, None]
         part_SPX = jax.lax.dynamic_slice_in_dim(self.head_SPV, start, size, axis=2)
@@ -75,7 +75,7 @@ class _Parts(NamedTuple):
         return part_SPX, ids_SX[:, None]
 
     def logits(self, hidden_ND: jax.Array, head_SDX: jax.Array, ids_S1X: jax.Array) -> jax.Array:
-        """What the softmax is of, [S, N, X] in float32."""
+        """The softmax's input, [S, N, X] in float32."""
         logits = jnp.einsum("ND,SDX->SNX", hidden_ND, head_SDX, preferred_element_type=jnp.float32)
         return self.softmax.inputs(logits, ids_S1X)
 
@@ -89,7 +89,7 @@ def loss_and_gradients(
     terms: Terms,
     softmax: Softmax,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `by_tokens.loss_and_gradients`, of a head that has a gradient."""
+    """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     size = _part_size(V // S, _PART_BYTES // (4 * max(hidden_ND.shape) * S))
@@ -101,7 +101,7 @@ def loss_and_gradients(
 
 
 def _look(tokens: _Tokens, parts: _Parts, terms: Terms) -> _Seen:
-    """The first pass."""
+    """The first pass: the normaliser, and the targets' logits."""
     ceiling = parts.softmax.ceiling
 
     def look(seen: _Seen, start: jax.Array | int, size: int) -> _Seen:
@@ -138,10 +138,10 @@ def _look(tokens: _Tokens, parts: _Parts, terms: Terms) -> _Seen:
 
 
 def _largest_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]:
-    """Of the last dimension of x the largest, and of others the sum; in one operation.
+    """The largest of x along its last dimension, and the sums of other arrays, in one operation.
 
-    That is all that a TPU makes of a product as it leaves the matrix unit; of several operations the first writes the
-    product down for the others.
+    A TPU fuses only one operation with a product as it leaves the matrix unit; with several, the first writes the whole
+    product to memory for the others.
     """
 
     def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -167,7 +167,7 @@ def _sums(seen: _Seen, tokens: _Tokens, V: int, terms: Terms, ceiling: float | N
     ]
     if seen.sum is not None:
         low = terms.others(V)
-        less = terms.smoothing + low  # of the target's probability, where every id has `low`
+        less = terms.smoothing + low  # the target loses this probability; every id gets `low`
         columns.append(less * target - low * jnp.sum(seen.sum, axis=0) - terms.entropy(V))
     return jnp.stack([jnp.sum(column * tokens.weights_N) for column in columns]), log_z
 
@@ -175,7 +175,7 @@ def _sums(seen: _Seen, tokens: _Tokens, V: int, terms: Terms, ceiling: float | N
 def _gradients(
     tokens: _Tokens, parts: _Parts, log_z_N: jax.Array, layout: Layout, terms: Terms
 ) -> tuple[jax.Array, jax.Array]:
-    """The second pass: gradients by the hidden states [N, all of D] and by the shard's part of the head [D, S, V]."""
+    """The second pass: gradients of the hidden states [N, all of D] and of the shard's part of the head [D, S, V]."""
     (S, _, V), (hidden_ND, targets_N, weights_N) = parts.head_SPV.shape, tokens
     G, D = parts.head_shards, parts.own_D
     low = terms.others(S * V) if terms.smoothing else 0.0
@@ -195,7 +195,7 @@ def _gradients(
         dhead_GDSX = jnp.moveaxis(dhead_SDX.reshape(S, G, D, size), 0, 2)
         return dhidden_SND + more_SND, layout.reduced(dhead_GDSX)
 
-    # Apart for each shard of the vocabulary, so that their sum is sent once, not for every part.
+    # Separate for each shard of the vocabulary, so that their sum is sent once, not for every part.
     dhidden_SND, pieces = jnp.zeros((S, *hidden_ND.shape)), V // parts.size
     dhidden_SND, found_PDSX = jax.lax.scan(
         lambda dhidden, index: add(dhidden, index * parts.size, parts.size), dhidden_SND, jnp.arange(pieces)
@@ -208,10 +208,10 @@ def _gradients(
 
 
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-    """The whole head [S, P, V] as `_Parts` has it.
+    """The whole head [S, P, V], as in `_Parts`.
 
-    Each shard of D has zeros up to whole rows of a TPU's registers: else all of it would be copied when shards are put
-    together. A part is rid of them when it is cut out.
+    Zeros fill each shard of D up to whole rows of a TPU's registers: without them concatenating the shards would copy
+    the whole head. Each part drops the zeros when it is sliced.
     """
     (V, D), S = head_VD.shape, layout.vocab_shards
     missing = -D % _SUBLANES.get(sharding.platform(), 1) if layout.head_axes else 0
@@ -222,7 +222,7 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
 
 
 def _part_size(ids: int, most: int) -> int:
-    """How many ids a part has: a multiple of a register's lanes, which divides all of them where one nearly fits."""
+    """The number of ids in a part: a multiple of a register's lanes, which divides all ids where one nearly fits."""
     if ids <= most:
         return ids
     lanes = max(1, most // _LANES)

@@ -1,4 +1,4 @@
-"""Next-token losses as sums, so that micro-batches and hosts add up exactly; logits are never whole."""
+"""Next-token losses as sums, so that micro-batches and hosts add up exactly; the whole logits never exist at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capibara.kernels.cross_entropy import by_tokens, by_vocabulary
 from capibara.kernels.cross_entropy.layout import Layout, layout_of, on_shards, specs
 from capibara.kernels.cross_entropy.terms import LossSums, Softmax, Terms
 
-# Bytes of a head's float32 gradient on a device from which on a TPU makes it part by part.
+# On a TPU a float32 head gradient of at least so many bytes on a device is computed by parts of the vocabulary.
 _LARGE_GRADIENT_BYTES = 768 * 2**20
 
 
@@ -30,18 +30,18 @@ def cross_entropy(
 ) -> tuple[jax.Array, LossSums]:
     """Cross entropy of softmax(hidden @ head.T) against the targets.
 
-    The gradients are made in the forward pass, while logits are at hand, which are made and used up in blocks of tokens
-    or in parts of the vocabulary (`by_vocabulary_on`).
+    The gradients are computed in the forward pass, from logits that exist for one block of tokens or one part of the
+    vocabulary at a time (`by_vocabulary_on`).
 
     Args:
       hidden_BTD: final hidden states, in the compute dtype.
       head_VD: output projection, float32.
-      targets_BT: wanted token ids.
+      targets_BT: target token ids.
       weights_BT: weight of each target; 0 leaves it out. No gradient.
       z_loss: coefficient of the squared log normaliser in the loss.
       label_smoothing: share of a target's probability that goes to the other ids.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they stay.
-      trains_head: else the head has no gradient, and none is made.
+      trains_head: False computes no gradient of the head.
 
     Returns:
       The loss, nll + z_loss * z + smoothing, to differentiate; and the sums, without gradient.
@@ -64,13 +64,13 @@ def token_log_probabilities(
 ) -> jax.Array:
     """Log-probability of each target under softmax(hidden @ head.T / temperature), float32 [B, T], to differentiate.
 
-    For losses that are no sum over tokens. What each of them weighs is known only when all are there, so the logits are
-    made again in the backward pass, which is that of `cross_entropy` with these weights.
+    For losses that are not a sum over tokens. A token's weight in such a loss is known only after all
+    log-probabilities, so the backward pass computes the logits again: it is that of `cross_entropy` with these weights.
 
     Args:
       hidden_BTD, head_VD, targets_BT, soft_cap, trains_head: as for `cross_entropy`.
       temperature: divides the logits, after the cap.
-      usable: only so many first ids can be; None: all.
+      usable: only this many first ids have a probability; None: all.
     """
     layout = layout_of(targets_BT, head_VD, trains_head)
     usable = None if usable is None or usable >= len(head_VD) else usable
@@ -80,9 +80,9 @@ def token_log_probabilities(
 def by_vocabulary_on(platform: str, gradient_bytes: float, head_shards: int) -> bool:
     """Whether gradients are made by parts of the vocabulary, not by blocks of tokens.
 
-    Parts make the logits a second time, a third more FLOPs of the head, and hold no whole gradient of it. On a TPU, where
-    it is large, what blocks read and write of it costs more. Compiled gradients of a loss on v5e-64 (fsdp=64), with rows
-    of 2048 a chip:
+    The parts compute the logits twice (a third more of the head's FLOPs) but never hold its whole gradient. On a TPU a
+    large gradient costs more than that, since every block reads and writes it. Compiled gradients of a loss on v5e-64
+    (fsdp=64), with rows of 2048 a chip:
 
     | vocabulary, width, rows | by blocks of tokens | by parts of the vocabulary |
     |---|---|---|
@@ -93,18 +93,18 @@ def by_vocabulary_on(platform: str, gradient_bytes: float, head_shards: int) -> 
     | 128,256, 4096, 8 | 3.77 GiB, 0.577 s | 1.57 GiB, 0.469 s |
     | 256,000, 2304, 8 | 4.93 GiB, 1.075 s | 1.61 GiB, 0.497 s |
 
-    A CPU's caches want blocks of tokens, and on one device the gradient is whole in any case.
+    A CPU's caches favour blocks of tokens, and on one device the gradient is whole in any case.
 
     Args:
-      platform: as sharding.platform().
-      gradient_bytes: of the head's float32 gradient, of all of D and a device's part of the vocabulary.
-      head_shards: how many devices share out the head's D.
+      platform: as sharding.platform() returns it.
+      gradient_bytes: size of the head's float32 gradient, for all of D and a device's part of the vocabulary.
+      head_shards: the number of devices that the head's D is sharded over.
     """
     return platform == "tpu" and head_shards > 1 and gradient_bytes >= _LARGE_GRADIENT_BYTES
 
 
 def _form(head_VD: jax.Array, layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """What makes the loss and its gradients."""
+    """The function that computes the loss and its gradients."""
     gradient_bytes = 4 * head_VD.size / layout.vocab_shards
     if layout.trains_head and by_vocabulary_on(sharding.platform(), gradient_bytes, layout.head_shards):
         return by_vocabulary.loss_and_gradients
@@ -138,7 +138,7 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, so
     )(hidden_BTD, head_VD, targets_BT, weights_BT)
     sums = jnp.sum(sums, 0)
     if layout.trains_head and sharding.platform() == "tpu":
-        # Whose scheduler would reduce the head's gradient last and keep it whole.
+        # XLA's TPU scheduler would reduce the head's gradient last and keep it whole until then.
         dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))
     return (terms.total(sums), sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
@@ -147,7 +147,7 @@ def _loss_backward(layout, terms, softmax, gradients, upstream):
     del layout, terms, softmax
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD, like_head = gradients
-    # In float32, and rounded only then: dloss is a float16 run's loss scale.
+    # In float32, rounded only at the end: dloss is the loss scale of a float16 run.
     dhidden = (dhidden_BTD.astype(dloss.dtype) * dloss).astype(dhidden_BTD.dtype)
     dhead = None if dhead_VD is None else (dhead_VD.astype(dloss.dtype) * dloss).astype(like_head.dtype)
     return dhidden, dhead, None, None

@@ -1,4 +1,4 @@
-"""Who has which part of the loss on a mesh: rows and positions, the head, and its gradient."""
+"""How a mesh shards the loss: its rows and positions, the head, and the head's gradient."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from capibara.sharding import Rules
 
 
 class Layout(NamedTuple):
-    """Which mesh axes share out the rows, the places, and the head's D; without any of the first two all is local.
+    """The mesh axes that shard the rows, the positions and the head's D; without the first two all is local.
 
-    `vocab_shards`: how many devices share out the vocabulary, which is the partitioner's. `trains_head`: whether the
-    head has a gradient.
+    `vocab_shards`: the number of devices that the vocabulary is sharded over (by the partitioner). `trains_head`:
+    whether the head has a gradient.
     """
 
     mesh: Mesh | None
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     @property
     def head_shards(self) -> int:
-        """How many devices share out the head's D."""
+        """The number of devices that the head's D is sharded over."""
         return math.prod(self.mesh.shape[axis] for axis in self.head_axes) if self.mesh else 1
 
     def reduced(self, x: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> Layout:
-    """On the active mesh."""
+    """The layout on the active mesh."""
     row_axes, time_axes = _loss_axes(*targets_BT.shape)
     mesh, rules = sharding.active() or (None, None)
     head_axes = _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1])
@@ -55,16 +55,16 @@ def layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> L
 
 
 def _head_axes(mesh: Mesh | None, rules: Rules | None, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Of the axes that share out the loss, those along which the head's D lies too."""
+    """Those axes of the loss that shard the head's D too."""
     kept = tuple(axis for axis in rules.embed if axis in axes) if mesh else ()
     return kept if size % math.prod(mesh.shape[axis] for axis in kept) == 0 else ()
 
 
 def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Mesh axes that share out the rows and the places of the loss.
+    """Mesh axes that shard the rows and the positions of the loss.
 
-    Stages have done their work on all rows by then, so they share them too, where the rows divide. Axes of one device
-    are left out: the partitioner cannot do with a manual one beside a tensor axis.
+    The stages have finished all rows by then, so they share the rows too, where these divide evenly. Axes of one device
+    are left out: the partitioner fails on such a manual axis beside a tensor axis.
     """
     mesh, rules = sharding.active() or (None, None)
     if mesh is None:
@@ -79,12 +79,12 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 def specs(layout: Layout) -> tuple[P, P, P]:
-    """Of arrays [B, T, ...], of the head [V, D], and of results with one row for each shard."""
+    """Specs of arrays [B, T, ...], of the head [V, D], and of results with one row for each shard."""
     return P(layout.row_axes or None, layout.time_axes or None), P(None, layout.head_axes or None), P(layout.axes)
 
 
 def on_shards(local: Callable, layout: Layout, in_specs: tuple[P, ...], out_specs: Any) -> Callable:
-    """`local` on each shard of the loss; vocabulary axes stay with the partitioner."""
+    """`local` on each shard of the loss; the partitioner handles the vocabulary's axes."""
     if not layout.axes:
         return local
     return jax.shard_map(
@@ -105,23 +105,23 @@ class Head(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many ids there are."""
+        """The size of the vocabulary."""
         return self.matrix.shape[self.vocabulary]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[places, D] -> [places, V], float32."""
+        """[N, D] -> [N, V], float32."""
         return dot(hidden, self.matrix, 1, 1 - self.vocabulary)
 
     def gradient(self, dlogits: jax.Array) -> jax.Array:
-        """By the hidden states: [places, V] -> [places, D], float32."""
+        """The gradient with respect to the hidden states: [N, V] -> [N, D], float32."""
         return dot(dlogits, self.matrix, 1, self.vocabulary)
 
 
 def gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> Head:
-    """Cast before it is sent.
+    """The whole head on each device, cast before it is sent.
 
-    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy. A
-    CPU would make one of a transposed head.
+    A TPU puts the gathered dimension outermost: loops over blocks would make a second copy of a head [V, D]. A CPU
+    would make one of a transposed head.
     """
     head, vocabulary = head_VD.astype(dtype), 0
     if sharding.platform() != "cpu":

@@ -16,7 +16,7 @@ def sums(
     terms: Terms,
     softmax: Softmax,
 ) -> jax.Array:
-    """The first LossSums [4 or 5]; arguments as of `dispatch.cross_entropy`."""
+    """The first LossSums [4 or 5]; the arguments are those of `dispatch.cross_entropy`."""
     head_VD = head_VD.astype(hidden_BTD.dtype)
     logits = softmax.inputs(jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32))
     V, log_z = logits.shape[-1], jax.nn.logsumexp(logits, axis=-1)
@@ -46,7 +46,7 @@ def cross_entropy(
 def token_log_probabilities(
     hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, softmax: Softmax
 ) -> jax.Array:
-    """As `dispatch.token_log_probabilities`."""
+    """`dispatch.token_log_probabilities` by the plain formula."""
     head_VD = head_VD.astype(hidden_BTD.dtype)
     logits = softmax.inputs(jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32))
     return jnp.take_along_axis(jax.nn.log_softmax(logits), targets_BT[..., None], axis=-1)[..., 0]
