@@ -66,11 +66,8 @@ def save_t5x(
     rows = {row.hf.name: row for row in t5x_names.rows_of(config).values()}
     of_layers = {row.theirs.name: row.theirs.dims for row in rows.values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
-    files = {
-        "config.gin": (
-            t5x_names.gin_text(config, computing or {}) + ("" if optimizer is None else optimizer.gin)
-        ).encode()
-    }
+    gin = t5x_names.gin_text(config, computing or {}) + ("" if optimizer is None else optimizer.gin)
+    files = {"config.gin": gin.encode()}
     files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
     with partial.whole(folder) as unfinished:
         target: dict[str, Any] = {}
