@@ -456,7 +456,7 @@ ARRAY = "token_embedder/embedding is missing or corrupted"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (chunks_are_lost, r"token_embedder/embedding is missing or corrupted \(its chunk 1.0 is not there\)"),
+        (chunks_are_lost, r"token_embedder/embedding is missing or corrupted \(its chunk 1.0 is missing\)"),
         (index_is_cut, "is no T5X checkpoint, cut short or corrupted"),
         (array_is_gone, "decoder/layers_1/mlp/wi_0/kernel is missing or corrupted"),
         (array_is_elsewhere, "target.token_embedder.embedding', a link out of its folder to .*/moved: put a copy"),
