@@ -82,7 +82,7 @@ def test_a_process_that_is_killed_while_it_removes_a_step(tmp_path, count):
 
 
 @pytest.mark.fault(6)
-@pytest.mark.parametrize("scenario", ["exit", "return"])
+@pytest.mark.parametrize("scenario", ["exit", pytest.param("return", marks=pytest.mark.heavy)])
 def test_a_program_that_ends_without_close_has_saved(tmp_path, scenario):
     code, out, err = ended(start(tmp_path, scenario))
     assert (code, out, err) == (0, "saving 2\n", "")

@@ -122,7 +122,7 @@ def test_a_run_goes_on_on_another_mesh(make_trainer, train, tmp_path, plan, devi
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("how", ["gone", "changed", "of another version"])
+@pytest.mark.parametrize("how", [pytest.param("gone", marks=pytest.mark.heavy), "changed", "of another version"])
 def test_without_the_data_iterators_state_nothing_is_started_anew(make_trainer, train, how):
     trainer = make_trainer(steps=4)
     train(trainer)

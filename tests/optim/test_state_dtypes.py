@@ -130,10 +130,10 @@ class TestState:
     @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
     def test_bytes(self, name):
         """Of every moment of a weight: 4, 2, and 1 + 4 / block; biases and norms stay at 4."""
-        params, found = make_params(), {}
+        params, found = jax.eval_shape(make_params), {}
         for dtype in StateDtype:
-            state = Optimizer(name=name, state_dtype=dtype).build(10, AXES).init(params)
-            found[dtype] = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.size > 100)
+            state = jax.eval_shape(Optimizer(name=name, state_dtype=dtype).build(10, AXES).init, params)
+            found[dtype] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.size > 100)
         leaves = {tree_name: leaf for tree_name, leaf in zip(tree.path_names(params), jax.tree.leaves(params))}
         moments = {n: 2 if name == "adamw" else 1 for n in leaves}
         if name == "muon":  # its momentum for hidden matrices, adamw for the rest
@@ -149,8 +149,8 @@ class TestState:
     @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
     @pytest.mark.parametrize("dtype", STORED)
     def test_axes_are_the_parameters(self, name, dtype):
-        tx, params = Optimizer(name=name, state_dtype=dtype).build(10, AXES), make_params()
-        state, axes = jax.eval_shape(tx.init, params), optim.state_axes(tx, jax.eval_shape(lambda: params), AXES)
+        tx, params = Optimizer(name=name, state_dtype=dtype).build(10, AXES), jax.eval_shape(make_params)
+        state, axes = jax.eval_shape(tx.init, params), optim.state_axes(tx, params, AXES)
 
         def check(leaf, names):
             assert tree.is_axes(names) and len(names) == leaf.ndim
@@ -190,7 +190,7 @@ class TestNoise:
 
 class TestLearning:
     @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
-    @pytest.mark.parametrize("dtype", STORED)
+    @pytest.mark.parametrize("dtype", [pytest.param(StateDtype.BFLOAT16, marks=pytest.mark.heavy), StateDtype.INT8])
     def test_learns_as_with_float32(self, name, dtype):
         assert final_loss(name, dtype) == pytest.approx(final_loss(name, StateDtype.FLOAT32), rel=0.005)
 
