@@ -1,1 +1,1 @@
-"""The train state, the step, the loop and what surrounds it."""
+"""Training: the train state, the step, the loop, set-up, recovery, evaluation and callbacks."""

@@ -1,4 +1,4 @@
-"""What happens around the training loop, without the loop knowing it."""
+"""Callbacks of the training loop."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a callback may know of the run, fixed before the first step.
+    """Facts about a run for callbacks, fixed before the first step.
 
     Attributes:
       model_dir: the run folder.
-      start_step: steps done before this start of the program (0 for a new run).
+      start_step: steps completed before this start of the program (0 for a new run).
       total_steps: the step at which the run ends.
       param_count: number of parameters.
       tokens_per_step: positions in a global batch, padding included.
-      flops_per_step: model FLOPs of one step, all devices together (6ND plus attention).
+      flops_per_step: model FLOPs of one step, on all devices together (6ND plus attention).
       device_count: devices in the mesh.
-      device_kind: as JAX names it ("TPU v5 lite", "cpu").
-      peak_flops: peak FLOP/s of one device at the compute dtype; None where it is not known (no MFU then).
+      device_kind: JAX's name ("TPU v5 lite", "cpu").
+      peak_flops: peak FLOP/s of one device in the compute dtype; None: unknown, and no MFU is logged.
       config: the operative Gin configuration.
     """
 
@@ -43,19 +43,16 @@ class Callback:
     """
 
     def on_status(self, text: str) -> None:
-        """While the run is set up, before `on_train_begin`: what takes time, or took it; later what is put off.
-
-        From any thread.
-        """
+        """A line on what takes time during set-up, before `on_train_begin`; later, on postponed work. From any thread."""
 
     def on_progress(self, text: str) -> None:
-        """Within what takes long between two steps (an evaluation, a rollout), often: how far it is; "": it is over."""
+        """The progress of long work between two steps (an evaluation, a rollout), called often; "": the work is over."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Before the first step, after a checkpoint was restored."""
+        """Before the first step, after a checkpoint was restored, if there is one."""
 
     def on_spent(self, step: int, seconds: Mapping[str, float]) -> None:
-        """After `on_train_begin` and before `on_train_end`: seconds that no step's metrics have, by what took them.
+        """After `on_train_begin` and before `on_train_end`: seconds outside of steps, by cause.
 
         At the beginning "start" (from the start of the process), "set_up" (compiling, opening the data) and "restore".
         """
@@ -73,7 +70,7 @@ class Callback:
         """After a checkpoint of `step` was handed to the writer."""
 
     def on_roll_back(self, step: int) -> None:
-        """After the run went back to `step` because of a loss spike: what was told of later steps is void."""
+        """After a loss spike made the run roll back to `step`: metrics of later steps are void."""
 
     def on_train_end(self, step: int, reason: str) -> None:
         """After the last step; `reason` is "finished", "early_stopping" or "interrupted"."""

@@ -1,4 +1,4 @@
-"""Loss over a whole validation split, and what else is told of parameters between two steps."""
+"""Evaluation between two steps: the loss over the validation split, metrics of tasks, and sample texts."""
 
 from __future__ import annotations
 
@@ -29,33 +29,37 @@ from capibara.training.feed import each_task, open_loader, validation_batches, v
 from capibara.training.metrics import evaluation_metrics
 from capibara.training.trainer import Trainer
 
-_AHEAD = 8  # batches that may wait on the devices at a time
-_ASK_EVERY = 8  # batches, after which several hosts ask each other whether to stop
+_AHEAD = 8  # batches that may be queued on the devices
+_ASK_EVERY = 8  # batches between two exchanges of whether to stop, with several hosts
 EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
 Sampler = Callable[[Params], Iterable[tuple[str, str]]]  # parameters -> (prompt, text) pairs
 
 
 class Judge(Protocol):
-    """What else is told of a run's parameters after each evaluation, of some tasks: made elsewhere, given to the loop."""
+    """Computes metrics of tasks after each evaluation; implemented in capibara.evaluation and passed to the loop."""
 
     def prepare(self) -> None:
-        """Before the first step: what can be wrong shows now."""
+        """Called before the first step; raises early if the tasks have errors."""
 
     def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterable[tuple[str, Mapping[str, float]]]:
-        """Each task with its metrics, on every process; `tell` is called often, alike on every process, and may raise."""
+        """Yields each task with its metrics, on every process.
+
+        It calls `tell` often, equally often on every process; `tell` may raise.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the parameters of a run between two steps, and tells its callbacks.
+    """Evaluates the parameters of a run between two steps and calls its callbacks.
 
     Attributes:
       trainer, mesh: of the run.
-      eval_step, batch_sharding: of `make_eval_step`, and of every array of a batch.
+      eval_step: from `make_eval_step`.
+      batch_sharding: of every array of a batch.
       reporter, callbacks: of the loop.
-      provider: evaluates in place of the validation split's loss, where a loss has one.
-      sampler: writes texts after each evaluation.
-      judge: its metrics of tasks join those of the evaluation.
+      provider: its `evaluate` replaces the loss of the validation split, if the loss has a provider.
+      sampler: generates texts after each evaluation.
+      judge: computes metrics of tasks, which are added to those of the evaluation.
     """
 
     trainer: Trainer
@@ -69,24 +73,24 @@ class Evaluator:
     judge: Judge | None = None
 
     def prepare(self) -> None:
-        """Before the first step: what can be wrong with the judge's tasks shows now."""
+        """Called before the first step; raises early if the judge's tasks have errors."""
         if self.judge is not None:
             self.judge.prepare()
 
     def due(self, step: int, first_step: int, owed: bool) -> bool:
-        """Whether parameters are to be evaluated: new ones, and those that were given, for what becomes of them.
+        """Whether to evaluate after `step`: every `Evaluation.every` steps, and pretrained weights before the first step.
 
         Args:
-          step: steps done.
-          first_step: that of this start.
-          owed: the run was to stop before the evaluation of that step.
+          step: completed steps.
+          first_step: completed steps at this start.
+          owed: the previous start stopped before the evaluation of `first_step`.
         """
         given = step == 0 and self.trainer.init_from is not None
         last = step >= self.trainer.steps
         return (step > first_step or given or owed) and is_due(step, self.trainer.evaluation.every, last)
 
     def evaluate(self, step: int, params: Params) -> float | None:
-        """Evaluates, judges and samples; returns the loss, or None if the run is to stop before there is one."""
+        """Evaluates, judges and samples; returns the loss, or None if the run must stop before that."""
         loss = None
         with contextlib.suppress(Interrupted):
             metrics = self.metrics(params)
@@ -97,13 +101,13 @@ class Evaluator:
             self._sample(step, params)
         self.reporter.progress("")
         if loss is None:
-            self.reporter.status(f"step {step}: the evaluation is left, and made when the run resumes")
+            self.reporter.status(f"step {step}: the evaluation is postponed until the run resumes")
         return loss
 
     def metrics(self, params: Params) -> dict[str, float]:
-        """Metrics over the validation split, with the unigram baseline where one is asked for; raises Interrupted.
+        """Metrics over the validation split, with the unigram baseline if it is configured; raises Interrupted.
 
-        Of a SeqIO mixture those of each task, too, as "TASK/METRIC".
+        For a SeqIO mixture also the metrics of each task, as "TASK/METRIC".
         """
         if self.provider is not None:
             return self.provider.evaluate(params)
@@ -128,7 +132,7 @@ class Evaluator:
             self.callbacks.on_sample(step, *sample)
 
     def _telling(self) -> Callable[[str], None]:
-        """For a judge: shows what it is at; raises Interrupted where the run is to stop."""
+        """A function for a judge that shows its progress, and raises Interrupted if the run must stop."""
         done = itertools.count()
 
         def tell(text: str) -> None:
@@ -157,13 +161,13 @@ class Evaluator:
 
 
 def is_due(step: int, every: int, last: bool = False) -> bool:
-    """Whether a step is one of every so many, or the last; never where `every` is 0."""
+    """Whether `step` is a multiple of `every`, or the last step; False if `every` is 0."""
     return every > 0 and (step % every == 0 or last)
 
 
 @contextlib.contextmanager
 def validation(trainer: Trainer, mesh: Mesh, reporter: Reporter) -> Iterator[Iterator[Batch]]:
-    """Opens the batches of one evaluation; each of them is reported, and raises Interrupted if the run is to stop."""
+    """Opens the batches of one evaluation and reports each; iterating raises Interrupted if the run must stop."""
     with contextlib.closing(validation_loader(trainer, mesh)) as loader:
         yield _reported(loader, validation_batches(trainer), "evaluating", reporter)
 
@@ -176,10 +180,11 @@ def _reported(batches: Iterable[Batch], most: int | None, what: str, reporter: R
 
 
 def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray) -> EvalStep:
-    """(parameters, batch) -> (sums over its real tokens, UTF-8 bytes they stand for), jitted.
+    """Makes a jitted function (parameters, batch) -> (sums over its real tokens, their number of UTF-8 bytes).
 
     Args:
-      token_bytes: [vocabulary] bytes of each token id.
+      model, plan, mesh: of the run.
+      token_bytes: [vocabulary] number of bytes of each token id.
     """
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: len(token_bytes)] = token_bytes
@@ -209,7 +214,7 @@ def evaluate(
 def sums_of(
     eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
 ) -> list[tuple[LossSums, jax.Array]]:
-    """What the step gives of each batch, on the host.
+    """The results of the evaluation step for each batch, on the host.
 
     Raises:
       UserError: there is no batch.
@@ -220,7 +225,7 @@ def sums_of(
         if len(results) % _AHEAD == 0:
             jax.block_until_ready(results[-1])
     if not results:
-        raise UserError("the validation split has no document: give it more text, or set Evaluation.every = 0")
+        raise UserError("the validation split has no document: add text, or set Evaluation.every = 0")
     return jax.device_get(results)
 
 
@@ -231,7 +236,7 @@ def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
 
 
 def with_tasks(metrics: Mapping[str, float], judged: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics with those of tasks under their names, "TASK/METRIC"; one that is there already becomes "TASK/judged/METRIC"."""
+    """Adds the metrics of tasks as "TASK/METRIC", or as "TASK/judged/METRIC" if that name is taken."""
     joined = dict(metrics)
     for task, found in judged:
         for name, value in found.items():

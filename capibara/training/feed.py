@@ -1,4 +1,4 @@
-"""A run's data: this process's share of a split, as its objective wants it, and the batches of its steps."""
+"""The data of a run: this process's part of a split, and the batches of its steps."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from capibara.training.trainer import Trainer
 
 
 class BatchFeed:
-    """The batches of a run's steps, on its devices, and where its data stands.
+    """The batches of a run's steps, on its devices, and the state of its data.
 
     Args:
       batches: the training split.
       batch_sharding: of every array of a batch.
-      provider: what makes the batches, where a loss takes more than the data.
+      provider: makes the batches, if the loss needs more than the data.
     """
 
     def __init__(self, batches: Loader, batch_sharding: NamedSharding, provider: BatchProvider | None):
         self._batches, self._batch_sharding, self.provider = batches, batch_sharding, provider
-        self._unused: dict[str, Any] | None = None  # the data's state before a batch that was given up
-        self.position: Position = None  # where the data stood before the batch at hand
+        self._unused: dict[str, Any] | None = None  # the data's state before a batch that was abandoned
+        self.position: Position = None  # the data's position before the current batch
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
-        """Before the first step of this start, and after the run went back.
+        """Called before the first step of this start, and after a roll-back.
 
         Args:
-          params: of the state at hand.
-          step: steps done.
-          saved: what `provider_state` gave for the checkpoint that the run resumes from; None: a new run.
+          params: the current parameters.
+          step: completed steps.
+          saved: the `provider_state` of the checkpoint from which the run resumes; None: a new run.
 
         Raises:
-          Interrupted: the run is to stop.
+          Interrupted: the run must stop.
         """
         if self.provider is not None:
             self.provider.begin(params, step, saved)
@@ -50,10 +50,10 @@ class BatchFeed:
         return self.provider is not None and self.provider.takes_long(step)
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
-        """The batch of a step, on its devices; `params`: of the state before it.
+        """The batch of a step, on its devices; `params`: the parameters before the step.
 
         Raises:
-          Interrupted: the run is to stop, and its next start makes this batch.
+          Interrupted: the run must stop; its next start makes this batch.
         """
         if self.provider is None:
             self.position = self._batches.position
@@ -66,20 +66,20 @@ class BatchFeed:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the data of all hosts stands, for a checkpoint; every process calls it."""
+        """The state of the data on all hosts, for a checkpoint; every process calls it."""
         return merge_states(hosts.gathered(self._unused or self._batches.get_state()))
 
     def provider_state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the provider; None: there is none."""
+        """The provider's state for a checkpoint; None: there is no provider."""
         return None if self.provider is None else self.provider.state()
 
     def metrics(self) -> dict[str, float]:
-        """What there is to tell of the batches since this was last asked."""
+        """Metrics of the batches since the last call."""
         return {} if self.provider is None else self.provider.metrics()
 
 
 def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
-    """This process's share of a split, in global batches of so many rows."""
+    """This process's part of a split, in global batches of `rows` rows."""
     shards = sharding.host_shards(mesh, trainer.plan.rules)
     open_one = make_loader if trainer.loss is None else trainer.loss.open
     return open_one(
@@ -93,13 +93,13 @@ def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int
 
 
 def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
-    """Once over the validation split."""
+    """One pass over the validation split."""
     rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
     return open_loader(trainer, mesh, "validation", rows, epochs=1)
 
 
 def each_task(trainer: Trainer) -> dict[str, Trainer]:
-    """The run as one of each task of its SeqIO mixture that has a validation split, by the task's name; else of its own data."""
+    """Task name -> the run with this task of its SeqIO mixture as data; for other data, the run itself."""
     dataset, name = trainer.dataset, trainer.dataset.mixture_or_task_name
     if name is None or trainer.loss is not None:
         return {"": trainer}
@@ -113,7 +113,7 @@ def each_task(trainer: Trainer) -> dict[str, Trainer]:
 
 
 def validation_batches(trainer: Trainer) -> int | None:
-    """Batches of `validation_loader` in one evaluation: as many rows with accumulation as without."""
+    """The largest number of batches in one evaluation; accumulation does not change the number of rows."""
     evaluation = trainer.evaluation
     if evaluation.max_batches is None or evaluation.batch_size is not None:
         return evaluation.max_batches

@@ -52,13 +52,13 @@ def train(
     config: str = "",
     load: Load | None = None,
 ) -> Outcome:
-    """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to resume.
+    """Trains until `trainer.steps`, early stopping or a signal; call it again with the same folder to resume.
 
     Args:
       trainer: the run.
-      callbacks: told of everything that happens, on process 0.
+      callbacks: called on process 0.
       sampler: parameters -> (prompt, text) pairs, called after each evaluation.
-      judge: gives metrics of tasks, which join those of each evaluation.
+      judge: computes metrics of tasks, which are added to those of each evaluation.
       peak_flops: of one device, for the MFU.
       compiler_options, config, load: as for `set_up`.
     """
@@ -78,7 +78,7 @@ def train(
         begins, reason = initial.step, None
         try:
             start = setup.begin(initial)
-            del initial  # a frozen base that was rounded to blocks is not needed any more
+            del initial  # frees a frozen base that has been quantized
             feed.begin(start.state.params, start.step, start.progress.get("supply"))
             evaluator.prepare()
             begins = start.step
@@ -103,7 +103,7 @@ def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The loop, once there is a state: `run`, and what each of its lines does."""
+    """The training loop: `run`, and a method for each of its lines."""
 
     setup: Setup
     feed: BatchFeed
@@ -115,7 +115,7 @@ class _Loop:
     meter: Meter
 
     def run(self, start: Start) -> Outcome:
-        """From a start to the end of the run."""
+        """Trains from a start to the end of the run."""
         trainer, recovery = self.setup.trainer, self.setup.recovery
         state, step, score = start.state, start.step, None
         metrics: Metrics = {}
@@ -125,7 +125,7 @@ class _Loop:
             done = step >= trainer.steps or signal_number is not None
 
             due = score is None and self.evaluator.due(step, first_step, recovery.owes_evaluation)
-            if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
+            if due and signal_number is None:  # after a signal only seconds may be left: save first
                 score = self._evaluate(step, state)
                 signal_number = None if done and score is not None else self.stop.agreed(step)
             done = done or recovery.early.stop or signal_number is not None
@@ -154,7 +154,7 @@ class _Loop:
             self.dog.beat(step)
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
-        """The loss; None if the run is to stop before there is one."""
+        """Evaluates and returns the loss; None if the run must stop before that."""
         self.decisions.made(step, "evaluate")
         with self.meter.paused("evaluate"), self.dog.allowing("the evaluation", "evaluation_s"):
             score = self.evaluator.evaluate(step, state.eval_params)
@@ -176,7 +176,7 @@ class _Loop:
             self.callbacks.on_checkpoint(step)
 
     def _next_batch(self, step: int, params: Params) -> Batch | None:
-        """The batch of a step, None if the run is to stop before it is made; a rollout is no part of the step's time."""
+        """The batch of a step, or None if the run must stop before; a rollout does not count as time of the step."""
         if not self.feed.takes_long(step):
             with self.meter.waiting():
                 return self.feed.next_batch(step, params)
@@ -188,7 +188,7 @@ class _Loop:
         return None
 
     def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
-        """Goes back from a loss spike, and tells the callbacks."""
+        """Rolls back after a loss spike and calls the callbacks."""
         self.decisions.made(step, "go back")
         with self.meter.paused("roll_back"), self.dog.allowing("going back", "save_s"):
             start = self.setup.recovery.roll_back(spike, state)
@@ -197,7 +197,7 @@ class _Loop:
         return start
 
     def _ended(self, step: int, signal_number: int | None) -> Outcome:
-        """Waits for the last save, tells the callbacks, and returns the outcome."""
+        """Waits for the last save, calls the callbacks, and returns the outcome."""
         self.decisions.made(step, "end")
         self.dog.ending()
         with self.meter.paused("save"):

@@ -1,4 +1,4 @@
-"""From per-step device scalars to the few numbers that people read."""
+"""Averages the steps' device scalars into the metrics of a log."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import jax
 from capibara.kernels.cross_entropy.terms import LossSums
 
 _MEANS = ("loss", "smoothed_loss", "z_loss", "token_accuracy")
-_COUNTS = {"skipped", "loss_spikes"}  # of a step 0 or 1
+_COUNTS = {"skipped", "loss_spikes"}  # 0 or 1 for a step; a log has their sums
 
 
 class Meter:
-    """Collects the metrics of the steps between two logs; reading them is the only wait for the device.
+    """Collects the metrics of the steps between two logs; only reading them waits for the devices.
 
     Args:
-      tokens_per_step: positions of a batch.
-      means: more metrics of which there are to be means.
+      tokens_per_step: positions in a batch.
+      means: further metrics to average.
     """
 
     def __init__(self, tokens_per_step: int, means: Sequence[str] = ()):
@@ -33,8 +33,8 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:
-        """What is done within ("evaluate", "save") is no part of the steps' time, and is told apart by its name."""
-        jax.block_until_ready(self._pending)  # the steps before it are
+        """A context whose time is not counted as time of the steps, but reported by `name` ("evaluate", "save")."""
+        jax.block_until_ready(self._pending)  # the steps before it count
         began = time.perf_counter()
         yield
         spent_s = time.perf_counter() - began
@@ -42,29 +42,29 @@ class Meter:
         self._spent[name] = self._spent.get(name, 0.0) + spent_s
 
     def spent(self) -> dict[str, float]:
-        """Seconds of what it was paused for since this was last asked, by name."""
+        """Seconds of pauses since the last call, by name."""
         spent, self._spent = self._spent, {}
         return spent
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it a batch is waited for."""
+        """A context in which the loop waits for a batch."""
         began = time.perf_counter()
         yield
         self._data_wait_s += time.perf_counter() - began
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes one step's metrics, still on the device."""
+        """Adds one step's metrics, still on the devices."""
         self._pending.append(metrics)
 
     def read(self) -> dict[str, float]:
-        """Means since the last read: losses weighted by real tokens, or pairs; speed in positions per second.
+        """Reads the metrics since the last call: losses are averaged with weights of real tokens, or pairs.
 
-        Steps whose update was left out have no part in the means, unless there are no others.
+        Steps whose update was skipped are excluded from the means, unless there are no others.
 
         Returns:
-          the last step's own metrics (of tokens, skipped updates and loss spikes the sums), and step_s, tokens_per_s (padding
-          included), data_wait_s (a step's share), evaluate_s and save_s (what that took since the last read, if it did).
+          The last step's metrics, with means, or sums for tokens, skipped updates and loss spikes; and step_s, tokens_per_s
+          (including padding), data_wait_s (per step), evaluate_s and save_s (in total since the last call, if any).
         """
         steps = jax.device_get(self._pending)
         count = len(steps)
@@ -90,11 +90,11 @@ class Meter:
 
 
 def evaluation_metrics(sums: LossSums, target_bytes: float) -> dict[str, float]:
-    """Loss in nats a token, perplexity, bits per byte of the text, and token accuracy.
+    """Loss in nats per token, perplexity, bits per byte of the text, and token accuracy.
 
     Args:
       sums: over all real tokens of the split.
-      target_bytes: UTF-8 bytes that these tokens stand for; 0: unknown, then there are no bits per byte.
+      target_bytes: number of UTF-8 bytes of these tokens; 0: unknown, and there are no bits per byte.
     """
     weight = max(float(sums.weight), 1.0)
     loss = float(sums.nll) / weight
@@ -122,12 +122,12 @@ class EarlyStopping:
         return self._patience is not None and self._bad >= self._patience
 
     def update(self, loss: float) -> None:
-        """Takes the loss of one evaluation."""
+        """Records the loss of an evaluation."""
         if loss < self._best:
             self._best, self._bad = loss, 0
         else:
             self._bad += 1
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values."""
+        """The state for a checkpoint, as JSON values."""
         return {"best": None if math.isinf(self._best) else self._best, "bad": self._bad}

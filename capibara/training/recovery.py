@@ -1,4 +1,4 @@
-"""Where a run begins, what it saves, and how it goes back from a loss spike."""
+"""Initial state, checkpoints and roll-back of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from capibara.training.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Initial:
-    """What a run begins from: a checkpoint of its own, pretrained weights, or nothing. The arrays are to be used once.
+    """The initial weights and state of a run: its own checkpoint, pretrained weights, or neither.
+
+    The arrays may be used only once (they are donated).
 
     Attributes:
-      checkpoint: the newest whole step and its state, of a run that resumes.
-      params: pretrained ones of the model without adapters, with those of an adapter that goes on.
-      optimizer: the step and the optimizer's state that come with them (Trainer.init_with = "state").
+      checkpoint: the newest valid step and its state; None: the run does not resume.
+      params: pretrained parameters of the model without adapters, and of adapters that are trained further.
+      optimizer: the step and the optimizer's state (Trainer.init_with = "state").
     """
 
     checkpoint: tuple[Restored, TrainState] | None = None
@@ -50,8 +52,8 @@ class Start:
 
     Attributes:
       state: on the mesh.
-      step: steps done.
-      progress: what its checkpoint kept besides, as JSON values; empty: it is new.
+      step: completed steps.
+      progress: further values of the checkpoint, as JSON; empty: the run is new.
     """
 
     state: TrainState
@@ -60,37 +62,37 @@ class Start:
 
 
 class Recovery:
-    """Saves a run's checkpoints, looks at what went wrong, and goes back where it must.
+    """Saves a run's checkpoints, monitors its steps for anomalies, and rolls back.
 
     Args:
       trainer: the run.
-      checkpoints: of its folder.
-      batches: of its training split.
+      checkpoints: the checkpoints of its folder.
+      batches: its training split.
       target: shapes and shardings of its state.
 
     Attributes:
-      early: whether evaluations still get better.
-      owes_evaluation: the run was to stop before the evaluation of the step that it resumed from.
+      early: the early stopping.
+      owes_evaluation: the previous start stopped before the evaluation of the step from which the run resumed.
     """
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints, batches: Loader, target: TrainState):
         self._trainer, self._checkpoints, self._batches, self._target = trainer, checkpoints, batches, target
         self._bad_batches = BadBatches(trainer.model_dir, trainer.anomalies, trainer.float16_scaling, batches)
-        self._roll_backs: Counter[int] = Counter()  # by the step that it went back to
-        self._resumed_at: int | None = None  # the step of the checkpoint
+        self._roll_backs: Counter[int] = Counter()  # number of roll-backs to each step
+        self._resumed_at: int | None = None  # the step of the checkpoint from which the run resumed
         self.early = EarlyStopping(trainer.evaluation.patience)
         self.owes_evaluation = False
 
     def close(self) -> None:
-        """Waits until the documents of bad batches are written down."""
+        """Waits until the documents of bad batches are written."""
         self._bad_batches.close()
 
     def begin(self, initial: Initial, init: Callable[..., TrainState]) -> Start:
-        """The state that a run begins with, on the mesh.
+        """Makes the initial state of a run, on the mesh.
 
         Args:
-          initial: what it begins from.
-          init: (key, given=parameters or None) -> a new state.
+          initial: the checkpoint or pretrained weights.
+          init: (key, given=pretrained parameters or None) -> a new state.
         """
         if initial.checkpoint is not None:
             return self._resumed(*initial.checkpoint)
@@ -102,18 +104,18 @@ class Recovery:
         return Start(state, step, {})
 
     def _resumed(self, restored: Restored, state: TrainState) -> Start:
-        """From a checkpoint, whose progress this takes up."""
+        """Resumes from a checkpoint, including its progress."""
         progress, self._resumed_at = restored.progress, restored.step
         self.early = EarlyStopping(self._trainer.evaluation.patience, progress.get("early_stopping"))
         self.owes_evaluation = progress.get("owes_evaluation", False)
-        if self.owes_evaluation and restored.score is not None:  # an earlier start has made it
+        if self.owes_evaluation and restored.score is not None:  # an earlier start has evaluated it
             self.early.update(restored.score)
             self.owes_evaluation = False
         state = states.with_new_window(state, self._target, self._trainer.anomalies)
         return Start(state, restored.step, progress)
 
     def evaluated(self, step: int, score: float) -> None:
-        """Takes the loss of an evaluation; the checkpoint that owed it has it from now on."""
+        """Records the loss of an evaluation, also in the checkpoint of the step if it was saved without one."""
         self.early.update(score)
         if self.owes_evaluation and step == self._resumed_at:
             self._checkpoints.score(step, score)
@@ -128,17 +130,17 @@ class Recovery:
         score: float | None = None,
         owes_evaluation: bool = False,
     ) -> None:
-        """Hands a checkpoint to the asynchronous writer.
+        """Passes a checkpoint to the asynchronous writer.
 
         Args:
-          step, state, feed: what there is to save.
-          metrics: of the step.
-          score: the loss of its evaluation, if there was one.
-          owes_evaluation: there should have been one.
+          step, state, feed: what to save.
+          metrics: metrics of the step.
+          score: the loss of its evaluation; None: it was not evaluated.
+          owes_evaluation: whether an evaluation was due but postponed.
 
         Raises:
-          UserError: the step's loss or gradients (in its `metrics`) are not finite, and its update was not left out for
-            that: such a state is not worth keeping. Or no update can be made any more.
+          UserError: the step's loss or gradients (in `metrics`) are not finite, and its update was not skipped: such a
+            state must not be saved. Or the loss scale cannot fall further.
         """
         self._bad_batches.read()
         self._check_worth(step, metrics)
@@ -168,29 +170,29 @@ class Recovery:
                 )
 
     def watch(self, step: int, position: Position, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes a step's metrics, still on the devices, and where the data stood before its batch."""
+        """Records a step's metrics, still on the devices, and the data's position before its batch."""
         self._bad_batches.add(step, position, metrics)
 
     def spike(self) -> int | None:
-        """The step of a loss spike that the run is to go back for; all steps must have reached the host, as in a log.
+        """The step of a loss spike that requires a roll-back, or None; call it when the host has waited for all steps.
 
         Raises:
-          UserError: too many updates were left out one after the other.
+          UserError: too many updates in a row were skipped.
         """
         self._bad_batches.read()
         return self._bad_batches.spike
 
     def roll_back(self, spike: int, state: TrainState) -> Start:
-        """Goes back to a checkpoint from well before a spike, and leaves out the batches that led to it.
+        """Restores a checkpoint from well before a spike, and skips the batches that led to it.
 
-        Every process comes here, and to the same step, as all have read the same metrics.
+        Every process calls it for the same step, since all have read the same metrics.
 
         Args:
-          spike: its step.
-          state: the one at hand, which makes room for the other.
+          spike: the step of the spike.
+          state: the current state; its buffers are freed for the restored one.
 
         Raises:
-          UserError: there is no such checkpoint, or it went back there often enough.
+          UserError: there is no such checkpoint, or the run has rolled back to it too often.
         """
         trainer, anomalies, checkpoints = self._trainer, self._trainer.anomalies, self._checkpoints
         checkpoints.wait()
@@ -199,34 +201,34 @@ class Recovery:
         )[0]
         if step is None:
             raise UserError(
-                f"loss spike at step {spike}, and no checkpoint from before it to go back to: set Checkpointing.every "
+                f"loss spike at step {spike}, and no checkpoint before it to roll back to: set Checkpointing.every "
                 f"({trainer.checkpointing.every}) below that, or Anomalies.on_spike = 'skip'"
             )
         self._roll_backs[step] += 1
         if self._roll_backs[step] > anomalies.most_roll_backs:
             raise UserError(
-                f"loss spike at step {spike}, after going back to step {step} {anomalies.most_roll_backs} times: earlier "
+                f"loss spike at step {spike}, after {anomalies.most_roll_backs} roll-backs to step {step}: earlier "
                 "checkpoints are kept; lower Schedule.learning_rate, or raise Anomalies.sigmas or skip_batches"
             )
-        jax.tree.map(lambda x: x.delete(), state)  # the devices have no room for two
+        jax.tree.map(lambda x: x.delete(), state)  # the devices do not have memory for two states
         restored = checkpoints.go_back(step)
         state = checkpoints.restore_state(restored, self._target)
         self._skip(spike, step, restored.data["batches"])
         return self._resumed(restored, state)
 
     def _skip(self, spike: int, step: int, first: int) -> None:
-        """Leaves out the batches from `first` on that led to the spike."""
+        """Skips the batches from `first` on that led to the spike."""
         batches = self._batches
         while batches.batches < first + self._trainer.anomalies.skip_batches:
             next(batches)
         self._bad_batches.rolled_back()
         if jax.process_index() == 0:
             logging.getLogger(__name__).warning(
-                "loss spike at step %d: back to step %d, without the %d batches after it (see bad_batches.jsonl)",
+                "loss spike at step %d: rolled back to step %d, skipping the %d batches after it (see bad_batches.jsonl)",
                 *(spike, step, batches.batches - first),
             )
 
     def counters(self) -> dict[str, float]:
-        """What went wrong and was survived, where something did."""
+        """Counters of anomalies (skipped updates, loss spikes, roll-backs) as metrics, if there were any."""
         counts = {"checkpoints_corrupted": len(self._checkpoints.corrupted), "roll_backs": self._roll_backs.total()}
         return {name: float(count) for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Everything that a step changes, and where it lives on the mesh."""
+"""The train state and its shardings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from capibara.training.stability.loss_scale import LossScale, LossScaling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds of the devices.
+    """The arrays of a run that a step changes and a checkpoint saves.
 
     Attributes:
-      step: steps done, int32 scalar.
-      params: parameters; those that are trained in float32.
-      opt_state: of the optax chain, for those that are trained.
-      ema: exponential moving average of those that are trained, or None.
-      loss_scale: of a float16 run, else None.
-      losses: of a run that looks for spikes, else None.
+      step: number of completed steps, int32 scalar.
+      params: parameters; trained ones are float32.
+      opt_state: state of the optax chain for the trained parameters.
+      ema: exponential moving average of the trained parameters; None: none is kept.
+      loss_scale: the loss scale of a float16 run, otherwise None.
+      losses: the window of losses of a run that looks for spikes, otherwise None.
     """
 
     step: jax.Array
@@ -42,17 +42,17 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """What evaluation, sampling and export use: the average where one is kept."""
+        """The parameters for evaluation, sampling and export: the moving average if there is one."""
         if self.ema is None or tree.path_names(self.ema) == tree.path_names(self.params):
             return self.params if self.ema is None else self.ema
         return tree.joined(self.ema, self.params)
 
     def parts(self) -> dict[str, Any]:
-        """Its parts by their names, as a checkpoint has them."""
+        """The parts of the state by their names in a checkpoint."""
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("loss_scale", "losses"):
             if parts[name] is None:
-                del parts[name]  # as in the checkpoints that were written before there was one
+                del parts[name]  # older checkpoints do not have this part
         return parts
 
 
@@ -68,7 +68,7 @@ def init_state(
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`).
 
-    `given`: parameters of the plain model to begin with, and of adapters if there are some already; None: new ones.
+    `given`: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
     """
     params = model.init(key) if given is None else _begun(model, given, key)
     trained = model.trained(params)
@@ -98,7 +98,7 @@ def state_shardings(
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
 ) -> TrainState:
-    """The NamedSharding of every leaf: optimizer moments lie where their parameters lie.
+    """The NamedSharding of every leaf; optimizer moments are sharded like their parameters.
 
     Raises:
       UserError: a dimension does not divide over its mesh axes.
@@ -136,7 +136,7 @@ def abstract_state(
 
 
 def with_new_window(state: TrainState, target: TrainState, anomalies: Anomalies) -> TrainState:
-    """A state as it was restored, with an empty window of losses where `target` wants one that was not saved."""
+    """A restored state, with an empty window of losses if `target` has one that the checkpoint lacks."""
     if state.losses is not None or target.losses is None:
         return state
     put = jax.tree.map(lambda new, wanted: jax.device_put(new, wanted.sharding), anomalies.start(), target.losses)
@@ -144,7 +144,7 @@ def with_new_window(state: TrainState, target: TrainState, anomalies: Anomalies)
 
 
 def _fitting(wanted: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """The sharding where dimensions divide, else whole: scales of 8-bit moments may be too few for a mesh axis."""
+    """The sharding, replicated in dimensions that do not divide: 8-bit moments may have too few scales for an axis."""
     names = [None if name is None else (name,) if isinstance(name, str) else name for name in wanted.spec]
     shards = [math.prod(wanted.mesh.shape[axis] for axis in name or ()) for name in names]
     fits = (n if leaf.shape[i] % shards[i] == 0 else None for i, n in enumerate(wanted.spec))

@@ -37,19 +37,19 @@ def make_train_step(
     anomalies: Anomalies | None = None,
     objective: Objective | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step of a run, still to be jitted.
+    """Makes the train step of a run, not jitted.
 
     Args:
-      model: gives hidden states and head, and says which of its parameters are trained.
-      tx: optax chain, clipping included, for these.
+      model: the model; `trained` selects its trained parameters.
+      tx: optax chain for the trained parameters, including clipping.
       schedule: step -> learning rate, for the metrics.
       plan: accumulation, remat and rules.
-      mesh: where activations are constrained to.
+      mesh: the mesh of the activations.
       z_loss: coefficient of the squared log normaliser (PaLM uses 1e-4).
       ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
-      loss_scaling: for float16: gradients are scaled, and updates with any that is not finite are left out.
-      anomalies: which updates are left out besides; None: none.
-      objective: what is minimised; None: the cross entropy.
+      loss_scaling: for float16: scales the loss, and skips updates whose gradients are not all finite.
+      anomalies: which other updates are skipped; None: none.
+      objective: the objective; None: the cross entropy.
     """
     objective = of_cross_entropy(model, z_loss) if objective is None else objective
     pipeline, loss_sum = plan.pipeline(mesh), _differentiated(objective, plan)
@@ -69,7 +69,7 @@ def make_train_step(
             trained = optax.apply_updates(trained, updates)
         ema = None
         if ema_decay is not None:
-            # A young average forgets faster, else it is mostly the initial parameters for 1 / (1 - decay) steps.
+            # A lower decay in early steps: otherwise the average is mostly initial weights for 1 / (1 - decay) steps.
             decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
@@ -86,7 +86,7 @@ def make_train_step(
 
 
 def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[PyTree, Stats]]]:
-    """(params, batch, step, scale or None) -> the loss to differentiate, times `scale`; the sums and layer stats."""
+    """Makes (params, batch, step, scale or None) -> (the loss times `scale`, (the objective's sums, layer stats))."""
 
     def loss_sum(
         params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None
@@ -100,9 +100,9 @@ def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax
 def _settled(
     old: TrainState, new: TrainState, metrics: Metrics, anomalies: Anomalies, scaling: LossScaling | None
 ) -> tuple[TrainState, Metrics]:
-    """The new state where its numbers are good, else the old one a step later; with the next loss scale and window.
+    """The new state, or the old one with the next step number if the update is skipped; with new loss scale and window.
 
-    What every device decides is decided from scalars that all of them hold alike.
+    Each device decides from replicated scalars, so all decide the same.
     """
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     guards: list[jax.Array] = []
@@ -137,9 +137,9 @@ def _kept(part: _T | None) -> _T:
 def accumulate(
     grad: Callable[[Params, Batch], tuple[Params, PyTree]], params: Params, batch: Batch, micro_batches: int
 ) -> tuple[Params, PyTree]:
-    """Sums gradients and losses over micro-batches, so that each real token weighs the same wherever it lies.
+    """Sums gradients and losses over micro-batches, so that every real token has the same weight.
 
-    Row r goes to micro-batch r % micro_batches: each device keeps the rows that it has.
+    Row r is in micro-batch r % micro_batches, so that rows stay on their devices.
     """
     if micro_batches == 1:
         return grad(params, batch)

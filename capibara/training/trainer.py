@@ -30,17 +30,16 @@ from capibara.training.stability.watchdog import Watch
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """When and how long to evaluate on the validation split.
+    """Options of the evaluation on the validation split.
 
     Attributes:
       every: steps between evaluations; 0: never.
-      max_batches: batches of one evaluation, of `batch_size` rows, and of each task of a SeqIO mixture; None: the whole
-        split.
+      max_batches: the largest number of batches of an evaluation, or of each task of a SeqIO mixture; None: all.
       batch_size: rows of an evaluation batch; None: as in training.
-      patience: evaluations without a better loss after which the run stops; None: never.
-      unigram_batches: training batches that a unigram model is fitted on, whose bits per byte then stand beside the
-        model's as a baseline; 0: none.
-      task_metrics: compute the metric_fns of a SeqIO task, or of each task of a mixture, as SeqioEvaluation says.
+      patience: the run stops after so many evaluations without a lower loss; None: never.
+      unigram_batches: number of training batches to which a unigram model is fitted, whose bits per byte are reported as
+        a baseline; 0: none.
+      task_metrics: compute the metric_fns of the SeqIO task, or of each task of a mixture (see SeqioEvaluation).
     """
 
     every: int = 500
@@ -60,13 +59,14 @@ class Evaluation:
 
 
 class InitWith(enum.StrEnum):
-    """What a new run takes from `Trainer.init_from`.
+    """What a new run loads from `Trainer.init_from`.
 
-    WEIGHTS: the parameters; it is at step 0. Adapters of a run are merged into them, those of PEFT go on.
-    ADAPTERS: the same, and adapters go on: of a run of ours too. Lora must be theirs.
-    MERGED: the same, and adapters become a part of the base, which the run's own are trained on.
-    STATE: the optimizer's state and the step too, as T5X does: the run goes on from there to `Trainer.steps`. Its data
-      begins anew.
+    WEIGHTS: the parameters; the run starts at step 0. Adapters of a run folder are merged into them; adapters of PEFT are
+      trained further.
+    ADAPTERS: the parameters; adapters are trained further, also those of a run folder. Lora must have their options.
+    MERGED: the parameters; adapters are merged into the base, on which the run trains its own adapters.
+    STATE: the parameters, the optimizer's state and the step, as in T5X: the run continues to `Trainer.steps`. Its data
+      starts from the beginning.
     """
 
     WEIGHTS = "weights"
@@ -78,28 +78,30 @@ class InitWith(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A whole run.
+    """The configuration of a run.
 
     Attributes:
-      model_dir: run folder: checkpoints, metrics.jsonl, config.gin, curves. Running again with it resumes.
+      model_dir: the run folder, with checkpoints, metrics.jsonl, config.gin, curves. A run with an existing one resumes.
       steps: the step at which the run ends, counted from its very beginning.
-      seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
-      init_from: where the parameters of a run that starts anew come from; None: they are drawn. Of a run folder the
-        newest step is read, its adapters merged (init_with says otherwise). With TransformerConfig.lora they are the base's. A run that resumes does not look there.
-      init_with: what is taken from there.
+      seed: seed of the initial weights, from 0 to 2**32 - 1; the data has its own.
+      init_from: source of the initial weights of a new run; None: random. For a run folder, its newest step, with adapters
+        merged (see init_with). With TransformerConfig.lora these are the weights of the base. Ignored by a run that
+        resumes.
+      init_with: what is loaded from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
-      loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.
-      log_every: steps between logs; the host waits for the device only then.
+      loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
+      log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
-      label_smoothing: share of a target's probability that goes to all other ids; 0: off. `loss` in the logs is without.
-      loss_normalization: what the sum of a batch's losses is divided by before it is differentiated, or a number (that of
-        T5's first models is their batch's rows times the targets' length). Adafactor without clipping does not care.
-      ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
-      loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
+      label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
+        without it.
+      loss_normalization: the divisor of the summed loss of a batch, before differentiation, or a number (for the first T5
+        models, the rows of a batch times the length of the targets). It does not affect Adafactor without clipping.
+      ema_decay: decay of a moving average of the parameters for evaluation and export; None: no average.
+      loss_scaling: loss scaling of a float16 run; not used with other dtypes.
       anomalies: what to do about numbers that are not finite, and about loss spikes.
       watch: when a step counts as hung.
-      replica_check_every: steps between comparisons of the devices' copies of the parameters, bit by bit; 0: never.
-      heartbeat_s: seconds without a sign of life after which the other processes take one for dead, and end.
+      replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never.
+      heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
     """
 
     model_dir: str
@@ -216,29 +218,29 @@ class Trainer:
 
     @property
     def saves(self) -> Checkpointing:
-        """How checkpoints are written: a frozen base once, and then referred to."""
+        """The options of checkpoints: a frozen base is written once and then referred to."""
         if self.model.lora is None:
             return self.checkpointing
         return dataclasses.replace(self.checkpointing, incremental=True)
 
     @property
     def float16_scaling(self) -> LossScaling | None:
-        """How the loss is scaled, if it is."""
+        """The loss scaling of a float16 run; None: another dtype."""
         return self.loss_scaling if self.model.dtype == "float16" else None
 
 
 def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:
-    """The run that the parsed Gin files configure, to look at and to compile; its run folder means nothing.
+    """The run that the parsed Gin files configure, for inspection and compilation only; its run folder is not used.
 
-    Of a model file alone it is a run that trains this model, with what else is bound (Plan, Optimizer, Dataset.length)
-    and the default of what is not; rows have 2048 places, or as many as the model can have. What else a run file leaves
-    to its user (steps, the run to begin from, what is read) need not be given.
+    If they only configure a model, it is a run that trains this model with the bound options (Plan, Optimizer,
+    Dataset.length) and defaults; rows have 2048 positions, or as many as the model supports. Options without a default
+    (steps, initial weights, data) need not be bound.
 
     Args:
-      length, encoder_length: places of a row in place of the run's.
+      length, encoder_length: positions in a row; None: the run's own.
 
     Raises:
-      UserError: they configure neither a run nor a model, or two models.
+      UserError: they configure neither a run nor a model, or several models.
     """
     given_lengths = {"length": length, "encoder_length": encoder_length}
     lengths: dict[str, Any] = {name: places for name, places in given_lengths.items() if places is not None}

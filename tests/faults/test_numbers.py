@@ -236,7 +236,7 @@ def test_a_run_goes_back_from_a_spike_and_leaves_its_batches_out(make_trainer, t
     trainer = make_trainer(steps=15, log_every=2, anomalies=ROLL_BACK, checkpointing=saving)
     watched.feed({11: SPIKE})
     seen = train(trainer)
-    assert "loss spike at step 11: back to step 8, without the 6 batches after it" in caplog.text
+    assert "loss spike at step 11: rolled back to step 8, skipping the 6 batches after it" in caplog.text
     assert seen.metrics[12]["roll_backs"] == 1 and seen.metrics[14]["roll_backs"] == 1
     assert seen.checkpoints == [2, 4, 6, 8, 10, 10, 12, 14, 15]
     assert names(trainer) == {"2", "4", "6", "8", "10", "10.rolled_back", "12", "14", "15"}
@@ -253,8 +253,8 @@ def test_a_run_goes_back_from_a_spike_and_leaves_its_batches_out(make_trainer, t
 
 @pytest.mark.fault(41)
 @pytest.mark.parametrize("every, message", [
-    (2, "^loss spike at step 11, after going back to step 10 2 times: earlier checkpoints are kept; "),
-    (50, r"^loss spike at step 11, and no checkpoint from before it to go back to: set Checkpointing.every \(50\)"),
+    (2, "^loss spike at step 11, after 2 roll-backs to step 10: earlier checkpoints are kept; "),
+    (50, r"^loss spike at step 11, and no checkpoint before it to roll back to: set Checkpointing.every \(50\)"),
 ])  # fmt: skip
 def test_it_does_not_go_back_for_ever_nor_to_nowhere(make_trainer, train, watched, every, message):
     anomalies = dataclasses.replace(ROLL_BACK, roll_back_steps=1, skip_batches=1, most_roll_backs=2)
@@ -283,7 +283,7 @@ def test_two_processes_go_back_alike(shell):
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     [warning] = [line for line in errors[0].splitlines() if "loss spike at step" in line]
-    spike, step = map(int, re.search(r"at step (\d+): back to step (\d+), without the 6 batches", warning).groups())
+    spike, step = map(int, re.search(r"at step (\d+): rolled back to step (\d+), skipping the 6 batches", warning).groups())
     assert step <= spike - 4
     written = [
         [json.loads(line) for line in (shell.folder / "spikes" / name).read_text().splitlines()]

@@ -162,9 +162,7 @@ def test_training_data_of_a_template_that_loops_is_one_error(tokenizer_folder, t
         source.open("train")
     assert time.monotonic() - began_s < 10
     ends = ChatTemplate(tokenizer=tokenizer_folder, template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    with pytest.raises(
-        UserError, match="has 4000 messages .* too many to find what the assistant says in 2000 of them"
-    ):
+    with pytest.raises(UserError, match="has 4000 messages .* too many to find the assistant's text in 2000 of them"):
         render_example(ends, Conversation(turns * 2000), TrainOn.ASSISTANT, "a.jsonl:1")
 
 
