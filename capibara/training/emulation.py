@@ -1,4 +1,4 @@
-"""The one rule by which `--emulate=N` makes any run small enough for a laptop, its program otherwise the same."""
+"""The rule by which `--emulate=N` shrinks any run to fit a laptop; its program stays the same otherwise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
 
 
 def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
-    """Gin statements that shrink a run by `RULE`, and a line that says why; none where the model is small already.
+    """Gin statements that shrink a run by `RULE`, and a line that explains them; none if the model is small already.
 
-    They are bound like any other value, so the run folder's config.gin says what really ran.
+    They are bound like any other value, so the run folder's config.gin has the values that were used.
     """
     model, plan, dataset = trainer.model, trainer.plan, trainer.dataset
     if model.embed_dim <= _WIDEST:
@@ -31,7 +31,7 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
     rows = math.prod(sizes[axis] for axis in plan.rules.batch) * plan.accumulation
-    # Both answers of a preference pair, or a prompt and its answer, would have no place in a shorter row.
+    # Both answers of a preference pair, or a prompt and its answer, would not fit a shorter row.
     length = min(dataset.length, _LENGTH) if dataset.data_format is DataFormat.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
     rows *= pipeline.microbatches if pipeline else 1
@@ -44,13 +44,13 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
         "Dataset.task_shards": (dataset.task_shards, math.gcd(dataset.task_shards, rows)),
     }
     if length < dataset.length and dataset.source is not None and dataset.source.has_conversations:
-        values["Dataset.too_long"] = (str(dataset.too_long), "'cut'")  # as data sets go, hardly any would be left
+        values["Dataset.too_long"] = (str(dataset.too_long), "'cut'")  # few conversations would fit the short rows
     changed = [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
     return changed, f"--emulate={device_count}: {RULE}"
 
 
 def _shrunk_model(model: TransformerConfig, parts: int, shorter: float) -> dict[str, tuple[int | None, int | None]]:
-    """Name -> old and new value of what changes in a model whose rows become `shorter`, in a pipeline of `parts`."""
+    """Field -> old and new value, for a model whose rows shrink by the factor `shorter`, in a pipeline of `parts`."""
     name, factor = type(model).__name__, _WIDTH / model.embed_dim
 
     def width(value: int | None, unit: int) -> tuple[int | None, int | None]:
@@ -76,7 +76,7 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float) -> dict[
 
 def _vocabulary(trainer: Trainer) -> int:
     size = trainer.model.vocab_size
-    # Not asked of the data without need: that of a SeqIO task takes the import of SeqIO.
+    # Read the data's vocabulary only if needed: for a SeqIO task it imports SeqIO.
     return size if size <= _VOCABULARY else min(size, trainer.dataset.get_vocabulary().size)
 
 

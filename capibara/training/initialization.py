@@ -1,4 +1,4 @@
-"""The parameters that a new run begins from, where they are not drawn anew."""
+"""Loads the initial weights of a new run: from a run folder, or from a foreign model."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from capibara.training.trainer import InitWith, Trainer
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """What reads parameters, where the state of their optimizer is beside them."""
+    """A reader of parameters that can also read the state of their optimizer."""
 
     def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
         """The step, and a state like `opt_state` (jax.ShapeDtypeStructs), of numpy arrays."""
 
 
-# (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters, lying so.
+# (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters with these shardings.
 Read = Callable[[Params], Params]
-Load = Callable[[], Read]  # looks whether it is that model
+Load = Callable[[], Read]  # checks that it is this model, and returns its reader
 
 
 @runtime_checkable
 class Adapted(Protocol):
-    """A reader of a model that has adapters already.
+    """A reader of a model that has adapters.
 
     Attributes:
-      merged: they become a part of the base, and this is their configuration; None: they go on.
+      merged: the configuration of adapters that are merged into the base; None: they are trained further.
     """
 
     merged: Lora | None
 
     def adapters(self, target: Params) -> Params:
-        """What Model.trained gives of its parameters, lying as these jax.ShapeDtypeStructs say."""
+        """The adapters' parameters (Model.trained), with the shardings of these jax.ShapeDtypeStructs."""
 
 
 def reader(trainer: Trainer, load: Load | None) -> Read | None:
-    """What reads the parameters at `trainer.init_from` where that is no run folder; it is looked at here, not read.
+    """The reader of a foreign model at `trainer.init_from`; this only checks the model and reads no parameters.
 
-    None where it is one, and for a run that begins with other parameters or resumes.
+    None: it is a run folder, or the run resumes or has random initial weights.
 
     Args:
       trainer: the run.
-      load: looks at what is there.
+      load: checks the foreign model and returns its reader.
 
     Raises:
-      UserError: nothing is there, or another model.
+      UserError: there is no model, or another one.
     """
     own = step_folders.folder_of(trainer.model_dir)
     resumes = own.exists() and bool(step_folders.steps(own))
@@ -67,7 +67,7 @@ def reader(trainer: Trainer, load: Load | None) -> Read | None:
 
 
 def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
-    """As `reader`, for a run that resumes and needs what it began from once more."""
+    """As `reader`, for a run that resumes and needs its initial weights again."""
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     return load()
@@ -76,12 +76,12 @@ def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
 def initial_params(
     trainer: Trainer, model: Model, mesh: Mesh, load: Load | None, init: Callable[..., TrainState]
 ) -> Params:
-    """The parameters that a run began from, made again: of adapters those without effect.
+    """Makes the initial weights of a run again; its own adapters have no effect yet.
 
     Args:
       trainer, model, mesh: of the run.
-      load: as of `reader`.
-      init: (key, given=parameters or None) -> a new state.
+      load: as in `reader`.
+      init: (key, given=pretrained parameters or None) -> a new state.
     """
     read = reader_again(trainer, load)
     loaded = None if trainer.init_from is None else load_params(trainer, model, mesh, read)
@@ -89,20 +89,20 @@ def initial_params(
 
 
 def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:
-    """The parameters at `trainer.init_from`, on the mesh: of the model without adapters, and those of an adapter there.
+    """Loads the parameters at `trainer.init_from` onto the mesh: of the model, and of adapters that are there.
 
     Args:
       trainer: the run.
-      model: of the run.
-      mesh: where they are to lie.
-      read: of `reader` or `reader_again`.
+      model: its model.
+      mesh: its mesh.
+      read: from `reader` or `reader_again`.
 
     Raises:
-      UserError: nothing is there, or another model.
+      UserError: there is no model, or another one.
     """
     plain = model.plain
     shardings = sharding.shardings(mesh, trainer.plan.rules, plain.axes, plain.abstract_params)
-    # In the precision that the model keeps them in; what it stores in blocks it makes of float32.
+    # In the dtype of the model's parameters; quantized ones are made from float32.
     dtypes = dict(
         zip(tree.path_names(model.abstract_params), (x.dtype for x in jax.tree.leaves(model.abstract_params)))
     )
@@ -132,15 +132,15 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
 
 
 def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> tuple[int, PyTree] | None:
-    """The step and the optimizer's state at `trainer.init_from`, on the mesh; None: the run begins with new ones.
+    """Loads the step and the optimizer's state at `trainer.init_from` onto the mesh; None: init_with is not "state".
 
     Args:
       trainer: the run.
-      target: of the run's state: shapes and shardings.
-      read: of `reader`.
+      target: shapes and shardings of the run's state.
+      read: from `reader`.
 
     Raises:
-      UserError: there is none, it is another optimizer's, or the run would end before its step.
+      UserError: there is no such state, it is another optimizer's, or the run would end before its step.
     """
     if trainer.init_with is not InitWith.STATE:
         return None
@@ -149,14 +149,14 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
         restored, state = run_folder.newest_state(_folder(trainer), own, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
-        raise UserError("Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights'")
+        raise UserError("Trainer.init_with is 'state', but Trainer.init_from only has parameters: set 'weights'")
     else:
         step, values = read.optimizer(target.opt_state)
         opt_state = jax.tree.map(_placed, values, target.opt_state)
     if step >= trainer.steps:
         raise UserError(
             f"Trainer.steps ({trainer.steps}) must be above the step of Trainer.init_from ({step}), from which the run "
-            f"goes on: try {step + 1000}, or Trainer.init_with = 'weights'"
+            f"continues: try {step + 1000}, or Trainer.init_with = 'weights'"
         )
     return step, opt_state
 
@@ -167,7 +167,7 @@ def _placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
-    """The parameters of a run with adapters, which are added to its base."""
+    """The parameters of a run folder with adapters, merged into its base."""
     adapted = api.build(dataclasses.replace(plain.config, lora=lora))
     shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
     params = _pretrained(trainer, states.with_shardings(adapted.abstract_params, shardings))
@@ -175,7 +175,7 @@ def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Para
 
 
 def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
-    """The parameters of a run with adapters, and its adapters beside them."""
+    """The parameters of a run folder with adapters, which are kept and trained further."""
     own, folder = model.config.lora, trainer.init_from
     if own is None:
         raise UserError(
@@ -192,7 +192,7 @@ def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Pa
 
 
 def _pretrained(trainer: Trainer, target: Params) -> Params:
-    # Whatever precision it was trained in.
+    # In any dtype: the run folder may have been trained in another one.
     how = dataclasses.replace(trainer.checkpointing, cast=True)
     return run_folder.newest_params(_folder(trainer), target, how)
 

@@ -1,4 +1,4 @@
-"""Set-up of a run: mesh, model, compiled step, data and checkpoints, with the slow parts side by side."""
+"""Set-up of a run: mesh, model, compiled step, data and checkpoints; the slow parts run in parallel."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Setup:
     Attributes:
       trainer: the run.
       mesh, model: of the run.
-      spec: of the train state.
+      spec: the specification of the train state.
       batch_sharding: of every array of a batch.
       train_step: (state, batch) -> (state, metrics), compiled; the state is donated.
-      step_temp_bytes: of a device, what the train step takes beside its arguments.
-      eval_step: of `make_eval_step`.
+      step_temp_bytes: temporary memory of the train step on a device, beside its arguments.
+      eval_step: from `make_eval_step`.
       batches: the training split.
       checkpoints: of the run folder.
-      recovery: saves, and goes back.
-      load: looks at what is at `trainer.init_from`, where that is no run folder.
-      spent: seconds by what took them.
+      recovery: saves checkpoints, and rolls back.
+      load: checks a foreign model at `trainer.init_from`.
+      spent: seconds by cause.
     """
 
     trainer: Trainer
@@ -88,23 +88,23 @@ class Setup:
             self.checkpoints.__exit__(kind, error, trace)
 
     def begin(self, initial: Initial) -> Start:
-        """The state that the run begins with, on the mesh."""
+        """Makes the initial state of the run, on the mesh."""
         return self.recovery.begin(initial, self.spec.init(self.model))
 
     def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
-        """What makes the batches, where the loss takes more than the data."""
+        """The batch provider of the loss; None: batches come from the data alone."""
         return None if self.trainer.loss is None else self.trainer.loss.batch_provider(self._parts(reporter))
 
     def step(self, step: int, state: TrainState, batch: Batch, position: Position) -> tuple[TrainState, Metrics]:
-        """Makes a step; no array crosses to or from the devices unseen.
+        """Runs a train step, with implicit transfers to and from the devices forbidden.
 
         Args:
-          step: its number; that of the first is 1.
+          step: its number, from 1.
           state, batch: on the devices; the state is donated.
-          position: where the data stood before the batch.
+          position: the data's position before the batch.
 
         Raises:
-          SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
+          SilentCorruption: the check every `replica_check_every` steps found replicas that differ.
         """
         self.checkpoints.check()
         with jax.transfer_guard("disallow"):
@@ -126,12 +126,12 @@ class Setup:
         sampler: Sampler | None = None,
         judge: Judge | None = None,
     ) -> Evaluator:
-        """Of this run, for the loop."""
+        """The evaluator of this run, for the loop."""
         own = (self.trainer, self.mesh, self.eval_step, self.batch_sharding)
         return Evaluator(*own, reporter, callbacks, provider, sampler, judge)
 
     def meter(self) -> Meter:
-        """Of the steps from now on."""
+        """A meter for the steps from now on."""
         trainer = self.trainer
         means = trainer.loss.means if trainer.loss else ()
         return Meter(trainer.plan.batch_size * trainer.dataset.length, means)
@@ -163,7 +163,7 @@ class Setup:
         )
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
-        """What callbacks are told."""
+        """The facts about the run for callbacks."""
         dataset = self.trainer.dataset
         tokens = self.trainer.plan.batch_size * dataset.length
         return RunInfo(
@@ -188,25 +188,25 @@ def set_up(
     config: str = "",
     load: Load | None = None,
 ) -> tuple[Setup, Initial]:
-    """Builds everything. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
+    """Sets up a run. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
 
     Args:
       trainer: the run.
       devices: of the mesh; None: all.
-      status: told of what takes time.
-      compiler_options: XLA's, for the train step; None: its own choices.
+      status: called with lines on what takes time.
+      compiler_options: XLA's, for the train step; None: defaults.
       config: the operative configuration, for the manifests of checkpoints.
-      load: looks at what is at `trainer.init_from`, where that is no run folder, and gives what reads it.
+      load: checks a foreign model at `trainer.init_from` and returns its reader.
 
     Returns:
-      what the loop works with, and what the run begins from.
+      The set-up for the loop, and the checkpoint or pretrained weights from which the run starts.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check(trainer, mesh)
     model = api.build(trainer.model)
     spec = describe_state(trainer, model, mesh)
-    read = reader(trainer, load)  # now: compiling takes long
+    read = reader(trainer, load)  # before the compile, to find errors early
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, spec.abstract, read)
         loaded = pool.submit(_initial, opened, trainer, model, mesh, read, spec.abstract)
@@ -242,7 +242,7 @@ def set_up(
 
 
 def _temp_bytes(program: jax.stages.Compiled) -> int:
-    """Of a device, beside the arguments; 0: the back end does not say."""
+    """Temporary memory of a program on a device, beside its arguments; 0: the back end does not report it."""
     memory = program.memory_analysis()
     return 0 if memory is None else memory.temp_size_in_bytes
 
@@ -269,14 +269,14 @@ def _initial(
 
 
 def _close(opened: concurrent.futures.Future[_Opened]) -> None:
-    """After a fault elsewhere: neither the data's threads nor the checkpoints' may outlive it."""
+    """Closes data and checkpoints after an error elsewhere: their threads must not keep running."""
     if opened.exception() is None:
         opened.result().batches.close()
         opened.result().checkpoints.close()
 
 
 class StateOptions(TypedDict):
-    """Which parts a state has, as for `states.init_state`."""
+    """Options of `state.init_state` that decide which parts a state has."""
 
     ema: bool
     loss_scaling: LossScaling | None
@@ -285,7 +285,7 @@ class StateOptions(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """The train state before there is one: how it is made, where it lies."""
+    """The specification of a train state: shapes, shardings, and how it is initialised."""
 
     tx: optax.GradientTransformation
     shardings: TrainState
@@ -293,15 +293,15 @@ class StateSpec:
     options: StateOptions
 
     def init(self, model: api.Model) -> Callable[..., TrainState]:
-        """key, given=None -> a new state."""
+        """A jitted function (key, given=None) -> a new state."""
         make = functools.partial(states.init_state, model, self.tx, **self.options)
         in_blocks = model.config.lora is not None and model.config.lora.base_dtype.in_blocks
-        donated = () if in_blocks else "given"  # what is rounded to blocks has no buffer to give
+        donated = () if in_blocks else "given"  # a quantized parameter cannot reuse the buffer
         return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
 
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
-    """From shapes alone; nothing is allocated."""
+    """Specifies the train state from shapes only; nothing is allocated."""
     options: StateOptions = {
         "ema": trainer.ema_decay is not None,
         "loss_scaling": trainer.float16_scaling,
@@ -325,13 +325,13 @@ def compile_step(
     compiler_options: Mapping[str, str] | None = None,
     spec: StateSpec | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles the train step ahead of time from shapes alone; nothing is allocated."""
+    """Compiles the train step ahead of time from shapes only; nothing is allocated."""
     lowered = lower_step(trainer, model, mesh, spec)
     return lowered.compile(compiler_options=dict(compiler_options or {}) or None)
 
 
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec | None = None) -> jax.stages.Lowered:
-    """`compile_step` without its last part, for the devices of any mesh."""
+    """Lowers the train step without compiling it, for the devices of any mesh."""
     _check_rows(trainer, mesh)
     plan, spec = trainer.plan, spec or describe_state(trainer, model, mesh)
     batch_sharding = sharding.batch_sharding(mesh, plan.rules)
@@ -357,7 +357,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
 def _open_checkpoints_and_data(
     trainer: Trainer, mesh: Mesh, config: str, target: TrainState, read: Read | None
 ) -> _Opened:
-    """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
+    """Opens the checkpoints, then the data, which starts from the newest checkpoint's state."""
     about = manifest.provenance(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
@@ -365,10 +365,10 @@ def _open_checkpoints_and_data(
         batches = open_loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored[0].data)
-        elif not trainer.dataset.is_seqio:  # of a task it shows at the first save: it is still being imported
-            merge_states(hosts.gathered(batches.get_state()))  # hosts that read different data are told now
+        elif not trainer.dataset.is_seqio:  # SeqIO is still being imported: a task is checked at the first save
+            merge_states(hosts.gathered(batches.get_state()))  # raises if hosts read different data
         if trainer.evaluation.every:
-            validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
+            validation_loader(trainer, mesh).close()  # finds errors in these files now, not at the first evaluation
         if jax.process_index() == 0:
             own_tokenizer.keep(trainer.dataset, trainer.model_dir)
             origin.keep(trainer, read)
@@ -378,7 +378,7 @@ def _open_checkpoints_and_data(
 
 
 def _check_vocabulary(trainer: Trainer) -> None:
-    """Raises UserError where the model has not all tokens of the vocabulary."""
+    """Raises UserError if the model's vocabulary is smaller than the tokenizer's."""
     size = trainer.dataset.get_vocabulary().size
     if size > trainer.model.vocab_size:
         raise UserError(
@@ -388,11 +388,11 @@ def _check_vocabulary(trainer: Trainer) -> None:
 
 
 def _check(trainer: Trainer, mesh: Mesh) -> None:
-    """Raises UserError for what can be known before anything is compiled."""
+    """Raises UserError for mistakes that can be found before anything is compiled."""
     _check_evaluation(trainer, mesh)
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
-    if trainer.dataset.vocabulary is not None:  # that of a SeqIO task is known only once SeqIO is imported
+    if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
         _check_vocabulary(trainer)
 
 
@@ -422,9 +422,9 @@ def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
 
 
 def _check_rows(trainer: Trainer, mesh: Mesh) -> None:
-    """Raises UserError where rows cannot be cut.
+    """Raises UserError if rows do not divide over the context axis.
 
-    Each context shard has two parts of a row (see sharding.balanced), and one of an encoder's.
+    A context shard has two parts of a decoder's row (see sharding.balanced), and one of an encoder's.
     """
     context = mesh.shape["context"]
     for name, parts, shown in (

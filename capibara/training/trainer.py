@@ -243,7 +243,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
       UserError: they configure neither a run nor a model, or several models.
     """
     given_lengths = {"length": length, "encoder_length": encoder_length}
-    lengths: dict[str, Any] = {name: places for name, places in given_lengths.items() if places is not None}
+    lengths: dict[str, Any] = {name: positions for name, positions in given_lengths.items() if positions is not None}
     fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
     if not fed:
         config.bind("", "Dataset", "mixture_or_task_name", "unused", "of_gin")

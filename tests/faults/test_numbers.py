@@ -166,9 +166,7 @@ def test_too_many_in_a_row_end_the_run(make_trainer, train, watched):
         checkpointing=Checkpointing(every=2, keep=9), anomalies=Anomalies(most_in_a_row=3), log_every=5
     )
     watched.feed(dict.fromkeys((2, 3, 5, 6, 8, 9, 10), NAN))
-    message = (
-        "^3 updates in a row were left out, the last at step 10: loss is nan: earlier checkpoints are kept; lower "
-    )
+    message = "^3 updates in a row were skipped, the last at step 10: loss is nan: earlier checkpoints are kept; lower "
     with pytest.raises(UserError, match=message):
         train(trainer)
     assert {"2", "4", "6", "8"} <= names(trainer) and "10" not in names(trainer)
@@ -283,7 +281,9 @@ def test_two_processes_go_back_alike(shell):
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     [warning] = [line for line in errors[0].splitlines() if "loss spike at step" in line]
-    spike, step = map(int, re.search(r"at step (\d+): rolled back to step (\d+), skipping the 6 batches", warning).groups())
+    spike, step = map(
+        int, re.search(r"at step (\d+): rolled back to step (\d+), skipping the 6 batches", warning).groups()
+    )
     assert step <= spike - 4
     written = [
         [json.loads(line) for line in (shell.folder / "spikes" / name).read_text().splitlines()]

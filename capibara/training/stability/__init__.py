@@ -1,1 +1,1 @@
-"""What keeps a run going: losses that jump, numbers that are not finite, steps that hang."""
+"""Stability of a run: loss spikes, numbers that are not finite, steps that hang."""

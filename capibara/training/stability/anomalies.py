@@ -1,7 +1,7 @@
-"""Updates that are not worth making: numbers that are not finite, losses far above those before.
+"""Skips harmful updates: those with numbers that are not finite, and loss spikes.
 
-What is decided here is decided in the step, from the loss and the gradients' norm of the whole batch, which every device
-holds alike: so all do the same, and the host waits for nothing.
+The step itself decides, from the loss and the gradients' norm of the whole batch, which are replicated: so all devices
+decide the same, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from capibara.config import configurable
 from capibara.core.types import UserError
 
-_LEAST_SPREAD = 1e-3  # of the mean: losses nearer to each other than this are as good as equal
+_LEAST_SPREAD = 1e-3  # smallest standard deviation, as a fraction of the mean
 
 
 class OnSpike(enum.StrEnum):
-    """What becomes of an update whose loss is a spike.
+    """What to do with an update whose loss is a spike.
 
-    off: nothing is looked for. skip: it is left out. roll_back: it is left out, and as soon as the host sees it the run
-    goes back to an earlier checkpoint and leaves out the batches that led there.
+    off: spikes are not detected. skip: the update is skipped. roll_back: the update is skipped, and as soon as the host sees
+    it, the run rolls back to an earlier checkpoint and skips the batches that led to the spike.
     """
 
     OFF = "off"
@@ -32,11 +32,11 @@ class OnSpike(enum.StrEnum):
 
 
 class LossWindow(NamedTuple):
-    """The part of the train state that spikes are told by.
+    """The part of the train state by which spikes are detected.
 
     Attributes:
-      losses: [window] float32, a ring of the last losses that were neither spikes nor without a number.
-      count: how many there have been, int32 scalar; the next one's place is count % window.
+      losses: [window] float32, a ring buffer of the last losses that were finite and no spikes.
+      count: number of losses so far, int32 scalar; the next one is written at index count % window.
     """
 
     losses: jax.Array
@@ -46,23 +46,23 @@ class LossWindow(NamedTuple):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anomalies:
-    """What to do about bad numbers.
+    """Options for numbers that are not finite, and for loss spikes.
 
-    An update that is left out changes neither parameters nor moments nor their average. The step counts (its batch is
-    used up), but not in the optimizer, whose schedule counts updates. Its documents are named in bad_batches.jsonl.
+    A skipped update changes neither parameters nor moments nor the moving average. The step counts (its batch is consumed),
+    but not for the optimizer, whose schedule counts updates. Its documents are listed in bad_batches.jsonl.
 
     Attributes:
-      skip_nonfinite: leave out updates whose loss or gradients are not finite.
-      most_in_a_row: updates left out one after the other after which the run ends. In float16 those whose gradients
-        overflow while the loss scale can still fall do not count, and with `roll_back` spikes do not.
-      on_spike: what becomes of an update whose loss is above the mean of those before it by `sigmas` of their standard
+      skip_nonfinite: skip updates whose loss or gradients are not finite.
+      most_in_a_row: the run ends after so many skipped updates in a row. Overflows in float16 while the loss scale can
+        still fall do not count, nor do spikes with `roll_back`.
+      on_spike: what to do with an update whose loss exceeds the mean of the previous losses by `sigmas` standard
         deviations.
-      window: losses that the mean is taken of; before there are as many, nothing is a spike.
-      sigmas: the deviations.
-      roll_back_steps: steps before the spike to which it goes back at least (PaLM, Chowdhery et al. 2022, section 5.1:
-        about 100); where no checkpoint is as old, to the oldest one.
-      skip_batches: batches left out, counted from the step that it goes back to (PaLM: 200 to 500).
-      most_roll_backs: times it goes back to one step; the next spike after that ends the run.
+      window: number of losses of which the mean is taken; until there are so many, nothing is a spike.
+      sigmas: number of standard deviations.
+      roll_back_steps: the run rolls back at least so many steps before the spike (PaLM, Chowdhery et al. 2022, section
+        5.1: about 100), or to the oldest checkpoint.
+      skip_batches: number of batches that are skipped from the restored step on (PaLM: 200 to 500).
+      most_roll_backs: the largest number of roll-backs to the same step; the next spike ends the run.
     """
 
     skip_nonfinite: bool = True
@@ -88,15 +88,15 @@ class Anomalies:
         return self.on_spike is not OnSpike.OFF
 
     def start(self) -> LossWindow | None:
-        """Of a new run; None where no spikes are looked for."""
+        """The window of a new run; None: spikes are not detected."""
         if not self.keep_losses:
             return None
         return LossWindow(jnp.zeros(self.window, jnp.float32), jnp.zeros((), jnp.int32))
 
     def spike(self, window: LossWindow, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Whether a loss is a spike (bool scalar; one without a number is none), and the metrics that tell why."""
+        """Whether a loss is a spike (bool scalar; False for NaN), and metrics that explain it."""
         known = jnp.minimum(window.count, self.window)
-        mean = jnp.sum(window.losses) / jnp.maximum(known, 1)  # what is not known yet is 0
+        mean = jnp.sum(window.losses) / jnp.maximum(known, 1)  # unused entries are 0
         squares = jnp.where(jnp.arange(self.window) < known, jnp.square(window.losses - mean), 0.0)
         spread = jnp.sqrt(jnp.sum(squares) / jnp.maximum(known, 1))
         spread = jnp.maximum(spread, _LEAST_SPREAD * jnp.abs(mean))
@@ -104,6 +104,6 @@ class Anomalies:
         return spike, {"loss_spikes": spike.astype(jnp.float32), "window_mean": mean, "window_spread": spread}
 
     def after(self, window: LossWindow, loss: jax.Array, good: jax.Array) -> LossWindow:
-        """The next step's, with the loss where it is `good` (bool scalar)."""
+        """The next step's window: with this loss if it is `good` (bool scalar)."""
         pushed = window.losses.at[window.count % self.window].set(loss)
         return LossWindow(jnp.where(good, pushed, window.losses), window.count + good.astype(jnp.int32))

@@ -1,4 +1,4 @@
-"""What the host does about updates that were left out: it counts them, and writes down which documents they were of."""
+"""Counts skipped updates on the host, and records the documents of their batches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _READ = ("loss", "grad_norm", "skipped", "loss_spikes", "loss_scale", "window_me
 
 
 class BadBatches:
-    """Looks at the steps between two logs, when the host waits for the devices anyway.
+    """Checks the steps since the last log, when the host waits for the devices anyway.
 
-    An update that was left out becomes a line of bad_batches.jsonl in the run folder (bad_batches.N.jsonl of process N):
-    step, why, loss, grad_norm, and the documents of each of this process's rows, from row `first_row` of the batch on. A
-    thread reads these documents again, from where the data stood before the batch: until then only that is kept.
+    A skipped update becomes a line of bad_batches.jsonl in the run folder (bad_batches.N.jsonl for process N): step, reason,
+    loss, grad_norm, and the documents of each of this process's rows, from row `first_row` of the batch on. A thread reads
+    these documents again, from the data's position before the batch.
 
     Args:
       model_dir: the run folder.
-      anomalies: what is bad.
-      scaling: of a float16 run, else None.
-      batches: where the batches come from.
+      anomalies: the options.
+      scaling: the loss scaling of a float16 run, otherwise None.
+      batches: the training split.
     """
 
     def __init__(self, model_dir: str, anomalies: Anomalies, scaling: LossScaling | None, batches: Loader):
@@ -45,18 +45,18 @@ class BadBatches:
         self._pending: list[tuple[int, Position, dict[str, jax.Array]]] = []
         self._thread = Worker("capibara-bad-batches")
         self._in_a_row = 0
-        self.spike: int | None = None  # the first one that the run has not gone back for, where it is to
+        self.spike: int | None = None  # the first spike for which the run must still roll back
 
     def add(self, step: int, position: Position, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes a step's metrics, still on the devices, and where the data stood before its batch."""
+        """Records a step's metrics, still on the devices, and the data's position before its batch."""
         if "skipped" in metrics:
             self._pending.append((step, position, {name: metrics[name] for name in _READ if name in metrics}))
 
     def read(self) -> None:
-        """Looks at the steps since this was last called.
+        """Checks the steps since the last call.
 
         Raises:
-          UserError: too many updates were left out one after the other.
+          UserError: too many updates in a row were skipped.
         """
         pending, self._pending = self._pending, []
         values = jax.device_get([metrics for _, _, metrics in pending])
@@ -64,11 +64,11 @@ class BadBatches:
             self._look(step, position, {name: float(number) for name, number in numbers.items()})
 
     def rolled_back(self) -> None:
-        """The steps looked at so far are undone."""
+        """Resets after a roll-back."""
         self.spike, self._in_a_row = None, 0
 
     def close(self) -> None:
-        """Waits until everything is written down, unless the data cannot be read."""
+        """Waits until all lines are written, up to a time limit."""
         if not self._thread.close(_CLOSE_S):
             logging.getLogger(__name__).warning(
                 "%s lacks lines: the documents of bad batches could not be read within %.0f s", self._path, _CLOSE_S
@@ -80,7 +80,7 @@ class BadBatches:
             return
         if self._scaling and math.isfinite(numbers["loss"]) and numbers["loss_scale"] > self._scaling.minimum:
             if not numbers.get("loss_spikes"):
-                return  # the loss scale finds out what the gradients bear
+                return  # the loss scale still adapts
         why = explained(numbers, self._anomalies.window)
         self._thread.submit(functools.partial(self._write, step, why, numbers, position))
         if numbers.get("loss_spikes") and self._anomalies.on_spike is OnSpike.ROLL_BACK:
@@ -89,13 +89,13 @@ class BadBatches:
         self._in_a_row += 1
         if self._in_a_row >= self._anomalies.most_in_a_row:
             raise UserError(
-                f"{self._in_a_row} updates in a row were left out, the last at step {step}: {why}: earlier checkpoints are "
+                f"{self._in_a_row} updates in a row were skipped, the last at step {step}: {why}: earlier checkpoints are "
                 f"kept; lower Schedule.learning_rate, set Optimizer.clip_norm, or look at the documents in {self._path} "
                 "(Anomalies.most_in_a_row)"
             )
 
     def _write(self, step: int, why: str, numbers: dict[str, float], position: Position) -> None:
-        """In the thread. A run that goes on well does not end for a line that is lost."""
+        """Writes a line, in the thread. An error is logged, and does not end the run."""
         record: dict[str, Any] = {"step": step, "why": why}
         record |= {name: numbers[name] if math.isfinite(numbers[name]) else None for name in ("loss", "grad_norm")}
         try:
@@ -109,7 +109,7 @@ class BadBatches:
 
 
 def explained(numbers: Mapping[str, float], window: int) -> str:
-    """What is bad about the numbers of a step whose update was left out."""
+    """Why the update of a step with these metrics was skipped."""
     loss = numbers["loss"]
     if numbers.get("loss_spikes"):
         mean, sigmas = numbers["window_mean"], (loss - numbers["window_mean"]) / numbers["window_spread"]
@@ -120,7 +120,7 @@ def explained(numbers: Mapping[str, float], window: int) -> str:
 
 
 def append(path: epath.Path, line: str) -> None:
-    """Adds a line to a file, which need not be there; what a run that was killed left of one becomes a line of its own.
+    """Appends a line to a file, which is created if needed; ends an incomplete line of a run that was killed.
 
     Raises:
       OSError: it cannot be written.

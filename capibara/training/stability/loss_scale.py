@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: float16 gradients are multiplied out of the range where they vanish, by as much as they bear.
+"""Dynamic loss scaling: keeps float16 gradients from underflow with the largest scale that does not overflow.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740.
 """
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from capibara.config import configurable
 from capibara.core.types import PyTree, UserError
 
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # float32's, with room to double
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # float32's range, with room to double
 
 
 class LossScale(NamedTuple):
-    """The part of the train state.
+    """The loss scale in the train state.
 
     Attributes:
-      scale: what the next step's mean loss is multiplied by, float32 scalar.
+      scale: factor of the next step's mean loss, float32 scalar.
       good_steps: updates since the scale changed, int32 scalar.
     """
 
@@ -33,15 +33,15 @@ class LossScale(NamedTuple):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the scale of a float16 run moves; runs in other dtypes have none.
+    """Options of the loss scale of a float16 run; not used with other dtypes.
 
-    An update whose gradients are not all finite is left out: parameters, moments and average stay as they are, and the
-    scale halves. The step counts (its batch is used up), but not in the optimizer, whose schedule counts updates.
+    An update whose gradients are not all finite is skipped: parameters, moments and average stay as they are, and the scale
+    halves. The step counts (its batch is consumed), but not for the optimizer, whose schedule counts updates.
 
     Attributes:
-      initial: the scale at the start.
+      initial: the initial scale.
       growth_steps: updates without an overflow after which the scale doubles.
-      minimum: the scale does not fall below; a run whose updates overflow even there is stopped at its next checkpoint.
+      minimum: the smallest scale; a run whose updates overflow even with it ends at its next checkpoint.
     """
 
     initial: float = 2.0**15
@@ -58,11 +58,11 @@ class LossScaling:
             raise UserError(f"LossScaling.growth_steps is {self.growth_steps}, must be from 1 to {2**31 - 1}: try 2000")
 
     def start(self) -> LossScale:
-        """Of a new run."""
+        """The loss scale of a new run."""
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32))
 
     def after(self, state: LossScale, finite: jax.Array) -> LossScale:
-        """The next step's, after gradients that were all finite (bool scalar) or not."""
+        """The next step's loss scale; `finite`: whether all gradients were finite (bool scalar)."""
         grown = state.good_steps + 1 >= self.growth_steps
         scale = jnp.where(finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2)
         good_steps = jnp.where(finite & ~grown, state.good_steps + 1, 0)
@@ -70,15 +70,15 @@ class LossScaling:
 
 
 def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `made`, else `old`, of the same shapes and dtypes, bit for bit; `made` is replicated over the devices."""
+    """`new` if `made` (a replicated bool scalar), otherwise `old`, bit for bit; both have the same shapes and dtypes."""
     return jax.tree.map(functools.partial(_either, made), new, old)
 
 
 def _either(made: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """jnp.where of one leaf, by its bits.
+    """jnp.where for one leaf, on its bits.
 
-    The TPU compiler lays out both sides of a `select` row by row: a table of which a chip has few columns is filled up
-    to 128 of them, and that for weights and moments, old and new.
+    The TPU compiler uses a row-major layout for both sides of a `select`: a table with few columns on a chip is padded to
+    128 columns, for weights and moments, old and new.
     """
     if new is old:  # frozen
         return old

@@ -1,4 +1,4 @@
-"""A run that hangs (a peer that stopped, a driver, a file system) says where, and ends, so that it can be started again."""
+"""The watchdog: ends a run that hangs (because of another process, a driver, a file system) and prints where."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from capibara.core.exits import EXIT_HUNG
 from capibara.core.multihost import peers
 from capibara.core.types import UserError
 
-_WINDOW = 64  # steps whose times count
-_JOIN_S = 5.0  # for a thread that only looks
-_FEWEST = 5  # steps before there is a usual time
-_LOOKS = 10  # in the shortest time that can pass before a step counts as hung
-_BEAT_S = 1.0  # at most between two looks
+_WINDOW = 64  # step times of which the median is taken
+_JOIN_S = 5.0  # wait for the watchdog's thread at the end
+_FEWEST = 5  # steps before the usual step time is known
+_LOOKS = 10  # checks within the shortest time limit
+_BEAT_S = 1.0  # the longest time between two checks
 _AT_LEAST_S, _AT_LEAST_LAUNCHED_S = 300.0, 60.0
-_BEAT = "CAPIBARA_BEAT"  # "FD:PID": a pipe to the launcher, process PID, that wants to hear that we live
+_BEAT = "CAPIBARA_BEAT"  # "FD:PID": a pipe for heartbeats to the launcher, process PID
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch:
-    """When a run counts as hung. Of a limit that is None there is none.
+    """Time limits after which a run counts as hung; None: no limit.
 
     Attributes:
-      factor: how many times the usual step a step takes, the median of the last 64; None: nothing counts as hung.
-      at_least_s: seconds that it takes besides, however short the usual step; None: 300, and 60 where `launch` starts the
-        run again.
-      start_s: seconds from before the compile until it is known what a step usually takes: compiling, restoring, and each
-        of the first steps; of what is looked at one by one before the first step, such as a reference pass, each part.
-      evaluation_s: seconds that each batch of an evaluation, each sample, and each part of a rollout takes.
-      save_s: seconds that a save holds the run up.
+      factor: a step hangs if it takes so many times the median of the last 64 steps; None: the watchdog is off.
+      at_least_s: and at least so many seconds; None: 300, or 60 if `launch` restarts the run.
+      start_s: seconds for compiling, for restoring, for each of the first steps, whose median is not known yet, and for
+        each part of work before the first step, such as a batch of a reference pass.
+      evaluation_s: seconds for each batch of an evaluation, each sample, and each part of a rollout.
+      save_s: seconds for which a save may block the run.
     """
 
     factor: float | None = 20.0
@@ -59,7 +58,7 @@ class Watch:
 
 
 class _Phase(NamedTuple):
-    """What the run is at beside its steps, and which limit of Watch that has."""
+    """Work outside of steps, and the field of Watch with its limit."""
 
     what: str
     limit: str
@@ -69,14 +68,14 @@ _START = _Phase("the start", "start_s")
 
 
 class Watchdog:
-    """Within `with`, a thread that ends the process with EXIT_HUNG where the run hangs; all stacks go to stderr first.
+    """Within `with`, a thread ends the process with EXIT_HUNG if the run hangs, after printing all stacks to stderr.
 
-    The same thread tells the launcher, if there is one, from the first step on that this process lives: a thread that holds
-    Python's lock for ever stops it too. Time in which the whole process was stopped does not count.
+    From the first step on the thread also sends heartbeats to the launcher, if there is one; they stop if another thread
+    never releases the GIL. Time in which the whole process was stopped does not count.
 
     Args:
-      watch: what counts as hung.
-      every: steps between those at which the loop waits for the devices: only these have a time of their own.
+      watch: the time limits.
+      every: steps between two waits for the devices; only these waits are timed.
     """
 
     def __init__(self, watch: Watch, every: int = 1):
@@ -84,11 +83,11 @@ class Watchdog:
         self._launcher, self._speaks = _launcher(), False
         default_s = _AT_LEAST_S if self._launcher is None else _AT_LEAST_LAUNCHED_S
         self._at_least_s = default_s if watch.at_least_s is None else watch.at_least_s
-        self._lost_s = 0.0  # in which this process was stopped
+        self._lost_s = 0.0  # time in which this process was stopped
         self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._phase: _Phase | None = _START  # None: steps
-        self._since_s = self._now_s()  # when the steps, or the part of the phase, at hand began
-        self._timed = False  # whether the steps at hand began with the one before
+        self._since_s = self._now_s()  # when the current steps, or the current part of the phase, began
+        self._timed = False  # whether no other work interrupted the current steps
         self._steps = 0
         self._last_step: int | None = None
         self._ended = threading.Event()
@@ -107,7 +106,7 @@ class Watchdog:
             _tell(self._launcher, b"-")
 
     def beat(self, step: int) -> None:
-        """Says that `step` was handed to the devices, and every `every` of them that they have done it."""
+        """Call it after `step` was dispatched; every `every` steps, after the devices have completed it."""
         self._phase, self._speaks = None, True
         self._steps, self._last_step = self._steps + 1, step
         if self._steps % self._every == 0:
@@ -117,16 +116,16 @@ class Watchdog:
             self._since_s, self._timed = now_s, True
 
     def advance(self) -> None:
-        """Says that a part of what takes long is done, such as a batch of an evaluation."""
+        """Call it after a part of long work, such as a batch of an evaluation."""
         if self._phase is not None:
             self._since_s = self._now_s()
 
     @contextlib.contextmanager
     def allowing(self, what: str, limit: str) -> Iterator[None]:
-        """Within it the run is at something else than its steps.
+        """A context for work outside of steps.
 
         Args:
-          what: named in the error.
+          what: its name in the error.
           limit: the field of Watch that limits each part of it.
         """
         with self._at(what, limit):
@@ -135,14 +134,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def left_out(self, what: str, limit: str) -> Iterator[None]:
-        """As `allowing`, between two steps: what it takes is no part of their time."""
+        """As `allowing`, between two steps: its time is excluded from the step time."""
         since_s, began_s = self._since_s, self._now_s()
         with self._at(what, limit):
             yield
         self._since_s = since_s + self._now_s() - began_s
 
     def ending(self) -> None:
-        """No step comes any more: what is left is to wait for the last save."""
+        """Call it after the last step, before the wait for the last save."""
         self._phase, self._since_s = _Phase("the last save", "save_s"), self._now_s()
 
     @contextlib.contextmanager
@@ -150,12 +149,12 @@ class Watchdog:
         before, self._since_s = self._phase, self._now_s()
         self._phase = _Phase(what, limit)
         yield
-        self._since_s = self._now_s()  # first: the limit of what comes now may be shorter
+        self._since_s = self._now_s()  # before the phase: the new limit may be shorter
         self._phase = before
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which what is at hand counts as hung; None: it never does."""
+        """Seconds after which the current step or work counts as hung; None: never."""
         if self._watch.factor is None:
             return None
         if (phase := self._phase_at_hand) is not None:
@@ -164,7 +163,7 @@ class Watchdog:
 
     @property
     def _phase_at_hand(self) -> _Phase | None:
-        """None: steps, of which it is known what they usually take."""
+        """The current work; None: steps whose usual time is known."""
         return self._phase or (_START if len(self._times) < _FEWEST else None)
 
     def _look(self) -> None:
@@ -176,7 +175,7 @@ class Watchdog:
             looked_s = time.monotonic()
             if self._launcher is not None and self._speaks:
                 _tell(self._launcher, b".")
-            # The limit first: what begins meanwhile begins after that, and its own may be shorter.
+            # Read the limit before the time: work that begins in between may have a shorter limit.
             limit_s, now_s = self.limit_s, self._now_s()
             if limit_s is not None and now_s - self._since_s > limit_s:
                 self._end(now_s - self._since_s)
@@ -190,11 +189,11 @@ class Watchdog:
         if phase is None:
             usual_s = statistics.median(self._times)
             found = (
-                f"nothing has come of the devices for {waited_s:.0f} s{after}, where {usual_s:.2g} s are usual: {ends} "
+                f"the devices have completed no step for {waited_s:.0f} s{after}, {usual_s:.2g} s are usual: {ends} "
                 "(Watch.factor, Watch.at_least_s)"
             )
         else:
-            found = f"{phase.what}{after} has not come on for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
+            found = f"{phase.what}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
         print(f"error: {found}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         peers.tell(EXIT_HUNG, found)
@@ -204,7 +203,7 @@ class Watchdog:
 def _launcher() -> int | None:
     """The pipe to the launcher; None: this process was not started by one."""
     pipe, _, pid = os.environ.get(_BEAT, "").partition(":")
-    if pipe.isdigit() and pid == str(os.getppid()):  # what a worker has started inherits the variable, not the pipe
+    if pipe.isdigit() and pid == str(os.getppid()):  # a worker's children inherit the variable, but not the pipe
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(int(pipe)).st_mode):
                 os.set_inheritable(int(pipe), False)
@@ -213,6 +212,6 @@ def _launcher() -> int | None:
 
 
 def _tell(pipe: int, word: bytes) -> None:
-    """A "." means that we live, "-" that nothing more will be said."""
-    with contextlib.suppress(OSError):  # nobody reads it: then it is full, or its other end is closed
+    """Sends a heartbeat ".", or "-" before the last save, after which no more follow."""
+    with contextlib.suppress(OSError):  # the pipe is full or closed: nobody reads it
         os.write(pipe, word)

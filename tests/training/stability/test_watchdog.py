@@ -63,13 +63,13 @@ with Watchdog(Watch(factor=5.0, at_least_s=0.3, **limits)) as dog:
 @pytest.mark.parametrize(
     "where, said",
     [
-        ("compile", "the start has not come on for 1 s: this run hangs and ends; start it again to resume (Watch.start_s)"),
-        pytest.param(*("first steps", "the start after step 2 has not come on"), marks=pytest.mark.heavy),
-        ("steps", r"nothing has come of the devices for . s after step 12, where 0\.(0[1-9]|1\d)"),
-        pytest.param(*("evaluation", "the evaluation after step 12 has not come on for 1 s"), marks=pytest.mark.heavy),
-        pytest.param(*("after", "nothing has come of the devices for . s after step 12"), marks=pytest.mark.heavy),
-        ("rollout", "the rollout after step 13 has not come on for 1 s"),
-        ("save", r"the save after step 14 has not come on for 1 s: .* \(Watch.save_s\)"),
+        ("compile", "the start has made no progress for 1 s: this run hangs and ends; start it again to resume (Watch.start_s)"),
+        pytest.param(*("first steps", "the start after step 2 has made no progress"), marks=pytest.mark.heavy),
+        ("steps", r"the devices have completed no step for . s after step 12, 0\.(0[1-9]|1\d)"),
+        pytest.param(*("evaluation", "the evaluation after step 12 has made no progress for 1 s"), marks=pytest.mark.heavy),
+        pytest.param(*("after", "the devices have completed no step for . s after step 12"), marks=pytest.mark.heavy),
+        ("rollout", "the rollout after step 13 has made no progress for 1 s"),
+        ("save", r"the save after step 14 has made no progress for 1 s: .* \(Watch.save_s\)"),
         pytest.param(*("end", "the last save after step 14"), marks=pytest.mark.heavy),
     ],
 )  # fmt: skip
