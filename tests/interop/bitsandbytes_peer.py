@@ -1,8 +1,8 @@
-"""Makes bitsandbytes.json: weights as bitsandbytes stores them, and what it dequantizes them to.
+"""Makes bitsandbytes.json: weights as bitsandbytes stores them, and their dequantized values.
 
     python tests/interop/bitsandbytes_peer.py tests/interop/bitsandbytes.json    (pip install torch bitsandbytes)
 
-Rows are as long as a block: with others bitsandbytes 0.50's CPU kernel takes the scale of a neighbour.
+Each row is as long as a block: for other rows bitsandbytes 0.50's CPU kernel uses a neighbour's scale.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def digest(value: torch.Tensor) -> str:
 
 def main(path: str) -> None:
     generator, cases = torch.Generator().manual_seed(0), {}
-    # 260 blocks: the scales of the scales have two blocks.
+    # 260 blocks: their scales make two blocks of the second quantization.
     for name, kind, nested, shape, dtype in (
         ("nf4 nested", "nf4", True, (130, 128), torch.bfloat16),
         ("nf4", "nf4", False, (8, 64), torch.float16),

@@ -1,4 +1,4 @@
-"""Our models and their training in float64, so that nothing but arithmetic is left to compare."""
+"""Our models and their training in float64, so that comparisons are not limited by rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROOMS = (
     "capibara.optim.schedules",
     "capibara.optim.matrices",
 )
-# T5 cuts its buckets where the rounding of float32 says; and what 4 bits stand for are numbers in float32.
+# T5 chooses its buckets by float32 rounding, and the values of 4-bit codes are float32 numbers.
 _AS_PUBLISHED = (relative, quantized_weights)
 _OF_BLOCKS = ("scales", "means", "steps")
 
@@ -43,7 +43,7 @@ class _Wide:
 
 @contextlib.contextmanager
 def precision(monkeypatch):
-    """In it every float32 of a model, of its loss and of its optimizer is float64."""
+    """Makes every float32 of a model, its loss and its optimizer a float64."""
     with monkeypatch.context() as patch, jax.enable_x64(True):
         for name, module in [*sys.modules.items()]:
             if name.startswith(_ROOMS) and module not in _AS_PUBLISHED:
@@ -60,7 +60,7 @@ def precision(monkeypatch):
 
 
 def wide(values):
-    """The tree with float32 as float64, but for what says what 4 bits stand for."""
+    """The tree with float32 cast to float64, except the tables of 4-bit values."""
 
     def widened(name, x):
         kept = x.dtype != np.float32 or name.rpartition("/")[2] in _OF_BLOCKS

@@ -1,9 +1,9 @@
-"""A fuzzer of every reader of foreign files: changes good files, and lets only success and UserError pass.
+"""A fuzzer of every reader of foreign files: changes good files, and accepts only success and UserError.
 
     python tests/interop/fuzz_readers.py READER SEED COUNT FOLDER
 
-Run as a process of its own, whose memory is bounded: prints the seed of each case before it, so that a crash has a name,
-and the seconds and the error of each case that fails.
+Run it as a process of its own with bounded memory. It prints each case's seed before the case runs, so that a crash can
+be traced to it, and the seconds and the error of each case that fails.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from collections.abc import Callable
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent / "faults")]
 SECONDS, BYTES = 10, 3 << 30  # of processor time, and of memory
-WAITING_S = 60  # by the clock, of which others that use the processor may take a part
+WAITING_S = 60  # of wall time: other processes may be using the processor
 NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64, 10**400, 1e308, -0.0, "", "x" * 5000)
 WHOLE = ([], {}, None, True, [[]] * 50, {"a": {"b": {}}}, "..", "/etc/passwd", "a\0b", "\ud800", [0] * 1000)
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flips, splices, cuts, copies, and numbers of a length put in."""
+    """Flips, splices, cuts or copies bytes, or inserts the number of a length."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 8, 30))):
         at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data) + 1, 400))
@@ -57,7 +57,7 @@ def changed_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def changed_json(content: bytes, rng: random.Random) -> bytes:
-    """A value in it changed to another, a type's edge, or moved elsewhere."""
+    """Changes one value of it to another, or to a type's extreme, or moves it elsewhere."""
     values = json.loads(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
         locations = list(_locations(values))
@@ -88,12 +88,12 @@ def _locations(values: object) -> list:
 
 
 def either(content: bytes, rng: random.Random) -> bytes:
-    """Changed as JSON, or as bytes."""
+    """The content, changed as JSON or as bytes."""
     return changed_json(content, rng) if rng.random() < 0.7 else changed_bytes(content, rng)
 
 
 def header_json(content: bytes, rng: random.Random) -> bytes:
-    """A safetensors file whose header is changed as JSON, its length fitting."""
+    """A safetensors file with its header changed as JSON and the header's length updated."""
     if rng.random() < 0.4:
         return changed_bytes(content, rng)
     size = int.from_bytes(content[:8], "little")
@@ -150,7 +150,7 @@ def _gin(path: pathlib.Path) -> None:
     t5x_names.config_of(t5x_names.network_of(text)), t5x_names.vocabulary_of(text)
 
 
-# Reader -> what is copied, the file in it that is changed, how, and what reads it.
+# Reader -> the files to copy, the file among them that is changed, how, and the function that reads it.
 Reader = tuple[str, str, Callable[[bytes, random.Random], bytes], Callable[[pathlib.Path], None]]
 READERS: dict[str, Reader] = {
     "safetensors": ("hf", "model.safetensors", header_json, _model),
@@ -215,7 +215,7 @@ def make(folder: pathlib.Path) -> None:
 
 
 def _legacy(tensors: dict, torch_file: object) -> bytes:
-    """As torch.save wrote before 1.6."""
+    """The tensors in the format of torch.save before 1.6."""
     import pickle
 
     entries = [(name, str(number), value) for number, (name, value) in enumerate(tensors.items())]
@@ -295,7 +295,7 @@ def main(reader: str, seed: int, count: int, folder: pathlib.Path) -> int:
             if "\n" in str(error):
                 print(f"FAILED {reader} {number}: of several lines: {error!r}")
                 failed += 1
-        except BaseException:  # what else comes is what is looked for
+        except BaseException:  # anything else is a finding
             print(f"FAILED {reader} {number}: {traceback.format_exc()}")
             failed += 1
         finally:

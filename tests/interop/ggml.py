@@ -1,4 +1,4 @@
-"""llama.cpp's own quantizers and what undoes them, by ctypes: xllamacpp's library exports ggml's C interface."""
+"""llama.cpp's own quantizers and dequantizers, by ctypes: xllamacpp's library exports ggml's C interface."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quantized(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 def values(stored: np.ndarray, kind: str) -> np.ndarray:
-    """The float32 that bytes stand for."""
+    """The float32 values that the stored bytes encode."""
     stored = np.ascontiguousarray(stored)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     found = np.empty((*stored.shape[:-1], stored.shape[-1] // size * block), np.float32)

@@ -1,4 +1,4 @@
-"""A tiny model of every family that GGUF has: config.json, tensors and tokenizers."""
+"""A tiny model of every family that GGUF supports: config.json, tensors and tokenizers."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Random values of all tensors, which adding 1 does not round."""
+    """Random values of all tensors, chosen so that adding 1 does not round them."""
     if config["model_type"] != "gpt_oss":
         yield from _rows(config)
         return
@@ -160,7 +160,7 @@ def byte_level(pre: str = "smollm") -> dict[str, bytes]:
 
 @functools.cache
 def sentencepiece() -> dict[str, bytes]:
-    """The files of a small tokenizer as SentencePiece models are made into one: byte fallback, merges of all pairs."""
+    """The files of a small tokenizer that was converted from SentencePiece: byte fallback, merges of all pairs."""
     space = gguf_vocabulary.SPACE
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [space, *"etaoinshrdlu"]

@@ -1,11 +1,13 @@
-"""What transformers does with the models of tests/models/golden: the other side of test_transformers.py.
+"""transformers' results with the models of tests/models/golden: the peer program of test_transformers.py.
 
 Run by that test in an environment with torch, transformers, peft and safetensors:
-    python tests/interop/peer.py write FOLDER    every model saved in FOLDER/NAME/theirs, what it answers in answers.npz
-    python tests/interop/peer.py read FOLDER     what transformers answers with FOLDER/NAME/state_dict, in read.npz, and
-                                                 what is not the same as in FOLDER/NAME/ours; and what PEFT answers with
-                                                 FOLDER/NAME/adapter, in adapted.npz, and so with adapter_fused
-    python tests/interop/peer.py record FILE     config.json and the tensors' names and shapes of every model, as JSON
+        python tests/interop/peer.py write FOLDER    saves every model in FOLDER/NAME/theirs, its results in answers.npz
+        python tests/interop/peer.py read FOLDER     transformers' results with FOLDER/NAME/state_dict, in read.npz, and
+        its
+                                                     differences from FOLDER/NAME/ours; PEFT's results with
+                                                     FOLDER/NAME/adapter in adapted.npz, likewise with adapter_fused
+        python tests/interop/peer.py record FILE     config.json and the tensors' names and shapes of every model, as
+        JSON
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ DECODERS = make.CASES | make_moe.CASES
 NEW_TOKENS, ANSWER_TOKENS, STEPS = 8, 16, 5
 EXPERTS = ("mixtral", "qwen3_moe")
 MIXTURES = (*EXPERTS, "gpt_oss")
-RENAMED = ("gpt_neox", "mixtral", "qwen3_moe")  # have other names in memory than in files, since transformers 5
+RENAMED = ("gpt_neox", "mixtral", "qwen3_moe")  # their names in memory differ from those in files since transformers 5
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 
 
 def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Logits of the golden tokens; what a decoder continues the first positions with, and an encoder-decoder answers."""
+    """Logits of the golden tokens; a decoder's continuation of the first positions, or an encoder-decoder's answer."""
     if name not in DECODERS:
         found = {"logits": make_encoders.logits(make_encoders.CASES[name], model)}
         return found | ({} if name == "bert" else generated(model))
@@ -49,7 +51,7 @@ def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def encoder_inputs(draw_tokens: str) -> dict[str, torch.Tensor]:
-    """Golden tokens as a text for an encoder, the last row shorter than the others."""
+    """Golden tokens as an encoder's text, the last row shorter than the others."""
     tokens = torch.from_numpy(make_encoders.batch()[draw_tokens].clip(1))
     mask = torch.ones_like(tokens)
     mask[-1, -make_encoders.PADDING :] = 0
@@ -57,9 +59,9 @@ def encoder_inputs(draw_tokens: str) -> dict[str, torch.Tensor]:
 
 
 def generated(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """What an encoder-decoder answers greedily, padded after its end, behind the padding that it begins with.
+    """An encoder-decoder's greedy answer, padded after its end, behind the padding that it begins with.
 
-    With random weights that is one token again and again, so there is an answer with a penalty on that too.
+    With random weights the answer repeats one token, so there is a second answer with a repetition penalty.
     """
     options = dict(do_sample=False, num_beams=1, max_new_tokens=ANSWER_TOKENS, decoder_start_token_id=0)
     penalties = {"greedy": 1.0, "penalized": 4.0}
@@ -68,10 +70,10 @@ def generated(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def labelled(name: str) -> dict[str, torch.Tensor]:
-    """What a model learns from, as transformers takes it: a label of -100 is left out.
+    """A model's training batch in transformers' form: a label of -100 is ignored.
 
-    Targets of T5 are shorter than a row in the last one. BERT predicts every fifth token, and reads one and the same
-    instead.
+    T5's targets are shorter than a row in the last row. BERT predicts every fifth token, and reads one fixed token in
+    its place.
     """
     if name in DECODERS:
         tokens = torch.from_numpy(make.tokens().clip(1))
@@ -88,7 +90,7 @@ def labelled(name: str) -> dict[str, torch.Tensor]:
 
 
 def forgetful(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without the longest row that it has seen, whose angles dynamic RoPE keeps to in transformers."""
+    """The model without the longest row length so far, from which transformers computes dynamic RoPE's angles."""
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.max_seq_len_cached = module.original_max_seq_len
@@ -97,21 +99,21 @@ def forgetful(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def losses(name: str, model: torch.nn.Module) -> np.ndarray:
-    """Of the first steps of AdamW, without dropout.
+    """The losses of the first steps of AdamW, without dropout.
 
-    Token 0 is left out: Phi 3 has it for padding, whose embedding torch does not train. With ten times the learning rate
-    the rounding of float32 alone moves the losses of the deepest model by more than 1e-4.
+    Token 0 is left out: it is Phi 3's padding, whose embedding torch does not train. At ten times the learning rate the
+    rounding of float32 alone moves the losses of the deepest model by more than 1e-4.
     """
     given, model = labelled(name), forgetful(model)
     if name in DECODERS:
         labels, given = given["labels"], {"input_ids": given["input_ids"], "use_cache": False}
     else:
-        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as in every published T5
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     found = []
     for _ in range(STEPS):
         answered = model(**given)
-        if name in DECODERS:  # their own loss moves the labels, which are moved already
+        if name in DECODERS:  # their own loss shifts the labels, and ours are shifted already
             loss = torch.nn.functional.cross_entropy(answered.logits.flatten(0, 1), labels.flatten())
         else:
             loss = answered.loss
@@ -144,7 +146,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def write_adapter(base: pathlib.Path, folder: pathlib.Path) -> None:
-    """An adapter of all that PEFT takes for linear, as it saves that, and the logits with it, in FOLDER.npz."""
+    """An adapter of all layers that PEFT counts as linear, saved by PEFT, and the logits with it, in FOLDER.npz."""
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear")
     model = peft.get_peft_model(model, config).eval()
@@ -183,7 +185,7 @@ def adapted(folder: pathlib.Path) -> None:
     """Logits of the golden tokens with each FOLDER/NAME/adapter* on top of FOLDER/NAME/theirs, in adapted*.npz."""
     tokens, options = torch.from_numpy(make.tokens()), dict(attn_implementation="eager", dtype=torch.float32)
     for path in sorted(folder.glob("*/adapter*")):
-        eager = {"experts_implementation": "eager"} if path.parent.name in MIXTURES else {}  # has float64
+        eager = {"experts_implementation": "eager"} if path.parent.name in MIXTURES else {}  # it supports float64
         base = AutoModelForCausalLM.from_pretrained(path.parent / "theirs", **options, **eager)
         model = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
         with torch.no_grad():
@@ -193,7 +195,7 @@ def adapted(folder: pathlib.Path) -> None:
 
 
 def record(file: pathlib.Path) -> None:
-    """Of every model what a folder that save_pretrained writes says of it."""
+    """Writes the configuration and shapes from a folder that save_pretrained writes of every model."""
     lines = []
     for name, model in models():
         with tempfile.TemporaryDirectory() as folder:

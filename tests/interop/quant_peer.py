@@ -1,13 +1,13 @@
-"""What others make of folders in 4 bits: the other side of test_quantized_folders.py, which runs it.
+"""Other programs' results with folders in 4 bits: the peer program of test_quantized_folders.py, which runs it.
 
     python tests/interop/quant_peer.py FOLDER
 
-Every NAME of FOLDER/names.json is a model in GPTQ's or AWQ's form in FOLDER/NAME, and FOLDER/NAME.made.npz what is in it:
-`tokens`, and of each weight `NAME:values`, `NAME:scales` and `NAME:zeros`. FOLDER/NAME.read.npz gets, in the same names,
+Every NAME in FOLDER/names.json is a model in GPTQ's or AWQ's form in FOLDER/NAME. FOLDER/NAME.made.npz holds its
+`tokens`, and for each weight `NAME:values`, `NAME:scales` and `NAME:zeros`. This writes FOLDER/NAME.read.npz with:
   logits     transformers' with gptqmodel's layers; exact: with plain layers of the same weights, in float32
   values     gptqmodel's weight [O, I]
-  qweight, qzeros, scales, g_idx    what gptqmodel packs of our values, scales and zeros
-  codes, ort_scales, ort_zeros      what the model builder of ONNX Runtime GenAI has, where it knows the family
+  qweight, qzeros, scales, g_idx    gptqmodel's packing of our values, scales and zeros
+  codes, ort_scales, ort_zeros      those of ONNX Runtime GenAI's model builder, for the families that it knows
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module  # noqa: E
 from onnxruntime_genai.models.loaders.quant_model import QuantModel  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-_ORT = ("llama", "qwen2", "qwen3")  # families of whose layers nothing is fused
+_ORT = ("llama", "qwen2", "qwen3")  # families without fused layers
 
 
 def load(path: pathlib.Path) -> torch.nn.Module:
-    """As a user would, but with the kernels that are plain torch."""
+    """Loads the model as a user would, but with the kernels in plain torch."""
     config = AutoConfig.from_pretrained(path)
     awq = config.quantization_config["quant_method"] == "awq"
     config.quantization_config["backend"] = "torch_awq" if awq else "gptq_torch"
@@ -54,7 +54,7 @@ def weight_of(layer: torch.nn.Module) -> torch.Tensor:
 
 
 def packed(values: np.ndarray, scales: np.ndarray, zeros: np.ndarray, config: dict) -> dict[str, np.ndarray]:
-    """The tensors of a layer, as they are saved."""
+    """A layer's tensors as they are saved."""
     outputs, inputs = values.shape
     awq, group = config["quant_method"] == "awq", config["group_size"]
     sizes = dict(bits=4, group_size=group, sym=config.get("sym", False), desc_act=False)
@@ -75,7 +75,7 @@ def packed(values: np.ndarray, scales: np.ndarray, zeros: np.ndarray, config: di
 
 
 def of_ort(path: pathlib.Path, config: dict) -> dict[str, np.ndarray]:
-    """Codes [O, I], scales and zeros [O, G] of all weights, taken out of the words in which ONNX Runtime has them."""
+    """Codes [O, I], scales and zeros [O, G] of all weights, unpacked from ONNX Runtime's words."""
     said, found = config["quantization_config"], {}
     heads, size = config["num_attention_heads"], config.get("head_dim")
     size = size or config["hidden_size"] // heads
@@ -131,7 +131,7 @@ def read(path: pathlib.Path, made: dict[str, np.ndarray]) -> dict[str, np.ndarra
             given = (made[f"{name}:{part}"] for part in ("values", "scales", "zeros"))
             parts = packed(*given, config["quantization_config"])
             found |= {f"{name}:{part}": array for part, array in parts.items()}
-    # Its reader of GPTQ takes every folder for the first format, in which zeros are less 1.
+    # Its GPTQ reader takes every folder for the first format, which stores each zero point less 1.
     if config["model_type"] in _ORT and config["quantization_config"].get("checkpoint_format") != "gptq_v2":
         found |= of_ort(path, config)
     return found

@@ -1,7 +1,7 @@
-"""Where transformers' generate stops with the folders of test_transformers_stops.py; run by that test, with torch:
+"""Where transformers' generate stops with the folders of test_transformers_stops.py, which runs this with torch:
 
-python tests/interop/stops_peer.py FOLDER    what follows the prompts of FOLDER/NAME/prompts.json with FOLDER/NAME/after,
-                                             in FOLDER/NAME/found.json
+python tests/interop/stops_peer.py FOLDER    continues the prompts of FOLDER/NAME/prompts.json with FOLDER/NAME/after,
+                                             into FOLDER/NAME/found.json
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What transformers answers with a part of a Gemma 3n: the other side of test_transformers_submodel.py.
+"""transformers' results with a part of a Gemma 3n: the peer program of test_transformers_submodel.py.
 
 Run by that test in an environment with torch and transformers:
     python tests/interop/submodel_peer.py write FOLDER    a whole model, in FOLDER/whole
-    python tests/interop/submodel_peer.py read FOLDER     logits of FOLDER/part, and of the same part cut here, in read.npz
+        python tests/interop/submodel_peer.py read FOLDER     logits of FOLDER/part, and of the same part made here, in
+        read.npz
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "models" / 
 import make  # noqa: E402
 
 SKIPPED, WIDTHS = (1, 4), (48, 16, 32, 48, 8, 48)
-# Of config.json what differs in the part.
+# The values of config.json that differ in the part.
 PART = dict(num_hidden_layers=6, num_kv_shared_layers=3, intermediate_size=list(WIDTHS))
 
 
@@ -29,7 +30,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def part_of(whole: torch.nn.Module) -> torch.nn.Module:
-    """A model of the layers that stay."""
+    """A model of the remaining layers."""
     config = whole.config
     layers = config.num_hidden_layers
     kept = [layer for layer in range(layers) if layer not in SKIPPED]

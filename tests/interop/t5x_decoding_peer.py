@@ -1,7 +1,8 @@
-"""What T5X itself generates with its networks: the other side of test_t5x_decoding.py.
+"""Texts that T5X itself generates with its networks: the peer program of test_t5x_decoding.py.
 
 Run in an environment with T5X (github.com/google-research/t5x):
-    python tests/interop/t5x_decoding_peer.py FILE    texts and scores, as JSON: what tests/interop/t5x_decoding.json is
+        python tests/interop/t5x_decoding_peer.py FILE    writes texts and scores as JSON:
+        tests/interop/t5x_decoding.json
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import t5x_peer  # noqa: E402
 
 NEW = 10  # tokens of a text
-SHARPER = 3.0  # than what t5x_peer draws: what the norms are multiplied by
-# Case -> the id that ends its texts: one that is likely enough.
+SHARPER = 3.0  # the factor on t5x_peer's norms
+# Case -> the id that ends its texts: one with enough probability.
 CASES = {"t5": 54, "t5_1_1": 41, "scalable_t5": 2, "decoder_only": 59, "prefix_lm": 28}
 BEAMS = {  # name -> arguments of beam_search
     "k1": dict(num_decodes=1, alpha=0.6),
@@ -39,7 +40,7 @@ _drawn = t5x_peer.drawn
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A parameter: as in training, but that texts differ more, and end."""
+    """A parameter as in training, scaled so that the texts differ more, and end."""
     value = _drawn(name, shape)
     return value * np.float32(SHARPER) if name.endswith("decoder_norm/scale") else value
 
@@ -49,13 +50,13 @@ def is_decoder(case: str) -> bool:
 
 
 def prompts(case: str) -> list[list[int]]:
-    """What is read: by an encoder, or by a decoder after the beginning token; of several lengths."""
+    """The prompts, of several lengths: an encoder's inputs, or a decoder's after the beginning token."""
     rng = np.random.default_rng(3)
     return [rng.integers(2, 64, size).tolist() for size in ((9, 4) if is_decoder(case) else (9, 4, 12))]
 
 
 def batches(case: str) -> list[dict[str, np.ndarray]]:
-    """Each prompt alone: with others a search of T5X goes on as long as any of them needs, or may."""
+    """Each prompt alone: in a batch a search of T5X continues until its slowest row ends."""
     found, longest = [], max(map(len, prompts(case)))
     for prompt in prompts(case):
         if is_decoder(case):

@@ -1,14 +1,15 @@
-"""What T5X itself does with its three networks: the other side of test_t5x_training.py.
+"""T5X's own results with its three networks: the peer program of test_t5x_training.py.
 
 Run in an environment with T5X (github.com/google-research/t5x):
-    python tests/interop/t5x_peer.py record FILE      losses, sums of the parameters and of Adafactor's states after 3 and
-                                                      20 steps, and learning rates, as JSON: what tests/interop/t5x.json is
-    python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
-    python tests/interop/t5x_peer.py write FOLDER     runs after 3 steps, as T5X stores them: FOLDER/FORM/CASE
-    python tests/interop/t5x_peer.py pack FILE        one of these, in all forms: what tests/interop/t5x_stored.zip is
-    python tests/interop/t5x_peer.py go_on FOLDER     the losses of runs that go on from FOLDER/CASE, as FOLDER/NAME.npz
-    python tests/interop/t5x_peer.py read FOLDER      the losses of runs that begin from the checkpoints FOLDER/NAME, as
-                                                      FOLDER/NAME.npz
+        python tests/interop/t5x_peer.py record FILE      losses, sums of the parameters and of Adafactor's states after
+        3 and
+                                                          20 steps, and learning rates, as JSON: tests/interop/t5x.json
+        python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz python
+        tests/interop/t5x_peer.py write FOLDER     runs after 3 steps, as T5X stores them: FOLDER/FORM/CASE python
+        tests/interop/t5x_peer.py pack FILE        one of these, in all forms: tests/interop/t5x_stored.zip python
+        tests/interop/t5x_peer.py go_on FOLDER     losses of runs that resume from FOLDER/CASE, as FOLDER/NAME.npz
+        python tests/interop/t5x_peer.py read FOLDER      losses of runs that begin from the checkpoints FOLDER/NAME, as
+                                                          FOLDER/NAME.npz
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ DROPPED = {
     "t5": ("t5", SIZES | GATED | DROPOUT | dict(num_encoder_layers=2, num_decoder_layers=2), {}, {}),
     "decoder_only": ("decoder_only", SIZES | GATED | DROPOUT | dict(num_layers=3), {}, {}),
 }
-BEGUN = {"t5_offset": 1000}  # updates before the first, where there were some
+BEGUN = {"t5_offset": 1000}  # the initial count of updates, if it is not 0
 NORMALIZATIONS = {
     "sum": None,
     "tokens": "NUM_REAL_TARGET_TOKENS",
@@ -105,7 +106,7 @@ SCHEDULES = {
 }
 SCHEDULE_STEPS = 10_000
 READ = ("t5", "scalable_t5")  # cases with T5X's own options
-GO_ON = ("t5_1_1", "scalable_t5_map", "decoder_only", "t5_options")  # cases that go on in the other program
+GO_ON = ("t5_1_1", "scalable_t5_map", "decoder_only", "t5_options")  # cases that resume in the other program
 STORED_AT = 3
 PACKED = "prefix_lm"
 FORMS = ("zarr", "orbax", "msgpack")
@@ -113,20 +114,20 @@ SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500
 
 
 def mask(key, p: float, shape) -> np.ndarray:
-    """In place of jax.random.bernoulli: a mask that says by its shape alone what is kept."""
+    """Replaces jax.random.bernoulli: a mask that depends on its shape alone."""
     del key
     return np.random.default_rng(list(shape)).random(shape) < p
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A parameter to begin with, by its name: T5X's initial ones would need T5X."""
+    """An initial parameter, drawn by its name: T5X's own initial values would need T5X."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     value = rng.standard_normal(shape, np.float32)
     return 1 + 0.1 * value if name.endswith("scale") else value * np.float32(0.15)
 
 
 def batch(case: str = "t5") -> dict[str, np.ndarray]:
-    """Two rows of a text and its continuation; the second of both are shorter. A decoder reads both in one."""
+    """Two rows of a text and its continuation, both shorter in the second row. A decoder reads both in one row."""
     if CASES[case][0] == "decoder_only":
         return _batch_of_decoder()
     rng = np.random.default_rng(7)
@@ -159,14 +160,14 @@ def _batch_of_decoder() -> dict[str, np.ndarray]:
 
 
 def sums(name: str, value: np.ndarray) -> list[float]:
-    """The product of a parameter with what is drawn by its name, over that one's norm; and the parameter's norm."""
+    """The product of a parameter with a vector drawn by its name, over that vector's norm; and the parameter's norm."""
     weights = np.random.default_rng(zlib.crc32(name.encode()) + 1).standard_normal(value.size)
     value = np.asarray(value, np.float64).ravel()
     return [float(weights @ value / np.linalg.norm(weights)), float(np.linalg.norm(value))]
 
 
 def rounded(values):
-    """To nine digits, which tell all float32 numbers apart."""
+    """To nine digits, enough to distinguish all float32 numbers."""
     return [float(f"{value:.9g}") for value in values]
 
 
@@ -178,7 +179,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def model_of(case: str, dropped: bool = False, **more):
-    """T5X's model of a case, with its Adafactor, and with more options."""
+    """T5X's model of a case, with its Adafactor and further options."""
     import importlib
 
     import seqio
@@ -261,7 +262,7 @@ def trained(case: str, state=None, steps: int = STEPS):
 
 
 def states_of(state) -> dict[str, np.ndarray]:
-    """Adafactor's, without the zeros for what there is not."""
+    """Adafactor's states, without the zeros that stand for unused ones."""
     from flax.core import unfreeze
     from flax.serialization import to_state_dict
 
@@ -297,7 +298,7 @@ def normalized(name: str, case: str) -> list[float]:
 
 
 def dropout(case: str) -> float:
-    """The loss with masks that are known by their shapes."""
+    """The loss with masks that depend on their shapes alone."""
     import jax
     import jax.numpy as jnp
 
@@ -366,7 +367,7 @@ def pack(file: str) -> None:
 
 
 def write(folder: str, cases: tuple[str, ...] = GO_ON) -> None:
-    """By its two checkpointers, and by Flax as one file."""
+    """Writes with T5X's two checkpointers, and with Flax into one file."""
     from flax import serialization
     from t5x import checkpoints, partitioning
 

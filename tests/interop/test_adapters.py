@@ -1,4 +1,4 @@
-"""capibara convert of adapters: a run's to a folder of PEFT, and one of PEFT into the model that it is of."""
+"""capibara convert of adapters: a run's into a PEFT folder, and a PEFT folder's merged into its base model."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ LORAS = {
     "dora": Lora(rank=2, alpha=4.0, dora=True, targets=("all-linear",)),
     "rslora": Lora(rank=4, alpha=4.0, rslora=True),
     "tokens": Lora(rank=2, alpha=4.0, trainable_tokens=(9, 3, 271)),
-    "phi3": Lora(rank=2, alpha=4.0),  # of parts of a fused weight, in the names of another architecture
+    "phi3": Lora(rank=2, alpha=4.0),  # parts of a fused weight, whose names are another architecture's
     "gpt2": Lora(rank=2, alpha=4.0, targets=("query", "key", "value", "down")),
 }
 
@@ -50,7 +50,7 @@ def drawn(shapes):
 
 
 def made(folder, name):
-    """A Hugging Face folder, and a run folder with adapters that began from it: its model and what they are merged."""
+    """A Hugging Face folder and a run folder with adapters trained from it: its model and the merged parameters."""
     plain = api.build(GPT2 if name == "gpt2" else LLAMA)
     base = drawn(plain.abstract_params)
     like = {"model_type": name, "pad_token_id": 0}
@@ -87,7 +87,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     assert about.get("trainable_token_indices") == ({"embed_tokens": [9, 3, 271]} if name == "tokens" else None)
     if name == "phi3":
         assert about["target_modules"] == ["qkv_proj"]
-    # Its base is found, or given; either way the parameters are those of the run, merged.
+    # The base is found by its name or set by --base; both ways give the parameters of the run, merged.
     assert run(f"--from={tmp_path}/adapter", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
     ours = run_folder.load(f"{tmp_path}/ours")
@@ -95,7 +95,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     assert hf_config.resolved(model.config) == hf_config.resolved(plain.config) and model.config.lora is None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
     os.rename(tmp_path / "base", tmp_path / "elsewhere")
-    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/elsewhere"]  # in f32, as the base
+    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/elsewhere"]  # in f32, like the base
     assert run(*argv, f"--to={tmp_path}/hf") == 0
     values = hf_folder.config_of(str(tmp_path / "hf"))
     assert values["model_type"] == hf_folder.config_of(str(tmp_path / "elsewhere"))["model_type"]
@@ -131,7 +131,7 @@ def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path, capsys
     own = gin_of.run(model.config, f"{tmp_path}/run", {}).replace("Dataset.length = 1024", "Dataset.length = 64")
     run_folder.save(f"{tmp_path}/run", params, own)
     argv = [f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft"]
-    assert run(*argv) == 2  # which began with new parameters
+    assert run(*argv) == 2  # the run began with new parameters
     assert "name the folder of the base model, --base=PATH" in capsys.readouterr().err
     assert run(*argv, "--base=org/Tiny") == 0
     assert peft.read_config(f"{tmp_path}/adapter")["base_model_name_or_path"] == "org/Tiny"
@@ -180,7 +180,7 @@ def test_a_run_does_not_begin_from_an_adapter(folders):
 
 
 def begun(folder, lora, begins="adapter", how="weights"):
-    """A run that begins from the adapter, with such adapters of its own, and its parameters."""
+    """A run that begins from the adapter, with these adapters of its own, and its parameters."""
     config.reset()
     trainer = run_folder.load(f"{folder}/run").trainer
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
@@ -228,7 +228,7 @@ def test_an_adapter_of_other_kind_is_not_gone_on_with(folders, lora, message):
 
 
 def test_a_run_goes_on_with_the_adapters_of_a_run(folders):
-    """As from the same adapter in PEFT's form, and its base is what it was."""
+    """The result equals that of the same adapter in PEFT's form, and the base is unchanged."""
     model, params = begun(folders, LORAS["llama"], "run", "adapters")
     _, want = begun(folders, LORAS["llama"], "adapter", "adapters")
     jax.tree.map(np.testing.assert_array_equal, params, want)
@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_the_adapters_of_a_run(folders):
 
 @pytest.mark.parametrize("begins", ["adapter", "run"])
 def test_adapters_are_stacked(folders, begins):
-    """The base has the first ones in it, and new ones of another kind begin as nothing."""
+    """The first adapters are merged into the base, and the new ones of another kind start at zero."""
     lora = Lora(rank=4, alpha=8.0, targets=("all-linear",))
     model, params = begun(folders, lora, begins, "merged")
     config.reset()

@@ -1,4 +1,4 @@
-"""Models that are corrupted, not whole, or no such model: told in one line by convert and by a run that begins from one."""
+"""Models that are corrupted, incomplete or no model: convert, and a run that begins from one, report it in one line."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def run(*argv):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A folder with one file, one with several, and a GGUF file."""
+    """A model in one file, one in several shards, and a GGUF file."""
     folder = tmp_path_factory.mktemp("good")
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), MODEL.abstract_params)
@@ -63,7 +63,7 @@ def header_of(path):
 
 
 def with_header(change):
-    """The header of the safetensors file changed, as a value or as text; what follows stays."""
+    """Changes the header of the safetensors file, as a value or as text; the rest stays."""
 
     def damage(folder):
         path = folder / "model.safetensors"
@@ -191,7 +191,7 @@ DAMAGES = {
 
 
 def unknown_type(path):
-    """The quantization of the first tensor becomes number 250."""
+    """Changes the quantization type of the first tensor to number 250."""
     content = path.read_bytes()
     at = content.index(b"token_embd.weight") + len("token_embd.weight")
     (dims,) = struct.unpack_from("<I", content, at)
@@ -207,7 +207,7 @@ def corrupted(good, tmp_path, kind, damage):
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_convert_tells_it_in_a_line_and_writes_nothing(name, good, tmp_path, capsys):
+def test_convert_reports_it_in_one_line_and_writes_nothing(name, good, tmp_path, capsys):
     kind, damage, told = DAMAGES[name]
     path = corrupted(good, tmp_path, kind, damage)
     for target in ("to", "to.gguf"):
@@ -220,7 +220,7 @@ def test_convert_tells_it_in_a_line_and_writes_nothing(name, good, tmp_path, cap
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_run_that_begins_from_it_tells_it_in_a_line(name, good, tmp_path):
+def test_a_run_that_begins_from_it_reports_it_in_one_line(name, good, tmp_path):
     kind, damage, told = DAMAGES[name]
     path = corrupted(good, tmp_path, kind, damage)
     here = SingleDeviceSharding(jax.devices()[0])
@@ -230,7 +230,7 @@ def test_a_run_that_begins_from_it_tells_it_in_a_line(name, good, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_whole_is_read(good):
+def test_undamaged_models_are_read(good):
     for name in ("one", "several", "model.gguf"):
         model = api.build(dataclasses.replace(LLAMA, max_length=64)) if name == "model.gguf" else MODEL
         open_model.loader(str(good / name), model)
@@ -252,7 +252,7 @@ def test_extra_tensors_are_refused_and_known_buffers_are_not(good, tmp_path):
             open_model.loader(str(path), MODEL)
 
 
-def test_the_verb_that_trains_tells_it_before_it_compiles(good, tmp_path):
+def test_train_reports_it_before_it_compiles(good, tmp_path):
     path = corrupted(good, tmp_path, "several", a_shard_is_gone)
     argv = ["--gin_file=runs/pretrain.gin", "--gin_file=models/tiny.gin", "--gin_file=tasks/stdlib.gin", "--emulate=1"]
     argv += [f"--gin.MODEL_DIR={tmp_path}/run", f"--gin.Trainer.init_from={path}", "--gin.TRAIN_STEPS=1"]

@@ -1,4 +1,4 @@
-"""capibara convert --from --to: a run of ours out to a Hugging Face folder and a foreign model in, to the bit."""
+"""capibara convert --from --to: our run into a Hugging Face folder, and a foreign model into a run, bit for bit."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     assert vocabulary.size == 257
     config.reset()
     assert run(f"--from={tmp_path}/ours", f"--to={tmp_path}/again", "--dtype=f32", "--gin.Dataset.length=64") == 0
-    assert open_model.open_model(f"{tmp_path}/again").config == foreign.config  # its longest row included
+    assert open_model.open_model(f"{tmp_path}/again").config == foreign.config  # with its maximum length
     with (
         open(f"{tmp_path}/again/model.safetensors", "rb") as one,
         open(f"{tmp_path}/hf/model.safetensors", "rb") as two,
@@ -122,7 +122,7 @@ def test_tensors_of_several_dtypes_lose_nothing(model_dir, tmp_path):
     assert run(f"--from={tmp_path}/mixed", f"--to={tmp_path}/mixed.gguf", "--dtype=f16") == 0
     out = safetensors.load_file(str(tmp_path / "out" / "model.safetensors"))
     assert all(np.array_equal(out[name], value) for name, value in values.items())
-    # Vectors of a GGUF file are f32, whatever the model was.
+    # Vectors in a GGUF file are f32, whatever the model's dtype.
     assert open_model.stored_dtype(open_model.open_model(f"{tmp_path}/mixed.gguf")) == "float16"
     assert (tmp_path / "mixed.gguf.partial").read_text() == "mine"
 

@@ -1,7 +1,7 @@
-"""What transformers itself writes of every family (folders.json: config.json and the tensors' shapes) read by us: the
-answers are those that it gave (tests/models/golden), with the weights that the tensors' names stand for.
+"""We read what transformers writes for every family (folders.json: config.json and the tensors' shapes). With weights
+drawn by the tensors' names, our answers are transformers' (tests/models/golden).
 
-folders.json is what `python tests/interop/peer.py record tests/interop/folders.json` writes, with transformers 5.24.
+`python tests/interop/peer.py record tests/interop/folders.json` writes folders.json, with transformers 5.24.
 """
 
 import json
@@ -30,7 +30,7 @@ DECODERS, MOE, ENCODERS = (
 )
 
 
-# The others' logits with tensors of the same names are compared in tests/models/test_parity.py.
+# tests/models/test_parity.py compares the other families' logits, with tensors of the same names.
 QUICK = ("phi3", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "t5_1_1", "bert")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in FOLDERS]
 
@@ -52,7 +52,7 @@ class Drawn:
     def read(self, name):
         shape = self._shapes[name]
         if expert := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name):
-            # The answers are of weights that were drawn for all experts of a layer together.
+            # transformers' answers have weights that were drawn for all experts of a layer together.
             layer, number, kind = expert.groups()
             if kind in ("w2", "down_proj"):
                 return answers.draw(f"{layer}.mlp.experts.down_proj", (self._experts, *shape))[int(number)]
@@ -81,7 +81,7 @@ def batch_of(tokens, padding=0):
 
 
 def answered(name):
-    """Our logits of a row without padding, and those of transformers, at the positions that are kept."""
+    """Our logits of a row without padding, and transformers', at the recorded positions."""
     model, params = loaded(name)
     if name in ENCODERS and name != "bert":
         encoder = batch_of(ENCODERS["encoder_tokens"], ENCODERS["padding"])

@@ -1,4 +1,4 @@
-"""Changed files of every form: whatever a reader of ours meets comes out as one line, and never ends the process."""
+"""Changed files of every format: every reader's error is one line, and never ends the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = HERE / "fuzz_readers.py"
 _SPEC = importlib.util.spec_from_file_location("fuzz_readers", SCRIPT)
 fuzz_readers = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(fuzz_readers)
-# Each case of these starts a process or more.
+# Each case of these starts one process or more.
 SLOW = {"t5x_index", "t5x_zarr", "t5x_chunk", "ocdbt", "sentencepiece", "tokenizer"}
 QUICK = ("config", "torch", "gguf", "zip")
 
@@ -42,7 +42,7 @@ def check(reader, seed, count, folder, seconds):
     last = [line for line in done.stdout.splitlines() if line.startswith("case ")][-1:]
     assert done.returncode == 0, f"{last}, exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
     assert done.stdout.count(f"case {reader} ") == count
-    # Some changes are harmless, most are not: else nothing was changed, or nothing was read.
+    # Some changes are harmless, most are not: otherwise nothing was changed, or nothing was read.
     assert 1 <= done.stdout.splitlines().count("fine") <= count
 
 
@@ -57,8 +57,8 @@ def test_many_changes_of_each_form(reader, good):
     check(reader, 0, 150 if reader in SLOW else 3000, good, seconds=1200)
 
 
-def test_the_fuzzer_sees_what_it_looks_for(tmp_path, monkeypatch):
-    """A reader that lets another error out, and one that hangs, are found."""
+def test_the_fuzzer_finds_bad_readers(tmp_path, monkeypatch):
+    """It finds a reader that raises another error, and one that hangs."""
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "a").write_bytes(b"1234")
 

@@ -1,4 +1,4 @@
-"""GGUF files: what is written is read again, and llama.cpp computes with it what we do."""
+"""GGUF files: we read what we write, and llama.cpp computes the same results from it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def config_of(name: str) -> dict:
 
 
 def write(path, name: str = "llama", dtype: str = "f32", tokenizer=None, **changes) -> pathlib.Path:
-    """The tiny model of a case as a GGUF file."""
+    """The tiny model of a case, as a GGUF file."""
     config = config_of(name) | changes
     write_gguf(path, config, cases.tensors(config), tokenizer or cases.byte_level(), dtype=dtype)
     return path
 
 
 def copy(source, target, *, values=None, drop=(), more=None, stored=None) -> pathlib.Path:
-    """A GGUF file with other metadata (None: without), without or with more tensors, or some (bytes, type) of others."""
+    """A GGUF file with changed metadata (None removes a key), fewer or more tensors, or other (bytes, type) of some."""
     reader, values, stored = gguf.GGUFReader(source), values or {}, stored or {}
     writer = gguf.GGUFWriter(target, values.get("general.architecture") or "llama")
     for key, field in reader.fields.items():
@@ -92,7 +92,7 @@ def test_float32_comes_back_as_it_was(name, tmp_path):
 
 
 def test_gemma_3n_fills_what_llama_cpp_wants_and_the_model_lacks(tmp_path):
-    """Keys and values of layers that share them, and rows of tokens that the per-layer table has not."""
+    """Keys and values of layers that share them, and the rows that the per-layer table does not have."""
     path = write(tmp_path / "model.gguf", "gemma3n", vocab_size_per_layer_input=300)
     stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
     assert all(not stored[f"blk.{layer}.attn_{part}.weight"].any() for layer in (20, 21) for part in ("k", "v"))
@@ -143,8 +143,8 @@ def test_norms_of_gemma_have_one_added_and_experts_are_stacked(tmp_path):
     np.testing.assert_array_equal(stored["blk.1.ffn_up_exps.weight"][2], want)
 
 
-# Largest error of a value in a block of 32, as a share of the block's largest: half a step (4-bit: a whole one at the end
-# that -8 has and 8 has not), and float16's rounding of the step.
+# Largest error of a value in a block of 32, as a share of the block's largest: half a step (in 4 bits a whole one at
+# the upper end, as the codes have -8 but not 8), and float16's rounding of the step.
 @pytest.mark.parametrize("dtype, share", [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 0.57 / 127), ("q4_0", 1.01 / 8)])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_smaller_types_are_within_their_step(name, dtype, share, tmp_path):
@@ -225,7 +225,7 @@ def test_llama3_factors_tell_their_scaling(theta, head_dim):
     family = gguf_names.FAMILIES["llama"]
     assert gguf_rope.from_metadata(values, family, head_dim, factors) == {"rope_parameters": rope}
     odd = rope | {"high_freq_factor": 5.0, "original_max_position_embeddings": 4096}
-    if head_dim > 16:  # with fewer frequencies between the two ends there is nothing to tell it by
+    if head_dim > 16:  # with fewer frequencies between the two ends nothing identifies the scaling
         got = gguf_rope.from_metadata(values, family, head_dim, gguf_rope.llama3_factors(odd, head_dim))
         assert got == {"rope_parameters": odd}
     with pytest.raises(UserError, match="no llama3 scaling"):
@@ -255,7 +255,7 @@ def test_tokenizers_come_back(name, tmp_path):
     assert found["chat_template.jinja"] == files["chat_template.jinja"]
     assert json.loads(found["generation_config.json"])["eos_token_id"] == tokenizer.token_to_id(said["eos_token"])
     assert not any(token.startswith("[PAD") for token in tokenizer.get_vocab())
-    # Once more: nothing is lost on the way.
+    # A second time: nothing is lost in between.
     again = open_gguf(write(tmp_path / "again.gguf", tokenizer=found)).tokenizer
     assert again == found
 
@@ -277,7 +277,7 @@ def test_the_end_of_an_answer_ends_the_generation_too(tmp_path):
 
 
 def test_every_end_of_a_text_is_kept(tmp_path):
-    """As of Llama 3 Instruct: the end token, that of a turn, and that of a message before a tool's."""
+    """Like Llama 3 Instruct: the end token, the end of a turn, and the end of a message before a tool's."""
     ends = [1, 7, 9]
     files = dict(cases.byte_level()) | {"generation_config.json": json.dumps({"eos_token_id": [7, 1, 9]}).encode()}
     path = write(tmp_path / "a.gguf", tokenizer=files)
@@ -287,7 +287,7 @@ def test_every_end_of_a_text_is_kept(tmp_path):
     assert (tmp_path / "b.gguf").read_bytes() == path.read_bytes()
     tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
     kinds = gguf.GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
-    tokens[12], kinds[12], tokens[13] = "<end_of_turn>", gguf_vocabulary.CONTROL, "<|im_end|>"  # a text like any other
+    tokens[12], kinds[12], tokens[13] = "<end_of_turn>", gguf_vocabulary.CONTROL, "<|im_end|>"  # the last: plain text
     values = {"ggml.tokens": tokens, "ggml.token_type": kinds, "ggml.model": "llama", "ggml.eos_token_id": 1}
     made = gguf_vocabulary.files(values | {"ggml.scores": [0.0] * len(tokens)}, "x")
     assert json.loads(made["generation_config.json"])["eos_token_id"] == [1, 12]
@@ -478,7 +478,7 @@ def test_tokenizers_without_a_gguf_form(tmp_path):
 
 @pytest.fixture
 def llama_cpp():
-    """A file -> llama.cpp with it, in a process of its own."""
+    """A file -> llama.cpp with that file, in its own process."""
     pytest.importorskip("xllamacpp")
     from gguf_files import LlamaCpp
 
@@ -496,7 +496,7 @@ def our_model(found: GgufModel):
 
 
 def our_logits(found: GgufModel, ids: list[int]) -> np.ndarray:
-    """Logits [T, V] in float32 of our model with the weights of a file."""
+    """Our model's logits [T, V] in float32, with the weights of a file."""
     model, params = our_model(found)
     tokens = np.array([ids], np.int32)
     positions = np.arange(len(ids), dtype=np.int32)[None]
@@ -519,7 +519,7 @@ def test_a_file_is_the_same_after_it_was_our_model(name, tmp_path):
 
 
 def compute_as_ggml(monkeypatch):
-    """Of many sparse layers: the deviation over one unit fewer, and GELU from a table of float16."""
+    """As ggml computes many sparse layers: the deviation over one unit fewer, and GELU from a float16 table."""
     normal, gate, gelu = statistics.NormalDist(), parts.gate, jax.nn.gelu
 
     def of_fewer(sparsity, width, gate_BTF):
@@ -550,10 +550,10 @@ def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path, monkeypatch):
         compute_as_ggml(monkeypatch)
     logits = our_logits(found, prompt + theirs)
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == theirs
-    # ggml looks the tanh of GELU up in a table of float16.
+    # ggml reads GELU's tanh from a table in float16.
     tolerance = 2e-2 if name.startswith(("gemma", "gpt")) else 1e-4
     ours = np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1]))
-    for token, log_probability in best[0] if best else ():  # none where the token is a part of a character
+    for token, log_probability in best[0] if best else ():  # empty where the token is a part of a character
         assert abs(ours[token] - log_probability) < tolerance
 
 

@@ -1,4 +1,4 @@
-"""Adapters as GGUF files: added to the base's file they are the merged model's, here and in llama.cpp."""
+"""Adapters as GGUF files: added to the base's file they give the merged model, here and in llama.cpp."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _QUICK = ("llama", "patterns", "parts of a fused tensor", "gpt_neox", "mixtral",
 
 
 class Made:
-    """A base, adapters of it, and both merged, each as a GGUF file in `folder`."""
+    """A base, adapters of it, and the merged model, each as a GGUF file in `folder`."""
 
     def __init__(self, folder: pathlib.Path, name: str):
         case, lora = ADAPTERS[name]
@@ -136,7 +136,7 @@ def test_llama_cpp_answers_with_the_adapter_as_the_merged_model(name, tmp_path):
             told.append(peer.ask("continue", **asked))
     merged, added, base = told
     assert added["ids"] == merged["ids"] != base["ids"]
-    # Rounding is a step of its table of GELU further on, in each of Gemma 3n's 22 layers.
+    # Rounding can move an entry of its GELU table by a step, in each of Gemma 3n's 22 layers.
     tolerance = 2e-2 if name == "gemma3n" else 2e-3
     for want, got in zip(merged["best"], added["best"], strict=True):
         want, got = dict(want), dict(got)
@@ -150,7 +150,7 @@ def run(*argv) -> int:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A base, a run with adapters of it, and these as a folder of PEFT; the last with others that GGUF does not have."""
+    """A base, a run with adapters of it, their PEFT folder, and runs with adapters that GGUF does not support."""
     folder = tmp_path_factory.mktemp("folders")
     made = Made(folder, "llama")
     values = hf_config.to_hf(made.plain.config, made.config, dtype="float32")

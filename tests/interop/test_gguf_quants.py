@@ -30,7 +30,7 @@ KINDS = tuple(k_quants.KINDS)
 
 
 def matrices(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Matrices [rows, 1024]: as weights are, and as nobody's weights should be."""
+    """Matrices [rows, 1024]: like real weights, and like none."""
     draw = np.random.default_rng(seed)
     normal, uniform = draw.normal(size=(rows, 1024)), draw.uniform
     of_groups = lambda low, high, size: np.repeat(10.0 ** uniform(low, high, (rows, 1024 // size)), size, 1)  # noqa: E731
@@ -60,7 +60,7 @@ def check_bytes(rows: int, seed: int) -> None:
 
 
 def test_k_quants_are_the_bytes_of_llama_cpp():
-    check_bytes(rows=40, seed=0)  # more blocks than are worked on at once
+    check_bytes(rows=40, seed=0)  # more blocks than are processed at once
 
 
 @pytest.mark.heavy
@@ -73,7 +73,7 @@ def test_many_k_quants_are_the_bytes_of_llama_cpp(seed):
 def test_types_of_narrow_rows_are_the_bytes_of_llama_cpp(kind):
     for name in ("weights", "heavy tails", "on a grid", "zeros"):
         value, number = matrices(8)[name], gguf.GGMLQuantizationType[kind]
-        if kind == "Q5_1":  # the sign of a block's least value where that is 0 and -0 is whichever came first
+        if kind == "Q5_1":  # if a block's least values are 0 and -0, the first one decides the sign
             value = value + np.float32(0)
         np.testing.assert_array_equal(gguf_types.quantized(value, number), ggml.quantized(value, kind), err_msg=name)
 
@@ -82,7 +82,7 @@ def test_types_of_narrow_rows_are_the_bytes_of_llama_cpp(kind):
 def test_types_are_undone_as_llama_cpp_does(kind):
     for name, value in matrices(8).items():
         if name == "large" and kind not in KINDS:
-            continue  # beyond their steps
+            continue  # outside their range
         stored = ggml.quantized(value, kind)
         got = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
         np.testing.assert_array_equal(got, ggml.values(stored, kind), err_msg=name)
@@ -115,7 +115,7 @@ MODELS = {
 
 
 def types(config: dict, dtype: str) -> dict[str, str]:
-    """The type of each tensor of a file."""
+    """The type of each tensor in a file."""
     family = gguf_names.of_model_type(config["model_type"])
     wanted, of = family.tensors(config), gguf_types.Types.of(dtype, config, family)
     experts = gguf_names.expert_count(wanted)
@@ -123,7 +123,7 @@ def types(config: dict, dtype: str) -> dict[str, str]:
 
 
 def layer_of(tensor: str) -> tuple[int, str]:
-    """The number of a tensor's layer, -1 of one in none, and the rest of its name."""
+    """The number of a tensor's layer (-1: none), and the rest of its name."""
     _, number, part = tensor.split(".", 2) if tensor.startswith("blk.") else ("", "-1", tensor)
     return int(number), part
 
@@ -143,7 +143,7 @@ def test_mixtures_are_those_of_llama_quantize(name):
 
 
 def test_small_matrices_of_gemma_3n_are_in_no_blocks():
-    """llama-quantize leaves AltUp, LAuReL and the model's projection to all layers as they are."""
+    """llama-quantize does not quantize AltUp, LAuReL and the model's projection to all layers."""
     for dtype in ("q8_0", "q4_k_m"):
         found = types(cases.CASES["gemma3n"] | {"hidden_size": 256}, dtype)
         small = {name for name in found if any(part in name for part in ("altup", "laurel", "per_layer_model_proj"))}
@@ -172,7 +172,7 @@ def test_a_file_of_k_quants_is_read_as_llama_cpp_reads_it(tmp_path, capfd):
     assert reader.fields["general.quantization_version"].contents() == 2
     stored = {tensor.name: tensor for tensor in reader.tensors}
     assert {tensor.tensor_type.name for tensor in stored.values()} == {"F32", "Q4_K", "Q6_K"}
-    assert stored["token_embd.weight"].tensor_type.name == "Q6_K"  # the head, too
+    assert stored["token_embd.weight"].tensor_type.name == "Q6_K"  # it is the head, too
     family, weights = gguf_names.of_model_type("llama"), dict(cases.tensors(config))
     for tensor in family.tensors(config):
         here, got = stored[tensor.stored], found.read(tensor.name)

@@ -1,4 +1,4 @@
-"""gpt-oss's own layouts: MXFP4 in folders of transformers and in GGUF files, and experts that lie side by side."""
+"""gpt-oss's own layouts: MXFP4 in folders of transformers and in GGUF files, and interleaved experts."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ import test_folders  # noqa: E402
 import test_peft_training  # noqa: E402
 from test_folders import FOLDERS, Drawn  # noqa: E402
 
-# What the 16 codes of FP4 (E2M1) stand for.
+# The values of the 16 codes of FP4 (E2M1).
 CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CODES += [-x for x in CODES]
 
@@ -33,7 +33,7 @@ def run(*argv):
 
 
 def by_hand(blocks, scales):
-    """One number after the other."""
+    """Decodes one number at a time."""
     found = []
     for byte in blocks:
         found += [CODES[byte & 15], CODES[byte >> 4]]
@@ -42,7 +42,7 @@ def by_hand(blocks, scales):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A gpt-oss as transformers writes it, its experts of numbers that MXFP4 has."""
+    """A gpt-oss as transformers writes it, with experts whose values MXFP4 represents exactly."""
     path, drawn = tmp_path_factory.mktemp("gpt_oss") / "plain", Drawn("gpt_oss")
     path.mkdir()
     values = {name: drawn.read(name) for name in drawn.shapes()}
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_format():
     for row in range(3):
         want = np.concatenate([by_hand(blocks[row, block], scales[row, block]) for block in range(2)])
         np.testing.assert_array_equal(got[row], want)
-    # Its own numbers come back, whatever the scale was.
+    # Values of the format come back unchanged, at any scale.
     np.testing.assert_array_equal(mxfp4.values(*mxfp4.packed("w", got)), got)
 
 
@@ -104,7 +104,7 @@ def test_folders_in_mxfp4_are_written_and_read(folder, tmp_path):
     for name, value in plain.items():
         exact = ".mlp.experts." in name and not name.endswith("bias")
         np.testing.assert_allclose(got[name].astype(np.float32), value, rtol=0 if exact else 2**-8)
-    # Out again as bfloat16, which loses nothing.
+    # Written again as bfloat16, without loss.
     assert run("--from", tmp_path / "packed", "--to", tmp_path / "again") == 0
     again = json.loads((tmp_path / "again" / "config.json").read_text())
     assert "quantization_config" not in again and again["dtype"] == "bfloat16"
@@ -145,7 +145,7 @@ def test_what_mxfp4_is_not_for_is_refused(folder, tmp_path, capsys):
 
 @pytest.mark.standard_promotion
 def test_five_steps_of_all_its_parameters_are_those_of_transformers():
-    """training.json has the losses of transformers and how far it moved each tensor, sinks and biases too."""
+    """training.json has transformers' losses and how far it moved each tensor, including sinks and biases."""
     recorded = test_peft_training.RECORDED["gpt_oss"]
     model, params = test_folders.loaded("gpt_oss")
     before = dict(open_model.hf_tensors(jax.tree.map(np.asarray, params), model, "gpt_oss"))
@@ -160,6 +160,6 @@ def test_five_steps_of_all_its_parameters_are_those_of_transformers():
 
 
 def without_balance(model):
-    """transformers adds no balance loss unless it is asked for."""
+    """transformers adds a balance loss only if it is configured."""
     moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
     return api.build(dataclasses.replace(model.config, moe=moe))

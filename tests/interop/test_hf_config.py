@@ -1,4 +1,4 @@
-"""config.json and our configurations: the published files say what gin/models/ says, and what is written is read back."""
+"""config.json and our configurations: published files equal gin/models/, and what we write is read back."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ GPT_OSS = dict(
 )
 T5 = dict(model_type="t5", vocab_size=32128, relative_attention_num_buckets=32, layer_norm_epsilon=1e-6, d_kv=64)
 
-# What the published files say, where it matters.
+# The fields of the published files that matter.
 PUBLISHED = {
     "llama2_7b": llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096, rope_scaling=None),
     "llama3.1_8b": llama(
@@ -203,7 +203,7 @@ def test_both_ways_to_say_rope_are_one():
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     both = new | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": old["rope_scaling"]}
-    assert hf_config.from_hf(both) == hf_config.from_hf(old)  # as transformers takes the scaling of the old name
+    assert hf_config.from_hf(both) == hf_config.from_hf(old)  # transformers too uses the old name's scaling
     first_name = {"type": "linear", "factor": 2.0}
     rope = hf_config.from_hf(both | {"rope_scaling": first_name}).rope
     assert (rope.scaling, rope.factor) == ("linear", 2.0)

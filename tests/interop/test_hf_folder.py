@@ -1,4 +1,4 @@
-"""Hugging Face folders: every family written and read back to the bit, whatever the mesh; and what is not whole."""
+"""Hugging Face folders: every family is written and read back bit for bit on any mesh; incomplete ones are refused."""
 
 import dataclasses
 import json
@@ -110,7 +110,7 @@ def test_each_device_holds_its_shards(name, mesh, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_the_bits(dtype, tmp_path):
+def test_16_bit_dtypes(dtype, tmp_path):
     model = api.build(LLAMA)
     params = host_params(model)
     foreign = open_model.open_model(written(tmp_path / "model", model, params, dtype=dtype))
@@ -164,7 +164,7 @@ BUFFERS = {
 
 
 class Renamed:
-    """A folder's model with other names and more tensors."""
+    """A folder's model with other tensor names and more tensors."""
 
     def __init__(self, foreign, rename, more=()):
         self.config, self.tokenizer, self.about, self._foreign = foreign.config, {}, {}, foreign
@@ -191,7 +191,7 @@ def test_names_of_other_versions_are_known(name, tmp_path):
 @pytest.mark.parametrize("state_dict", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_of_a_t5_1_1_is_the_embedding_where_its_folder_has_none(tied, state_dict, tmp_path):
-    """transformers 5 writes the same config.json of both: without a scale, and tied."""
+    """transformers 5 writes the same config.json for both: tied, and without a scale."""
     config = dataclasses.replace(T5, head="tied", head_scale="none") if tied else T5
     model = api.build(config)
     params = host_params(model)
@@ -226,7 +226,7 @@ def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
         open_model.loader(folder, other)
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_tensors_that_do_not_fit_are_named(tmp_path):
     model = api.build(LLAMA)
     foreign = open_model.open_model(written(tmp_path / "model", model, host_params(model)))
     renamed = Renamed(foreign, lambda name: name.replace("q_proj", "qq_proj"))
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         open_model.load_params(foreign, wider, on_one(wider))
 
 
-def test_a_folder_that_is_not_whole_is_refused_in_a_line(tmp_path):
+def test_an_incomplete_folder_is_refused_in_one_line(tmp_path):
     model = api.build(LLAMA)
     folder = written(tmp_path / "model", model, host_params(model))
     weights, about = os.path.join(folder, "model.safetensors"), os.path.join(folder, "config.json")
@@ -291,7 +291,7 @@ def test_a_write_that_fails_leaves_nothing_and_nothing_is_written_over(tmp_path)
         written(folder, model, host_params(model))
 
 
-def test_a_write_leaves_alone_what_has_a_name_like_it(tmp_path):
+def test_a_write_keeps_files_with_similar_names(tmp_path):
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "model.partial" / "mine.txt").write_text("mine")
     model = api.build(LLAMA)

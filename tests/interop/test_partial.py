@@ -1,4 +1,4 @@
-"""What is written is there whole or not at all, and what a killed writer left goes with the next one."""
+"""Outputs are complete or absent, and the next writer removes the partial outputs of a killed one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with partial.{kind}(sys.argv[1]) as unfinished:
 
 @pytest.fixture
 def writer():
-    """(path) -> a process that has begun to write there and waits, and what it has begun to write."""
+    """(path) -> a process that has begun to write there and waits, and its partial output."""
     begun = []
 
     def start(path, kind="whole"):
@@ -48,7 +48,7 @@ def writer():
 
 
 @pytest.mark.parametrize("kind", ["whole", "beside"])
-def test_what_a_killed_writer_left_is_removed_and_nothing_else(writer, tmp_path, kind, caplog):
+def test_only_a_killed_writers_partial_output_is_removed(writer, tmp_path, kind, caplog):
     path = tmp_path / "model.gguf"
     killed, left = writer(path, kind)
     living, kept = writer(path, kind)
@@ -56,7 +56,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(writer, tmp_path,
     for process in (killed, other):
         process.send_signal(signal.SIGKILL)
         process.wait()
-    (tmp_path / "model.gguf.abcdefgh.partial").mkdir()  # a user's, of such a name
+    (tmp_path / "model.gguf.abcdefgh.partial").mkdir()  # a user's own folder with such a name
     (tmp_path / "model.gguf.abcdefgh.partial" / "mine").write_text("mine")
     (tmp_path / "model.gguf.partial").write_text("mine")
     (tmp_path / "model.gguf.ijklmnop.partial").symlink_to(others)
@@ -67,24 +67,24 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(writer, tmp_path,
         pathlib.Path(unfinished).write_text("new")
     assert {*os.listdir(tmp_path)} == before - {left.name}
     assert left.name in caplog.text and "interrupted" in caplog.text
-    living.communicate("")  # it goes on as if nothing had been
+    living.communicate("")  # it continues undisturbed
     assert living.returncode == 0 and not kept.exists()
     assert path.is_dir() == (kind == "whole")
 
 
-def test_another_hosts_is_left_alone(writer, tmp_path):
+def test_another_hosts_partial_output_is_kept(writer, tmp_path):
     killed, left = writer(tmp_path / "model")
     killed.kill()
     killed.wait()
     (left / ".capibara-convert").write_text("another-host")
     partial.remove_left(str(tmp_path / "model"))
     assert left.is_dir()
-    (left / ".capibara-convert").unlink()  # killed before it had said whose it is
+    (left / ".capibara-convert").unlink()  # killed before it wrote its owner file
     partial.remove_left(str(tmp_path / "model"))
     assert left.is_dir()
 
 
-def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_complete_or_absent(tmp_path):
     target = str(tmp_path / "new")
     with pytest.raises(ZeroDivisionError), partial.whole(target) as unfinished:
         pathlib.Path(unfinished, "x").write_text("half")

@@ -1,4 +1,4 @@
-"""Adapters of PEFT against its own answers in models/golden/peft.json, which golden/make_peft.py wrote; and back."""
+"""PEFT adapters against PEFT's own answers in models/golden/peft.json (written by golden/make_peft.py), and back."""
 
 import dataclasses
 import json
@@ -39,12 +39,12 @@ FAMILIES = {
     | dict(layer_pattern=("local",) * 3 + ("global",), window=8, rope=Rope(theta=1e6, local_theta=10_000.0))
     | dict(per_layer_vocab_size=90, kv_shared_layers=4, activation_sparsity=(0.8,) * 3, logit_soft_cap=3.0),
 }
-TYPES = {"gemma3n": "gemma3n_text"}  # what config.json calls it, where that is not its name here
+TYPES = {"gemma3n": "gemma3n_text"}  # the name in config.json, where it differs from ours
 MORE = {"qwen2": SIZES | dict(num_kv_heads=2, bias="qkv", rope=Rope(theta=1e6))}
 
 
 def base_of(name):
-    """The plain model, and its parameters as the reference has them."""
+    """The plain model, and the reference's parameters."""
     model = api.build((Gemma3nConfig if name == "gemma3n" else DecoderConfig)(**(FAMILIES | MORE)[name]))
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
@@ -54,7 +54,7 @@ def base_of(name):
 
 @pytest.fixture
 def folder(request, tmp_path):
-    """The folder that PEFT had written."""
+    """The folder that PEFT wrote."""
     answer = ANSWERS[request.param]
     drawn = {name: answers.draw(name, tuple(shape)) for name, shape in answer["tensors"].items()}
     safetensors.save_file(drawn, tmp_path / peft.WEIGHTS)
@@ -66,7 +66,7 @@ FUSED = (("query", "key", "value"), ("gate", "up"))
 
 
 def answered(model, params):
-    """Logits of the last row, at the positions that are kept."""
+    """Logits of the last row, at the recorded positions."""
     tokens = np.array(ANSWERS["tokens"], np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
@@ -75,7 +75,7 @@ def answered(model, params):
 
 
 def written_again(folder, params, model, name):
-    """The folder that we write of what was read, with the same tensors."""
+    """The folder that we write from the loaded adapter, with the same tensors."""
     again = folder / "again"
     peft.write_peft(str(again), params, model, name)
     first, second = (safetensors.load_file(path / peft.WEIGHTS) for path in (folder, again))
@@ -154,7 +154,7 @@ def test_adapters_of_peft_answer_as_there_and_are_written_as_they_were(folder, n
 
 @pytest.mark.parametrize(("name", "rslora"), [("gpt2", False), ("phi3", True), ("gpt_neox", False)])
 def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
-    """Ours of query and value, each with its rank, are one of theirs; what is read back computes the same."""
+    """Our adapters of query and value, each with its rank, become one of PEFT's; read back it computes the same."""
     plain, base = base_of(name)
     lora = Lora(rank=2, alpha=4.0, targets=("query", "value"), rank_pattern=(("value", 3),), rslora=rslora)
     model = api.build(dataclasses.replace(plain.config, lora=lora))
@@ -213,7 +213,7 @@ def test_what_is_no_adapter_of_ours_is_refused(folder, change, told):
         peft.read_peft(str(folder), base_of("llama")[0], "llama")
 
 
-def test_folders_that_are_there_or_not_there_are_refused(tmp_path):
+def test_existing_targets_and_missing_sources_are_refused(tmp_path):
     plain, base = base_of("llama")
     with pytest.raises(UserError, match="adapter_config.json cannot be read"):
         peft.read_peft(str(tmp_path), plain, "llama")

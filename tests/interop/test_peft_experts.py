@@ -1,4 +1,4 @@
-"""Adapters of experts in both layouts of PEFT against its own answers, which golden/make_peft_experts.py wrote; and back."""
+"""Adapters of experts in PEFT's two layouts against PEFT's own answers (golden/make_peft_experts.py), and back."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ LAYER = "base_model.model.model.layers.1."
 
 
 def base_of(name):
-    """The plain model, and its parameters as the reference has them."""
+    """The plain model, and the reference's parameters."""
     model = api.build(mixtures.CONFIGS[name])
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
@@ -37,7 +37,7 @@ def base_of(name):
 
 
 def folder_of(case, path, changes=()):
-    """The folder that PEFT had written."""
+    """The folder that PEFT wrote."""
     answer = ANSWERS[case]
     drawn = {name: answers.draw(name, tuple(shape)) for name, shape in answer["tensors"].items()}
     safetensors.save_file(drawn, path / peft.WEIGHTS)
@@ -79,7 +79,7 @@ def test_adapters_of_peft_answer_as_there_and_are_written_as_they_were(case, tmp
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_written_computes_the_same_in_both_layouts(fused, tmp_path):
-    """Ranks of gate and up that differ, or one of them alone, become one; rsLoRA's scale stays what it was."""
+    """Gate and up with different ranks, or only one of them, become one adapter; rsLoRA's scale is kept."""
     plain, base = base_of("mixtral")
     for index, lora in enumerate((
         Lora(rank=2, alpha=4.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 1)), rslora=True),
@@ -101,7 +101,7 @@ def test_what_is_written_computes_the_same_in_both_layouts(fused, tmp_path):
             assert config["target_parameters"] == (
                 ["gate.weight", "gate_up_proj", "down_proj"] if index == 0 else ["gate_up_proj"]
             )
-        else:  # loadable as one parameter: both with the rank and alpha of no pattern, without rsLoRA
+        else:  # loadable as one parameter: both without a pattern for rank or alpha, and without rsLoRA
             rank = 3 if index == 0 else 2
             for part in ("w1", "w3"):
                 assert shapes[f"{LAYER}block_sparse_moe.experts.7.{part}.lora_A.weight"] == (rank, 32)
@@ -116,7 +116,7 @@ def test_what_is_written_computes_the_same_in_both_layouts(fused, tmp_path):
 
 
 def test_a_router_alone_is_a_parameter_too(tmp_path):
-    """With transformers 5 PEFT refuses dropout and DoRA of it, as of experts."""
+    """With transformers 5 PEFT refuses dropout and DoRA for a router, as for experts."""
     plain, base = base_of("mixtral")
     for kind, lora in {
         "dropped": Lora(rank=2, targets=("router", "query"), dropout=0.1),

@@ -1,4 +1,4 @@
-"""Weighted sums of adapters are those of PEFT's add_weighted_adapter (peft_sums.json, by peft_sums_peer.py)."""
+"""Weighted sums of adapters equal PEFT's add_weighted_adapter (peft_sums.json, by peft_sums_peer.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folders(tmp_path):
 
 
 def deltas(folder):
-    """Of each module scale * b a, as PEFT reads the folder."""
+    """scale * b a of each module, as PEFT reads the folder."""
     about, tensors = peft.read_config(str(folder)), load_file(folder / peft.WEIGHTS)
     names = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
     found = {}
@@ -104,7 +104,7 @@ def test_adapters_of_two_bases_or_tokenizers_are_not_added_up(folders, capfd):
 
 
 def test_a_sum_is_merged_into_its_base(folders):
-    """What comes out is the base with the deltas of PEFT's sum added."""
+    """The result is the base plus the deltas of PEFT's sum."""
     from capibara.interop.hf import config as hf_config
     from capibara.interop.hf import folder as hf_folder
     from capibara.models import api
@@ -124,7 +124,7 @@ def test_a_sum_is_merged_into_its_base(folders):
         np.testing.assert_allclose(found.read(name), value + delta, rtol=0, atol=2e-5)
 
 
-def test_the_sum_of_one_is_it(folders):
+def test_the_sum_of_one_adapter_is_that_adapter(folders):
     peft_sums.write(
         str(folders / "sum"), Sum(folders=(str(folders / "one"),), weights=(1.0,), combination=Combination.CAT)
     )

@@ -1,4 +1,4 @@
-"""Adapters learn here what they do in PEFT: its five steps of AdamW in training.json, which training_peer.py recorded.
+"""Adapters train here as in PEFT: five steps of AdamW in training.json, recorded by training_peer.py.
 
 python tests/interop/training_peer.py record tests/interop/training.json    (peft 0.21.2 made the committed file)
 Every family and kind of training is compared with it in test_transformers_training.py.
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def written(folder, case):
-    """The adapter as PEFT has it before the steps."""
+    """The adapter as PEFT stores it before the steps."""
     drawn = {name: answers.draw(name, tuple(shape)) for name, shape in case["tensors"].items()}
     safetensors.save_file(drawn, folder / peft.WEIGHTS)
     (folder / peft.CONFIG).write_text(json.dumps(case["config"]))

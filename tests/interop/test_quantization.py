@@ -1,4 +1,4 @@
-"""Weights in 4 bits: GPTQ and AWQ lose less than rounding to nearest, and files hold exactly what was made."""
+"""Weights in 4 bits: GPTQ and AWQ lose less than rounding to nearest, and files hold exactly the chosen codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Source:
 
 
 def ours(source):
-    """Its model and parameters."""
+    """The case's model and parameters."""
     model = api.build(hf_config.from_hf(source.config, dtype="float32"))
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
     return model, open_model.load_params(source, model, here)
@@ -77,7 +77,7 @@ def correlated(inputs=128, tokens=1024, seed=0):
     rng = np.random.default_rng(seed)
     mixed = rng.standard_normal((inputs, inputs)) * np.exp(-np.arange(inputs) / 20)[:, None]
     x = (rng.standard_normal((tokens, inputs)) @ mixed).astype(np.float32)
-    x[:, 5] = 0  # an input that is never there
+    x[:, 5] = 0  # an input that is always 0
     return rng.standard_normal((48, inputs)).astype(np.float32), x
 
 
@@ -93,7 +93,7 @@ def test_products_with_correlated_inputs_lose_less(chosen):
     assert lost(fitted) < lost(nearest)
     for act_order in (True, False):
         assert lost(gptq(weight, x.T @ x, chosen, act_order=act_order)) < 0.3 * lost(nearest)
-    # A few inputs are much larger than their neighbours: AWQ's case.
+    # A few inputs are much larger than their neighbours: the case that AWQ is for.
     sizes = np.where(np.arange(x.shape[1]) % 16 == 3, 20, 1).astype(np.float32)
     x = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32) * sizes
     scales = awq.channel_scales([weight], x.T @ x, np.mean(np.abs(x), 0), chosen, np.arange(x.shape[1]))
@@ -103,7 +103,7 @@ def test_products_with_correlated_inputs_lose_less(chosen):
 
 
 @pytest.mark.parametrize("chosen", GRIDS, ids=str)
-def test_every_value_is_at_the_nearest_place_of_its_grid(chosen):
+def test_every_value_is_the_nearest_point_of_its_grid(chosen):
     weight, _ = correlated()
     packed = grid.rounded(weight, *chosen.nearest(weight))
     zeros, scales = (np.repeat(x, packed.group_size, 1).astype(np.float32) for x in (packed.zeros, packed.scales))
@@ -130,7 +130,7 @@ def test_q4_0_has_every_code_and_scale():
 
 
 def nibbles(words, axis):
-    """Eight values of 4 bits of every int32, lowest bits first, along an axis."""
+    """Unpacks each int32 into eight 4-bit values along an axis, lowest bits first."""
     parts = np.stack(
         [(words.view(np.uint32) >> np.uint32(4 * position)) & np.uint32(15) for position in range(8)], axis + 1
     )
@@ -138,13 +138,13 @@ def nibbles(words, axis):
 
 
 def from_gptq(parts, offset):
-    """[O, I], as gptqmodel's torch kernel makes it."""
+    """The weight [O, I], computed like gptqmodel's torch kernel."""
     groups, zeros = parts["g_idx"], nibbles(parts["qzeros"], 1) + offset
     return (parts["scales"].astype(np.float32)[groups] * (nibbles(parts["qweight"], 0) - zeros[groups])).T
 
 
 def from_awq(parts):
-    """[O, I], as AutoAWQ's "gemm" kernel makes it."""
+    """The weight [O, I], computed like AutoAWQ's "gemm" kernel."""
     order = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
     def in_order(words):
@@ -196,7 +196,7 @@ def test_folded_scales_change_no_answer(name):
 
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("gpt2", "gpt_neox", "phi3"))]
-)  # with every change of order
+)  # every change of the order
 def test_a_gguf_file_has_exactly_the_weights_that_were_made(name, text, tmp_path):
     source, how = Source(name), asked("gptq", text)
     path = str(tmp_path / "model.gguf")
@@ -212,7 +212,7 @@ def test_a_gguf_file_has_exactly_the_weights_that_were_made(name, text, tmp_path
     nearest = made_of(source, asked("rtn", text), q4_0=True)
     original = {tensor: x.T if name == "gpt2" else x for tensor, x in source.values.items()}
     assert all(not np.array_equal(made.packed[t].codes, nearest.packed[t].codes) for t in made.packed)
-    for tensor, packed in nearest.packed.items():  # what llama.cpp's own rounding makes, but for ties
+    for tensor, packed in nearest.packed.items():  # equals llama.cpp's own rounding except for ties
         same = gguf.dequantize(
             gguf.quantize(original[tensor], gguf.GGMLQuantizationType.Q4_0), gguf.GGMLQuantizationType.Q4_0
         )
@@ -266,7 +266,7 @@ def test_a_folder_read_back_answers_as_the_model_that_was_made(name, method, tex
             parts["g_idx"] = stored.pop(f"{stem}g_idx")
         weight = from_awq(parts) if method == "awq" else from_gptq(parts, 1)
         back.values[tensor] = np.ascontiguousarray(weight.T) if name == "gpt2" else weight
-    # Where AutoAWQ scales what an activation gives, readers divide by these: a missing one is not 1 for them.
+    # Where AutoAWQ scales an activation's output, readers divide by these scales and do not take a missing one for 1.
     divisors = {key: stored.pop(key) for key in list(stored) if key.endswith(".act.scales")}
     wanted = [f"gpt_neox.layers.{index}.mlp.act.scales" for index in range(2)]
     assert sorted(divisors) == (wanted if (name, method) == ("gpt_neox", "awq") else [])
@@ -284,7 +284,7 @@ def test_a_folder_read_back_answers_as_the_model_that_was_made(name, method, tex
 
 
 def test_a_model_answers_nearer_to_what_it_did(text, tmp_path):
-    """On text that the calibration has not seen."""
+    """On text outside the calibration."""
     source, held_out = Source("llama"), tmp_path / "held_out.txt"
     held_out.write_text(cases.TEXT[6000:], encoding="utf-8")
     model, params = ours(source)
@@ -301,7 +301,7 @@ def test_a_model_answers_nearer_to_what_it_did(text, tmp_path):
 
 
 def test_layers_run_one_by_one_answer_as_the_model():
-    """What goes into the weights is what the calibration sees."""
+    """So the calibration sees the inputs that the weights get in the model."""
     model, params = ours(Source("gemma2"))
     tokens = np.random.default_rng(0).integers(0, 300, (2, 24), np.int32)
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": np.arange(24)[None].repeat(2, 0)}
@@ -331,7 +331,7 @@ def test_conversations_are_calibration_text_too(tmp_path):
 @pytest.mark.parametrize(
     "name", ["layers.1.mlp.up_proj.weight", "layers.0.input_layernorm.weight", "embed_tokens.weight"]
 )
-def test_values_that_are_not_finite_are_told(name, method, text):
+def test_values_that_are_not_finite_are_reported(name, method, text):
     source = Source("llama")
     value = source.values[f"model.{name}"] = source.values[f"model.{name}"].copy()
     value[..., 0] = np.nan
@@ -339,7 +339,7 @@ def test_values_that_are_not_finite_are_told(name, method, text):
         made_of(source, asked(method, text), q4_0=True)
 
 
-def test_layers_are_told_as_they_are_reached(text):
+def test_layers_are_reported_as_they_are_reached(text):
     source, seen = Source("llama"), []
     model, params = ours(source)
     how, show = asked("rtn", text), lambda *given: seen.append(given)
@@ -347,7 +347,7 @@ def test_layers_are_told_as_they_are_reached(text):
     assert seen == [("quantizing", "layer 1 of 2"), ("quantizing", "layer 2 of 2")]
 
 
-def test_outputs_that_make_no_word_are_told(text):
+def test_outputs_that_make_no_word_are_reported(text):
     c = api.DecoderConfig(
         vocab_size=96, embed_dim=32, num_layers=1, num_heads=8, num_kv_heads=1, head_dim=4, mlp_dim=32
     )
@@ -359,7 +359,7 @@ def test_outputs_that_make_no_word_are_told(text):
     assert quantization.quantize(model, params, values, {}, asked("rtn", text), q4_0=True).packed
 
 
-def test_a_tokenizer_of_another_model_is_told(text):
+def test_a_tokenizer_of_another_model_is_reported(text):
     source = Source("llama")
     model, params = ours(source)
     files = {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"}
@@ -414,7 +414,7 @@ def test_other_models_are_refused(text):
 
 @pytest.mark.heavy
 def test_llama_cpp_answers_as_the_model_that_was_made(text, tmp_path):
-    """But for the inputs of products, which it rounds to 8 bits."""
+    """Equal except for the inputs of products, which llama.cpp rounds to 8 bits."""
     pytest.importorskip("xllamacpp")
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
     from gguf_files import LlamaCpp

@@ -1,4 +1,4 @@
-"""Folders of GPTQ, AWQ and bitsandbytes are read as exactly the values that they stand for; others are refused by name."""
+"""Folders of GPTQ, AWQ and bitsandbytes are dequantized exactly; other formats are refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASE = "model.layers.0.self_attn.q_proj"
 
 
 class Parts:
-    """A folder of a few tensors, whatever their dtype."""
+    """A folder of a few tensors of any dtype."""
 
     kinds = {"int32": "I32", "uint8": "U8", "int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -55,13 +55,13 @@ class Parts:
 
 
 def words(codes, bits):
-    """Codes along the last axis in int32, the first one lowest."""
+    """Packs codes along the last axis into int32, the first one lowest."""
     codes = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 32 // bits)
     return sum(codes[..., i] << np.uint32(bits * i) for i in range(32 // bits)).astype(np.uint32).view(np.int32)
 
 
 def in_gptq(bits=4, form="gptq_v2", groups=4, inputs=64, outputs=32):
-    """A folder's tensors, the groups of inputs in no order; and the weight."""
+    """A folder's tensors, with the inputs' groups in random order; and the weight."""
     rng, top = np.random.default_rng(0), 2**bits
     codes, zeros = rng.integers(0, top, (inputs, outputs)), rng.integers(1, top, (groups, outputs))
     scales = rng.uniform(0.01, 0.1, (groups, outputs)).astype(np.float16)
@@ -91,7 +91,7 @@ def test_gptq_is_read_with_groups_in_any_order(bits, form):
 
 
 def test_zeros_less_one_carry_as_whole_words():
-    """A zero of 0 is 15 in the place of its code, and took 1 from the next: taken back, both are what they were."""
+    """A zero point of 0 is stored as 15 and borrows 1 from the next code; reading restores both."""
     tensors, _ = in_gptq(groups=1)
     zeros = np.zeros((1, 32), np.uint32)
     zeros[0, 1::2] = 9
@@ -115,7 +115,7 @@ def test_zeros_less_one_carry_as_whole_words():
     ],
 )
 def test_what_we_write_is_read_back(name, method, text, tmp_path):  # noqa: F811
-    """By the way of every verb, and GPT-2's weights the other way round."""
+    """Through the reader that every verb uses, and with GPT-2's transposed weights."""
     source, how = Source(name), asked(method, text)
     conversion.write(source, str(tmp_path / "hf"), "hf", None, lambda *given: None, how)
     found = open_model.open_model(str(tmp_path / "hf"))
@@ -129,7 +129,7 @@ def test_what_we_write_is_read_back(name, method, text, tmp_path):  # noqa: F811
 
 
 def of_golden(name):
-    """A weight that bitsandbytes has stored, as the tensors of a folder."""
+    """A weight that bitsandbytes stored, as a folder's tensors."""
     kinds = {"bfloat16": ml_dtypes.bfloat16}
     return {
         f"{BASE}.{part}" if part == "SCB" else f"{BASE}.weight{part}": np.frombuffer(
@@ -152,7 +152,7 @@ def test_bitsandbytes_is_read_bit_by_bit(name):
 
 
 def test_codes_in_another_dtype_are_the_same():
-    """As bitsandbytes keeps them for FSDP: bytes, two to a bfloat16."""
+    """As bitsandbytes stores them for FSDP: two bytes to a bfloat16."""
     tensors = of_golden("nf4")
     packed = tensors[f"{BASE}.weight"]
     wide = np.frombuffer(packed.tobytes(), ml_dtypes.bfloat16).reshape(-1, 1)
@@ -206,7 +206,7 @@ def state(**changes):
         (BNB, {MARK: np.zeros(10**5, np.uint8)}, "at most 65,536 bytes"),
     ],
 )
-def test_what_lies_or_is_not_read_is_one_line(about, changes, message):
+def test_false_metadata_and_unsupported_formats_are_one_line(about, changes, message):
     good = of_golden("nf4") if about is BNB else in_gptq()[0]
     if about.get("quant_method") == "awq" if isinstance(about, dict) else False:
         good = {}
@@ -217,7 +217,7 @@ def test_what_lies_or_is_not_read_is_one_line(about, changes, message):
 
 
 def test_a_folder_on_the_disk(tmp_path):
-    """Its config.json, and its codes in safetensors."""
+    """A folder with its config.json, and its codes in safetensors."""
     config = dict(cases.CASES["llama"]) | {"quantization_config": GPTQ | {"checkpoint_format": "gptq_v2"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors, weight = in_gptq()

@@ -1,4 +1,4 @@
-"""Folders in 4 bits as others read and pack them; needs an environment with torch, which these are installed in:
+"""Other programs read and pack folders in 4 bits; needs an environment with torch and these:
 
 make test-quantized QUANT_PYTHON=PATH/bin/python    (pip install torch transformers optimum onnx-ir onnxruntime-genai gptqmodel)
 """
@@ -26,7 +26,7 @@ from capibara.interop import conversion  # noqa: E402
 
 PYTHON = os.environ.get("QUANT_PYTHON")
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox")
-HOWS = {"gptq": {}, "awq": {}, "rtn": {"symmetric": False}}  # the last one is GPTQ's second format
+HOWS = {"gptq": {}, "awq": {}, "rtn": {"symmetric": False}}  # the last one uses GPTQ's second format
 NAMES = [f"{family}-{method}" for family in FAMILIES for method in HOWS]
 
 pytestmark = [
@@ -37,7 +37,7 @@ pytestmark = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A folder: what was made of the model, what is stored, and what others say of it."""
+    """A folder: the weights that we chose, the stored tensors, and the other programs' results."""
 
     made: object
     stored: dict[str, np.ndarray]
@@ -45,7 +45,7 @@ class Case:
     tokens: np.ndarray
 
     def logits(self):
-        """Ours, with everything in float16 that the folder has in it."""
+        """Our model, with the folder's float16 tensors in float16."""
         half = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), self.made.float_params())
         tokens, positions = self.tokens, np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))
         batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
@@ -61,7 +61,7 @@ def folders(tmp_path_factory):
     for name in NAMES:
         family, method = name.split("-")
         source, how = Source(family), asked(method, str(text), **HOWS[method])
-        source.config["pad_token_id"] = 0  # that which transformers has for phi3 is beyond so small a vocabulary
+        source.config["pad_token_id"] = 0  # transformers' default for phi3 is larger than this vocabulary
         conversion.write(source, str(folder / name), "hf", None, lambda *given: None, how)
         made = found[name] = made_of(source, how, q4_0=False)
         parts = {"tokens": tokens}
@@ -109,7 +109,7 @@ def test_transformers_answers_as_the_model_that_was_made(folders, name):
     want = case.logits()
     most = np.abs(want).max()
     np.testing.assert_allclose(case.theirs["exact"], want, rtol=0, atol=5e-5 * most)
-    if name.endswith("awq"):  # whose layers compute in float16
+    if name.endswith("awq"):  # its layers compute in float16
         assert np.mean(np.square(case.theirs["logits"] - want)) < 1e-2**2 * np.mean(np.square(want))
     else:
         np.testing.assert_allclose(case.theirs["logits"], want, rtol=0, atol=5e-5 * most)

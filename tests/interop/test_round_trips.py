@@ -1,4 +1,4 @@
-"""Hugging Face folders through run folders of ours and out again: every file and every field of them is compared.
+"""Hugging Face folders converted to run folders and back: every file and every field is compared.
 
 Each family twice: converted to a run folder and back, and fine-tuned with adapters in between.
 """
@@ -32,11 +32,11 @@ from capibara.training.trainer import Trainer
 HERE = pathlib.Path(__file__).resolve().parent
 FOLDERS = json.loads((HERE / "folders.json").read_text())
 CARD = '---\nlicense: other\nlicense_name: capy\nlanguage:\n- en\n- "no"\nmodel_name: Capy Tiny\n---\n\n# Capy\n'
-# What a folder gains on its way, and what it means: the same in other words, or what a reader would take anyway.
+# Fields that a folder gains, with their meaning: another name of the same, or a reader's default.
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
 SAME = ROPE | {"torch_dtype", "rope_local_base_freq", "layer_types", "sliding_window_pattern", "max_window_layers"}
-OTHER_NAMES = {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}  # T5's, in other words
-# Said by nobody and taken by every reader; readers of other versions look for it.
+OTHER_NAMES = {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}  # T5's, renamed
+# Defaults that no folder writes; other versions of transformers need them.
 ADDED = {"attention_bias": False, "position_embedding_type": "absolute", "hidden_act": "gelu_pytorch_tanh"}
 ADDED |= {"num_experts": 8, "decoder_start_token_id": 0}
 
@@ -72,7 +72,7 @@ def tokenizer(folder):
 
 
 def family(name, folder):
-    """A folder of random weights in bfloat16, with all that may lie in one."""
+    """A folder of random weights in bfloat16, with every file that a folder can have."""
     values, rng = dict(FOLDERS[name]["config"]), np.random.default_rng(0)
     values |= {key: 0.05 for key in values if "drop" in key or key.endswith("pdrop")}
     ends = [2, 4, 5]
@@ -93,7 +93,7 @@ def family(name, folder):
 
 
 def differences(before, after):
-    """Fields of two config.json that are not the same, but for what is said in other words."""
+    """Fields that differ between two config.json, except for other names of the same."""
     one, two = (hf_folder.HfFolder(str(folder)).config for folder in (before, after))
     assert hf_config.resolved(hf_config.from_hf(one)) == hf_config.resolved(hf_config.from_hf(two))
     names = (one.keys() | two.keys()) - SAME - (OTHER_NAMES if one["model_type"] == "t5" else set())
@@ -122,14 +122,14 @@ def test_a_folder_comes_back_from_a_run_folder(name, tmp_path):
     assert one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
 
 
-# What reads texts with spans left out needs ids for these.
+# Models that read texts with masked spans need ids for the spans.
 SPARE = dict.fromkeys((api.EncoderConfig, api.EncoderDecoderConfig), "TokenizerJsonVocabulary.extra_ids = 2\n")
 
 
 def run_file(name, folder, path):
-    """A run with adapters that reads the tokenizer of a folder; gives its configuration as well."""
+    """A run with adapters that uses a folder's tokenizer, and its configuration."""
     family(name, folder)
-    values = hf_folder.HfFolder(str(folder)).config  # which looks whether T5 1.1 has a head
+    values = hf_folder.HfFolder(str(folder)).config  # it reads whether T5 1.1 has a head
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".json"}
     made = hf_config.from_hf(values, dtype="float32")
     path.write_text(
@@ -150,7 +150,7 @@ def assert_fine_tuned(before, after):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_fine_tuned_folder_is_what_it_was(name, tmp_path):
-    """Of a run that began from the folder; and of one that began from that run."""
+    """For a run that began from the folder, and for one that began from that run."""
     before, after, gin = tmp_path / "before", tmp_path / "after", tmp_path / "run.gin"
     run_file(name, before, gin)
     for start, end in (("before", "run"), ("run", "again")):
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_adapter_of_another(tmp_path):
 
 @pytest.mark.parametrize("name", ["phi3", "t5"])
 def test_a_run_keeps_what_its_weights_came_with(name, tmp_path):
-    """As above, with adapters that nothing has trained."""
+    """The same with untrained adapters."""
     before, after, gin = tmp_path / "before", tmp_path / "after", tmp_path / "run.gin"
     model = api.build(run_file(name, before, gin))
     params = jax.tree.map(lambda s: jax.numpy.full(s.shape, 0.1, s.dtype), model.abstract_params)

@@ -1,4 +1,4 @@
-"""`capibara convert --skip_layers --mlp_dims`: a smaller Gemma 3n of a folder or a run, and what is refused."""
+"""`capibara convert --skip_layers --mlp_dims`: a smaller Gemma 3n from a folder or a run, and refused inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5X checkpoints: those made here as T5X makes them, with TensorStore and msgpack alone; and ours, read so.
+"""T5X checkpoints: we read those that TensorStore and msgpack alone write as T5X does, and they read ours.
 
 Facts: github.com/google-research/t5x, t5x/checkpoints.py and t5x/examples/{t5,scalable_t5}/network.py; flax/serialization.py.
 """
@@ -71,7 +71,7 @@ def drawn(model):
 
 
 def arrays_of(params, *, fused=True):
-    """T5X's name -> array, with each layer's by itself; kernels with heads and features in one dimension, or two."""
+    """T5X's name -> array for each layer; with `fused`, kernels have heads and features in one dimension."""
     flat = (lambda x, *shape: x.reshape(shape)) if fused else (lambda x, *shape: x)
     found = {"token_embedder/embedding": params["embedding"]}
     if "output" in params:
@@ -131,13 +131,13 @@ def write_array(path, value, chunks=None):
 def spec_of(name, value, old=False):
     metadata = {"shape": list(value.shape), "chunks": list(value.shape), "compressor": {"id": "gzip"}}
     spec = {"driver": "zarr", "dtype": value.dtype.name, "metadata": metadata}
-    if old:  # until TensorStore 0.1.14, written to a bucket
+    if old:  # before TensorStore 0.1.14, in a bucket
         return spec | {"kvstore": {"driver": "gcs", "bucket": "t5x-dummy-bucket"}, "path": name}
     return spec | {"kvstore": {"driver": "file", "path": name}}
 
 
 def write_legacy(folder, arrays, *, version=3, old=False):
-    """As T5X's Checkpointer saves: scales inside the msgpack file, one kernel in its chunks, all else in zarr."""
+    """As T5X's Checkpointer saves: scales in the msgpack file, one kernel as its chunks, the rest in zarr."""
     os.makedirs(folder)
     leaves = {}
     for name, value in arrays.items():
@@ -183,7 +183,7 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("layers", ["each", "scanned", "scanned in layers"])
 @pytest.mark.parametrize("name", ["t5", "t5_1_1"])
 def test_a_checkpoint_is_read_to_the_bit(name, layers, params, tmp_path):
-    arrays = arrays_of(params[name], fused=layers != "scanned")  # scalable T5s have been seen with either
+    arrays = arrays_of(params[name], fused=layers != "scanned")  # scalable T5s exist in both forms
     if layers != "each":
         arrays = scanned(arrays, "{side}" if layers == "scanned" else "layers")
     foreign, model, got = loaded(write_legacy(tmp_path / "checkpoint_7", arrays, old=layers == "scanned"))
@@ -203,7 +203,7 @@ def test_bfloat16_of_both_versions(version, params, tmp_path):
 
 @pytest.mark.parametrize("form", ["folders", "store", "placeholders"])
 def test_the_layout_of_orbax(form, params, tmp_path):
-    """What Orbax writes now, either way, and its older file with placeholders; of a run the newest step is read."""
+    """Orbax's two present layouts, and its older file with placeholders; for a run the newest step is read."""
     state = tmp_path / "checkpoint_20" / "state"
     arrays = arrays_of(params["t5_1_1"])
     whole = {"target": tree.nested(arrays), "state": {"step": np.asarray(20), "param_states": {"v": np.ones(3)}}}
@@ -243,7 +243,7 @@ def test_the_configuration_of_t5x_is_read(params, tmp_path):
 
 
 def test_a_run_begins_from_one(params, tmp_path):
-    """What nothing says is the run's; what the arrays say must be the run's."""
+    """The run sets what the file leaves open; what the arrays define must equal the run's."""
     path = write_legacy(tmp_path / "checkpoint_7", arrays_of(params["t5_1_1"]))
     here = SingleDeviceSharding(jax.devices()[0])
     for activation in ("swiglu", "geglu"):
@@ -255,7 +255,7 @@ def test_a_run_begins_from_one(params, tmp_path):
 
 
 def test_relative_positions_of_each_layer(tmp_path):
-    """Scalable T5: in, out as it has them, stacked along the second dimension, and in again; and as a umT5."""
+    """Scalable T5: read, written as it was and stacked along the second dimension, and read again; and as a umT5."""
     config = dataclasses.replace(T5_1_1, relative_tables="each_layer", num_encoder_layers=2)
     model = api.build(config)
     params = drawn(model)
@@ -277,7 +277,7 @@ def test_relative_positions_of_each_layer(tmp_path):
 
 
 def test_dtype_and_dropout_are_kept(params, tmp_path, capsys):
-    """Through a run folder, and back to T5X's form."""
+    """Converted to a run folder, and back to T5X's form."""
     write_legacy(tmp_path / "in" / "checkpoint_7", arrays_of(params["t5_1_1"]))
     said = GIN.replace("dtype = 'bfloat16'", "dtype = 'float32'").replace("%DROPOUT_RATE", "0.125")
     (tmp_path / "in" / "config.gin").write_text(said)
@@ -416,7 +416,7 @@ def it_is_nothing_of_the_kind(folder):
 
 
 def index_with(change):
-    """The specification of the embedding in the index is changed."""
+    """Changes the embedding's specification in the index."""
 
     def damage(folder):
         with open(f"{folder}/checkpoint", "rb") as file:
@@ -429,7 +429,7 @@ def index_with(change):
 
 
 def about_with(**values):
-    """The .zarray of the embedding is changed."""
+    """Changes the embedding's .zarray."""
 
     def damage(folder):
         path = f"{folder}/target.token_embedder.embedding/.zarray"
@@ -476,7 +476,7 @@ ARRAY = "token_embedder/embedding is missing or corrupted"
         (gin_says(b"\xff\xfe"), "config.gin is no text in UTF-8"),
     ],
 )
-def test_what_is_corrupted_is_told_in_a_line(damage, told, params, tmp_path):
+def test_a_corrupted_checkpoint_is_reported_in_one_line(damage, told, params, tmp_path):
     path = write_legacy(tmp_path / "checkpoint_7", arrays_of(params["t5_1_1"]))
     damage(path)
     with pytest.raises(UserError, match=told) as error:

@@ -1,6 +1,6 @@
-"""Generation as T5X generates: beam search by its networks, their texts and scores.
+"""Generation as in T5X: texts and scores of beam search by its networks.
 
-What T5X itself gives is in t5x_decoding.json (t5x_decoding_peer.py made it):
+t5x_decoding.json holds T5X's own results (t5x_decoding_peer.py wrote it):
 
 make test-t5x T5X_PYTHON=PATH/bin/python    makes it anew and compares (T5X is github.com/google-research/t5x)
 """
@@ -50,7 +50,7 @@ def params_of(tmp_path_factory):
 
 
 def rows_of(case, prompts):
-    """A batch of prompts, and how many tokens count as a text's own before it."""
+    """A batch of prompts, and the number of tokens before the generated text."""
     if t5x_peer.CASES[case][0] == "decoder_only":
         texts = [[0, *prompt] for prompt in prompts]
         size = max(map(len, texts))
@@ -89,12 +89,12 @@ def agrees(found, wanted, where):
     ("case", "how"), [one if one in SHORT else pytest.param(*one, marks=pytest.mark.heavy) for one in ALL]
 )
 def test_texts_and_scores_of_beam_search_are_those_of_t5x(case, how, params_of):
-    """All prompts in one batch; T5X had each alone."""
+    """All prompts in one batch; T5X ran each alone."""
     agrees(searched(*params_of(case), case, peer.prompts(case), **peer.BEAMS[how]), T5X[case][how], f"{case} {how}")
 
 
 def log_probabilities_of(model, params, case):
-    """(prompt, text, sampling) -> of each token of the text in what it is drawn from; compiled once for all."""
+    """(prompt, text, sampling) -> the distribution that each token of the text is drawn from; compiled once for all."""
     size = max(map(len, peer.prompts(case))) + peer.NEW
 
     @jax.jit
@@ -120,7 +120,7 @@ def log_probabilities_of(model, params, case):
     "case", [pytest.param(case, marks=pytest.mark.heavy if case == "t5" else ()) for case in peer.DRAWING]
 )
 def test_what_t5x_draws_has_its_probability_here(case, params_of):
-    """Under the same temperature and limits: its scores are those that the likeliest draw is chosen by."""
+    """With the same temperature and limits: T5X selects the likeliest draw by these scores."""
     log_probabilities = log_probabilities_of(*params_of(case), case)
     for how, options in peer.DRAWN.items():
         given = {"temperature": options["temperature"], "top_k": options["topk"] or None, "top_p": options.get("topp")}
@@ -132,7 +132,7 @@ def test_what_t5x_draws_has_its_probability_here(case, params_of):
 
 
 def test_the_searches_ended_in_every_way():
-    """With texts that ended, and without any; before as many tokens as there may be, and with them."""
+    """With finished texts and without; before the token limit, and at it."""
     sizes, without = set(), 0
     for case, end in peer.CASES.items():
         for texts in [row["texts"] for how in peer.BEAMS for row in T5X[case][how]]:
@@ -143,7 +143,7 @@ def test_the_searches_ended_in_every_way():
 
 @pytest.mark.parametrize("case", ["prefix_lm", pytest.param("decoder_only", marks=pytest.mark.heavy)])
 def test_greedy_texts_of_the_engine_are_those_of_t5x(case, params_of):
-    """A prefix LM reads its prompt both ways in both programs."""
+    """A prefix LM attends to its prompt in both directions, in both programs."""
     model, params = params_of(case)
     engine = Engine(model, params, ByteVocabulary(), 32, EngineConfig(slots=2))
     ends, greedy = (peer.CASES[case],), Sampling(temperature=0.0, max_new_tokens=peer.NEW)
@@ -154,7 +154,7 @@ def test_greedy_texts_of_the_engine_are_those_of_t5x(case, params_of):
 
 
 @pytest.mark.skipif(not PYTHON, reason="T5X_PYTHON names no python with t5x")
-def test_t5x_still_says_so(tmp_path):
+def test_t5x_still_gives_the_recorded_results(tmp_path):
     done = subprocess.run(
         [PYTHON, HERE / "t5x_decoding_peer.py", tmp_path / "now.json"],
         env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}

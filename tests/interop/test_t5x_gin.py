@@ -1,4 +1,4 @@
-"""Gin files of T5X as ours: each binding has its place, is noted, or is refused by name; nothing that they name runs."""
+"""T5X's Gin files as ours: each binding is translated, noted or refused by name, and nothing in the file is run."""
 
 import sys
 
@@ -218,14 +218,14 @@ def test_options_of_generation_are_translated(given, run, tmp_path, capsys):
         ("decoding.beam_search.eos_id = 5", "beam_search.eos_id"),
     ],
 )
-def test_options_of_generation_that_have_no_place_are_refused(given, name, run, tmp_path, capsys):
+def test_options_of_generation_without_a_counterpart_are_refused(given, name, run, tmp_path, capsys):
     run.write_text(f"{RUN}{given}\n")
     assert converted(run, f"--to={tmp_path}/mine.gin") == 2
     error = capsys.readouterr().err
     assert f"{name}" in error and "which capibara does not have" in error and error.count("\n") == 1
 
 
-def test_what_has_no_place_is_refused_by_name(run, tmp_path, capsys):
+def test_bindings_without_a_counterpart_are_refused_by_name(run, tmp_path, capsys):
     run.write_text(RUN + "models.EncoderDecoderModel.other_option = 4\n")
     assert converted(run, f"--to={tmp_path}/mine.gin") == 2
     error = capsys.readouterr().err

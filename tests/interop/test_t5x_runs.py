@@ -1,4 +1,4 @@
-"""A run goes on from a T5X checkpoint by `train`, and out again by `convert`."""
+"""`train` resumes from a T5X checkpoint, and `convert` writes a run as one."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_a_decoder_of_t5x_has_no_other_form(inputs, ready, capsys):
 
 @pytest.mark.heavy
 def test_a_run_goes_on_from_t5xs_form(ready, capsys):
-    """Its states are compared in test_t5x_training.py."""
+    """test_t5x_training.py compares its states."""
     folder, trained, converted = ready
     assert trained("first", 2) == 0
     assert converted("first", "t5x", "t5x") == 0
@@ -127,7 +127,7 @@ def test_from_t5xs_form_it_goes_on_as_from_its_own(ready):
     assert trained("first", 3) == 0 and converted("first", "t5x", "t5x") == 0
     goes_on = (f"--gin.Trainer.init_from={folder}/t5x", "--gin.Trainer.init_with=state")
     assert trained("second", 5, *goes_on) == 0
-    # Of its own folder, with the same data: the same as from T5X's form.
+    # Resumed from its own folder with the same data, it equals the run from T5X's form.
     own = (f"--gin.Trainer.init_from={folder}/first", "--gin.Trainer.init_with=state")
     assert trained("third", 5, *own) == 0
     assert converted("second", "t5x2", "t5x") == 0 and converted("third", "t5x3", "t5x") == 0
@@ -137,6 +137,6 @@ def test_from_t5xs_form_it_goes_on_as_from_its_own(ready):
     two, three = (t5x_read._leaves(model.path, "state") for model in (two, three))
     assert int(two["step"]) == 5
     jax.tree.map(np.testing.assert_array_equal, two, three)
-    # Begun with the parameters alone it is another run, from step 0.
+    # From the parameters alone it is a new run, from step 0.
     assert trained("fourth", 5, f"--gin.Trainer.init_from={folder}/t5x") == 0
     assert steps_in(folder / "fourth")[0] == 1

@@ -1,6 +1,6 @@
-"""Training as T5X trains: its networks under its Adafactor, and its learning rates.
+"""Training as in T5X: its networks with its Adafactor, and its learning rates.
 
-What T5X itself gives is in t5x.json (t5x_peer.py made it). With T5X at hand the same is compared whole:
+t5x.json holds T5X's own results (t5x_peer.py wrote it). Where T5X is installed everything is compared:
 
 make test-t5x T5X_PYTHON=PATH/bin/python    (T5X is github.com/google-research/t5x)
 """
@@ -102,7 +102,7 @@ RTOL = 1e-5
 
 
 def in_their_form(model, tensors):
-    """T5X's name -> array, of tensors by Hugging Face's names."""
+    """T5X's name -> array, from tensors with Hugging Face's names."""
     values = hf_config.to_hf(model.config)
     shapes, scanned = open_model.hf_shapes(model, values["model_type"]), values["model_type"] == "umt5"
     heads = values["num_heads"] if scanned else None
@@ -116,7 +116,7 @@ def by_their_names(model, params):
 
 
 def begun(model, folder):
-    """The parameters that T5X begins with, by way of a checkpoint of its kind."""
+    """T5X's initial parameters, from a checkpoint in its form."""
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), model.abstract_params)
     drawn = {name: t5x_peer.drawn(name, value.shape) for name, value in by_their_names(model, zeros).items()}
     folder.mkdir()
@@ -159,7 +159,7 @@ def places_of(model):
 
 
 def states_by_their_names(model, opt_state):
-    """Those that are kept, as T5X has them."""
+    """The kept states, in T5X's form."""
     of_params = t5x_states.to_t5x(opt_state, shapes_of(model), places_of(model))
     flat = {f"{name}/{part}": value for name, of in of_params for part, value in of.items()}
     return {name: value for name, value in flat.items() if value.shape != (1,)}
@@ -172,13 +172,13 @@ def training(case):
     tx, plan = optimizer.build(t5x_peer.STEPS, model.axes), Plan(batch_size=2)
     mesh = sharding.make_mesh(plan, jax.devices()[:1])
     schedule, z_loss = optimizer.schedule.build(t5x_peer.STEPS), Z_LOSS.get(case, 0.0)
-    objective = of_cross_entropy(model, z_loss, normalization=Normalization.SUM)  # T5X's own, unless told otherwise
+    objective = of_cross_entropy(model, z_loss, normalization=Normalization.SUM)  # T5X's default
     step = jax.jit(make_train_step(model, tx, schedule, plan, mesh, objective=objective))
     return model, tx, step
 
 
 def went(step, state, case, steps):
-    """The losses of so many steps, and the state after each."""
+    """The losses of that many steps, and the state after each."""
     for _ in range(steps):
         state, metrics = step(state, batch(case))
         yield float(metrics["loss"] + metrics["z_loss"]) * float(metrics["tokens"]), state
@@ -186,7 +186,7 @@ def went(step, state, case, steps):
 
 @functools.cache
 def trained(case, folder):
-    """The losses, and the parameters and Adafactor's states after the steps that T5X's are known of."""
+    """The losses, and the parameters and Adafactor's states after the steps that T5X's results cover."""
     model, tx, step = training(case)
     params = begun(model, folder)
     begun_at = jnp.asarray(t5x_peer.BEGUN.get(case, 0), jnp.int32)
@@ -203,13 +203,11 @@ def trained(case, folder):
 
 
 def but(heavy, values):
-    """All values, of which some are in the heavy tests."""
+    """All values; some of them only in the heavy tests."""
     return [pytest.param(value, marks=pytest.mark.heavy) if value in heavy else value for value in values]
 
 
-@pytest.mark.parametrize(
-    "case", but(["t5_1_1"], MODELS)
-)  # its optimizer is that of decoder_only, its loss of prefix_lm
+@pytest.mark.parametrize("case", but(["t5_1_1"], MODELS))  # the optimizer is decoder_only's, the loss prefix_lm's
 def test_losses_parameters_and_states_are_those_of_t5x(case, tmp_path):
     losses, kept = trained(case, tmp_path / "t5x")
     np.testing.assert_allclose(losses, T5X[case]["losses"], rtol=RTOL)
@@ -223,7 +221,7 @@ def test_losses_parameters_and_states_are_those_of_t5x(case, tmp_path):
 
 
 def resumed(model, tx, path):
-    """The state of a run that goes on from a T5X checkpoint."""
+    """The state of a run that resumes from a T5X checkpoint."""
     loader = open_model.loader(str(path), model)
     here = SingleDeviceSharding(jax.devices()[0])
     params = loader(
@@ -235,7 +233,7 @@ def resumed(model, tx, path):
 
 
 def stored(model, state, folder, optimizer):
-    """A checkpoint for T5X of a run of ours."""
+    """Our run's checkpoint in T5X's form."""
     values = hf_config.to_hf(model.config)
     model_type = values["model_type"]
     shapes, tensors = open_model.hf_shapes(model, model_type), open_model.hf_tensors(state.params, model, model_type)
@@ -249,7 +247,7 @@ def stored(model, state, folder, optimizer):
     ["scalable_t5_map", "prefix_lm", *(pytest.param(c, marks=pytest.mark.heavy) for c in ("t5_1_1", "t5_options"))],
 )
 def test_a_run_goes_on_from_a_checkpoint_of_t5x_with_its_losses(case, tmp_path):
-    """After 3 steps it is stored in T5X's form, with T5X's states (see above), and read again."""
+    """After 3 steps the run is stored in T5X's form, with T5X's states (see above), and read again."""
     model, tx, step = training(case)
     params = begun(model, tmp_path / "begun")
     state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
@@ -260,7 +258,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_t5x_with_its_losses(case, tmp_path):
     np.testing.assert_allclose(losses, T5X[case]["losses"][3:], rtol=RTOL)
 
 
-def test_states_of_another_factoring_are_told(tmp_path):
+def test_states_of_another_factoring_are_refused(tmp_path):
     model, tx, step = training("t5_1_1")
     params = begun(model, tmp_path / "begun")
     state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
@@ -275,7 +273,7 @@ def test_states_of_another_factoring_are_told(tmp_path):
 
 
 def normalized():
-    """A decoder, whose rows hold documents, by all; the other by what it is divided by otherwise."""
+    """All normalizations for a decoder, whose rows hold documents; the other ones for an encoder-decoder."""
     for name, case in itertools.product(t5x_peer.NORMALIZATIONS, t5x_peer.NORMALIZED_CASES):
         short = case != "t5_options" or name in ("places", "documents")
         yield pytest.param(name, case, marks=() if short else pytest.mark.heavy)
@@ -283,7 +281,7 @@ def normalized():
 
 @pytest.mark.parametrize("name, case", list(normalized()))
 def test_smoothed_and_normalized_losses_are_those_of_t5x(name, case, tmp_path):
-    """With its z-loss; and the norm of the gradient, which tells what it was divided by.
+    """With z-loss; and the gradient's norm, which shows the divisor.
 
     A decoder's rows hold several documents, of which the targets alone carry loss.
     """
@@ -306,8 +304,8 @@ def test_smoothed_and_normalized_losses_are_those_of_t5x(name, case, tmp_path):
 
 
 @pytest.mark.parametrize("case", t5x_peer.DROPPED)
-def test_dropout_is_at_the_places_of_t5x(case, tmp_path, monkeypatch):
-    """Where masks are known by their shapes the loss is the same: every place has one, as large as T5X's."""
+def test_dropout_is_applied_where_t5x_applies_it(case, tmp_path, monkeypatch):
+    """With masks that depend on their shapes alone the loss is the same: every mask is applied, and has T5X's shape."""
     config = EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=2) if case == "t5" else MODELS[case]
     model = api.build(dataclasses.replace(config, **t5x_peer.DROPOUT))
     params, objective = begun(model, tmp_path / "t5x"), of_cross_entropy(model, 0.0)
@@ -340,7 +338,7 @@ def test_bad_factors(fields, word):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What T5X gives, where it is at hand."""
+    """T5X's own results, where it is installed."""
     if not PYTHON:
         pytest.skip("T5X_PYTHON names no python with t5x")
     folder = tmp_path_factory.mktemp("t5x")
@@ -361,7 +359,7 @@ def peer(*argv):
 
 
 def written(case, folder):
-    """A checkpoint that we write, of what T5X begins with."""
+    """A checkpoint that we write from T5X's initial state."""
     model = api.build(MODELS[case])
     params, values = begun(model, folder / f"{case}_theirs"), hf_config.to_hf(model.config)
     model_type = values["model_type"]
@@ -402,7 +400,7 @@ def packed(tmp_path_factory):
 
 
 def test_every_form_in_which_t5x_stores_a_run_is_read(packed, tmp_path):
-    """Parameters and states are those of T5X after 3 steps, and a run goes on with its losses."""
+    """Parameters and states equal T5X's after 3 steps, and a run resumes with its losses."""
     case, kept = t5x_peer.PACKED, str(t5x_peer.STORED_AT)
     model, tx, step = training(case)
     for form in t5x_peer.FORMS:
@@ -433,7 +431,7 @@ def test_every_form_in_which_t5x_stores_a_run_is_read(packed, tmp_path):
 
 @pytest.fixture(scope="module")
 def of_t5x(tmp_path_factory):
-    """Runs after 3 steps, as T5X itself stores them, where it is at hand."""
+    """Runs after 3 steps, as T5X itself stores them, where it is installed."""
     if not PYTHON:
         pytest.skip("T5X_PYTHON names no python with t5x")
     folder = tmp_path_factory.mktemp("stored")
@@ -461,7 +459,7 @@ def test_what_we_write_has_the_state_that_its_adafactor_begins_with(case, tmp_pa
         "encoder/encoder/attention/out/kernel" if case == "scalable_t5" else "encoder/layers_0/attention/out/kernel"
     )
     found = {name: states[f"{kernel}/{name}"].shape for name in ("v_row", "v_col", "v", "m")}
-    if case == "scalable_t5":  # [heads, layers, features, embed], whatever its sizes
+    if case == "scalable_t5":  # [heads, layers, features, embed], for all sizes
         assert found == {"v_row": (2, 16), "v_col": (4, 2, 4), "v": (1,), "m": (1,)}
         assert states["encoder/encoder/relpos_bias/rel_embedding/v"].shape == (4, 2, 32)
     else:
@@ -470,7 +468,7 @@ def test_what_we_write_has_the_state_that_its_adafactor_begins_with(case, tmp_pa
 
 
 def t5x_names_of(target, prefix=""):
-    """The names of arrays, each of which is a specification."""
+    """The names of the arrays; each one is a specification."""
     for name, inner in target.items():
         if "driver" in inner:
             yield prefix + name

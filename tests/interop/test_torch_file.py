@@ -1,4 +1,4 @@
-"""State dicts as torch.save writes them: those that it wrote into torch_files.json, ours in its form, and what is refused.
+"""State dicts as torch.save writes them: torch's own in torch_files.json, ours in its form, and refused ones.
 
 torch_files.json has the same state dict in both forms of PyTorch 2.13 (zlib, base64), and its values; to make it anew, see
 the names below: a tied pair, bfloat16, float16, a view with strides and an offset, a Parameter, a scalar, no values, int64.
@@ -88,7 +88,7 @@ def test_what_we_write_is_of_torchs_form_and_read_to_the_bit(tmp_path):
 
 
 def opcodes(content):
-    """What a file's pickle names, and from where."""
+    """The names in a file's pickle, with their modules."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         return {arg for code, arg, _ in pickletools.genops(archive.read(name)) if code.name == "GLOBAL"}
@@ -139,7 +139,7 @@ def test_a_pickle_is_never_run(call, around, tmp_path, monkeypatch):
         (pickle.dumps(5), "no file of torch.save"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(content, told, tmp_path):
+def test_other_objects_than_state_dicts_are_refused(content, told, tmp_path):
     (tmp_path / "model.bin").write_bytes(content)
     with pytest.raises(torch_file.Refused, match=told) as error:
         torch_file.TorchFile(str(tmp_path / "model.bin"))

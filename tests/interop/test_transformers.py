@@ -1,4 +1,4 @@
-"""Every family against transformers itself, both ways; needs an environment with torch:
+"""Every family against transformers itself, in both directions; needs an environment with torch:
 
 make test-transformers TORCH_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" peft safetensors)
 """
@@ -89,7 +89,7 @@ def peer(*argv):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of every family what transformers writes, what we write of that, and what transformers answers with either."""
+    """For each family: transformers' folder, our folder written from it, and transformers' results with both."""
     folder = tmp_path_factory.mktemp("transformers")
     peer("write", folder)
     for name in (*DECODERS, *OTHERS):
@@ -112,11 +112,11 @@ def folder(tmp_path_factory):
 
 
 def adapted(name, plain, base):
-    """A model with adapters that say something, and its parameters."""
+    """A model with adapters that change its results, and its parameters."""
     model = api.build(dataclasses.replace(plain.config, lora=ADAPTERS[name]))
     params, rng = jax.jit(model.adapt)(base, jax.random.key(0)), np.random.default_rng(0)
     drawn = lambda x: jax.numpy.asarray(0.25 * rng.standard_normal(x.shape, np.float32))  # noqa: E731
-    # An `a` is zero beyond a layer's rank, and has to stay so.
+    # An `a` is zero beyond a layer's rank, and must stay zero.
     of = {"_lora/a": lambda x: jax.numpy.where(x != 0, drawn(x), 0.0), "_lora/b": drawn, "query_bias": lambda x: 2 * x}
     trained = lambda name: next((of[end] for end in of if name.endswith(end)), lambda x: x)  # noqa: E731
     return model, tree.map_with_names(lambda n, x: trained(n)(x) if model.config.lora.trains(n) else x, params)
@@ -141,7 +141,7 @@ def golden_tokens(rows=2, length=24, seed=0, entries=96):
 
 
 def batch_to_learn(name, given):
-    """What transformers learned from, laid out as training data is."""
+    """transformers' training batch, in the layout of our training data."""
     tokens, labels = given["input_ids"].astype(np.int32), given["labels"].astype(np.int32)
     if name in DECODERS:
         return batch_of(tokens) | {"targets": labels, "weights": np.ones(labels.shape, np.float32)}
@@ -167,7 +167,7 @@ def batch_to_learn(name, given):
 
 
 def batch_to_answer(name, padding=7):
-    """What transformers answered, and which of its logits are of no padding."""
+    """transformers' answer, and which of its logits are not padding."""
     if name in DECODERS:
         return batch_of(golden_tokens()), np.s_[:]
     if name == "bert":
@@ -229,9 +229,7 @@ def test_an_engine_generates_what_transformers_does(name, what, penalty, folder)
 @pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
 def test_transformers_answers_alike_with_what_we_write(name, folder):
     want, got = np.load(folder / name / "answers.npz"), np.load(folder / name / "read.npz")
-    assert (
-        str(got["strange"]) == "{}"
-    )  # keys that are missing, unexpected or of another shape, or another in a state dict
+    assert str(got["strange"]) == "{}"  # missing and unexpected keys, other shapes, and differences between state dicts
     report(name, "transformers with our folder differs by", np.abs(got["logits"] - want["logits"]).max())
     np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=ATOL)
     if name != "bert":
@@ -240,7 +238,7 @@ def test_transformers_answers_alike_with_what_we_write(name, folder):
 
 @pytest.mark.parametrize(("name", "layout"), [(name, "") for name in ADAPTERS] + [(name, "_fused") for name in EXPERTS])
 def test_peft_answers_alike_with_our_adapters(name, layout, folder):
-    """Against PEFT in float64: how far its float32 is from that is its own rounding."""
+    """Against PEFT in float64; the difference between its float32 and that is its own rounding."""
     plain, base, _ = loaded(folder / name / "theirs")
     model, params = adapted(name, plain, base)
     want = np.load(folder / name / f"adapted{layout}.npz")
@@ -270,12 +268,12 @@ def test_what_torch_saves_is_what_transformers_saves(name, folder):
     jax.tree.map(np.testing.assert_array_equal, params, loaded(folder / name / "theirs")[1])
 
 
-# Rounding moves those of t5_1_1_tied further, in torch too: they are compared with float64 where training is.
+# Rounding moves t5_1_1_tied's losses further, in torch too: the training tests compare them in float64.
 @pytest.mark.parametrize("name", [name for name in (*DECODERS, *OTHERS) if name != "t5_1_1_tied"])
 @pytest.mark.standard_promotion
 def test_the_first_losses_are_those_of_torch(name, folder):
     model, params, _ = loaded(folder / name / "theirs")
-    if model.config.moe is not None:  # transformers adds no balance loss unless it is asked for
+    if model.config.moe is not None:  # transformers adds a balance loss only if it is configured
         moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
         model = api.build(dataclasses.replace(model.config, moe=moe))
     plan, batch = Plan(batch_size=2), batch_to_learn(name, np.load(folder / name / "labelled.npz"))

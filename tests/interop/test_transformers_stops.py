@@ -1,7 +1,7 @@
-"""Chat models' folders, through a run folder and out again, stop in transformers where they stop here.
+"""Chat models' folders, converted to a run folder and back, stop in transformers where they stop here.
 
-Each has the end tokens of a published model, in config.json or generation_config.json as there, and weights that say each
-of them in turn. Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python.
+Each has the end tokens of a published model, in the same one of config.json and generation_config.json, and weights
+that produce each of them in turn. Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python.
 """
 
 import json
@@ -38,9 +38,9 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor":
 
 
 def chat(model_type, vocab_size, ends, eos, in_config=None, **values):
-    """config.json and generation_config.json of a published chat model, but for its sizes; and its eos_token.
+    """config.json and generation_config.json of a published chat model with smaller sizes; and its eos_token.
 
-    ends: eos_token_id of generation_config.json; in_config: of config.json, where it is another.
+    ends: eos_token_id in generation_config.json; in_config: in config.json, if it differs.
     """
     about = SIZES | dict(model_type=model_type, vocab_size=vocab_size, eos_token_id=in_config or ends) | values
     about |= {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
@@ -92,10 +92,10 @@ def tokenizer(path, vocab_size, eos, ends):
 
 
 def chains(params, ends, tied, offset):
-    """Weights after which each end follows two tokens after a prompt's last one: (parameters, those last tokens).
+    """Weights with which each end follows two tokens after a prompt's last one: (parameters, those last tokens).
 
-    Layers add nothing. The logits of what follows a token are a row of a symmetric matrix, embedding x scale of the last
-    norm x embedding; in it the weights of a chain grow towards its end.
+    The layers add nothing. The logits after a token are a row of a symmetric matrix, embedding x scale of the last norm
+    x embedding; the weights of a chain in it grow towards its end.
     """
     embedding = np.zeros(params["embedding"].shape, np.float32)
     scale, starts = np.ones(embedding.shape[1], np.float32), []
@@ -113,7 +113,7 @@ def chains(params, ends, tied, offset):
 
 
 def written(path, about, generation, eos):
-    """A folder of a chat model; the last tokens of prompts after which it says each of its ends."""
+    """A chat model's folder, and the last tokens of prompts that lead to each of its ends."""
     path.mkdir(parents=True)
     plain = api.build(hf_config.from_hf(about, dtype="float32"))
     rng, silent = np.random.default_rng(0), ("/out", "/down")

@@ -1,4 +1,4 @@
-"""A part of a Gemma 3n that `capibara convert` makes answers in transformers and here as one that is cut in torch.
+"""A part of a Gemma 3n made by `capibara convert` answers in transformers and here like one that torch makes.
 
 Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python.
 """

@@ -1,9 +1,9 @@
-"""What is learned in five steps of AdamW, of every family and kind of training, against transformers and PEFT.
+"""Five steps of AdamW, for every family and kind of training, against transformers and PEFT.
 
-In float32, as everybody trains, and in float64 on both sides, where nothing but arithmetic is left to differ.
+In float32, as users train, and in float64 on both sides, where only the arithmetic can differ.
 
-Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python, which prints the table of what
-differs.
+Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python, which prints the table of the
+differences.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ FUSED = {
     "qwen3_moe": dict(target_parameters=["mlp.experts.gate_up_proj"], target_modules=["q_proj", "k_proj"]),
     "gpt_oss": dict(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"]),
 }
-# Of one family more of what LoraConfig has.
+# Further fields of LoraConfig, for one family.
 MORE = {
     "llama": dict(
         lora_dora=dict(target_modules=["q_proj", "o_proj"], use_dora=True),
@@ -78,12 +78,12 @@ MORE = {
     "phi3": dict(fused_dora=dict(target_modules=["qkv_proj"], use_dora=True)),
 }
 COLUMNS = ("logits", "grad_norm", "losses", "parameters")
-# grad_norm is relative. With float64 on both sides: of parameters files keep float32, and clipping torch adds 1e-6 to the
-# norm, which later losses tell.
+# grad_norm is relative. With float64 on both sides two differences remain: files keep parameters in float32, and
+# torch's clipping adds 1e-6 to the norm, which shows in later losses.
 EXACT = {"logits": 1e-10, "grad_norm": 1e-10, "losses": 1e-8, "parameters": 2.5e-7}
 MOST = {"logits": 5e-5, "grad_norm": 2e-5, "losses": 2e-5, "parameters": 1e-5}
-# Times what float32 alone does in torch: the models of random weights with many layers multiply it. Of the norm that is
-# how far the whole gradient is off, which a norm can be at most.
+# Multiples of float32's own error in torch: models of random weights with many layers amplify it. For the norm the
+# bound is the relative error of the whole gradient, which the norm's error cannot exceed.
 ROUNDING = {"logits": 4, "grad_norm": 2, "losses": 4, "parameters": 4}
 TABLE: dict[tuple[str, str], dict[str, float]] = {}
 IN_FLOAT64: dict[tuple[str, str], dict[str, float]] = {}
@@ -102,14 +102,14 @@ def family(name):
 
 
 def cases(name):
-    """Of a family each kind of training: the folder that it begins from, and LoraConfig's arguments."""
+    """Each kind of training of a family: the initial folder, and LoraConfig's arguments."""
     of, common = family(name), dict(r=4, lora_alpha=8)
     if of == "gpt2":
         common["fan_in_fan_out"] = True
     plain = dict(target_modules=TARGETS.get(of, LLAMA_LIKE if of != "qwen3_moe" else ["q_proj", "v_proj"]))
     found = {"full": ("base", None), "lora": ("base", common | plain), "qlora": ("nf4", common | plain)}
     if name == "gemma3n_mix":
-        return {"full": ("base", None)}  # no adapters of layers whose widths differ
+        return {"full": ("base", None)}  # adapters need layers of one width
     if of in FUSED and name in answers.DECODERS:
         found["fused"] = ("base", common | FUSED[of])
         found["fused_qlora"] = ("nf4", common | FUSED[of])
@@ -133,7 +133,7 @@ def loaded(path):
 
 
 def without_balance(model):
-    """transformers adds no balance loss unless it is asked for."""
+    """transformers adds a balance loss only if it is configured."""
     if model.config.moe is None:
         return model
     moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
@@ -141,7 +141,7 @@ def without_balance(model):
 
 
 def write_stored(base, folder):
-    """The model that a base in 4 bits is, as a folder: PEFT's QLoRA is LoRA beside what the 4 bits stand for."""
+    """The dequantized model of a base in 4 bits, as a folder: PEFT's QLoRA is LoRA beside the dequantized weights."""
     plain, params, foreign = loaded(base)
     model = api.build(dataclasses.replace(plain.config, lora=Lora(targets=("query",), base_dtype="nf4")))
     stored = jax.jit(lambda p: model.merge(model.adapt(p, jax.random.key(0))))(params)
@@ -153,7 +153,7 @@ def write_stored(base, folder):
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """What they learn in every case that is asked for."""
+    """The peer program's training results for every selected case."""
     folder = tmp_path_factory.mktemp("training")
     peer("make", folder)
     asked = (item.callspec.params for item in request.session.items if item.path == request.path)
@@ -178,7 +178,7 @@ def show(title, table):
 
 
 def model_and_params(path, name, how):
-    """What training begins with, and what it should end with."""
+    """The initial parameters, and the expected ones after the steps."""
     base, lora = cases(name)[how]
     plain, params, foreign = loaded(path.parent / ("base" if how.endswith("qlora") else base))
     plain = without_balance(plain)
@@ -217,7 +217,7 @@ def learned(model, params, batch, steps):
 
 
 def apart(path, name, how, given=lambda values: values):
-    """How far our five steps are from theirs, of each column; `given` is what is made of arrays before they are used."""
+    """The differences of our five steps from theirs, by column; `given` converts the arrays before use."""
     model, params, after = model_and_params(path, name, how)
     params, want = given(params), np.load(path / "found.npz")
     batch, kept = answers.batch_to_answer(name)
@@ -236,7 +236,7 @@ def apart(path, name, how, given=lambda values: values):
 
 @pytest.mark.parametrize(("name", "how"), ALL, ids=["-".join(one) for one in ALL])
 def test_five_steps_are_those_of_transformers(name, how, folder):
-    """As everybody trains: in float32, whose rounding may add what it adds in torch."""
+    """In float32, as users train; its rounding may add as much error as in torch."""
     want = np.load(folder / name / how / "found.npz")
     found = TABLE[name, how] = apart(folder / name / how, name, how)
     own = OWN[name, how] = {column: float(want[f"own_{column}"]) for column in COLUMNS}

@@ -1,4 +1,4 @@
-"""Preferences trained, and answers masked, as TRL does it.
+"""Preference training, and masks of answers, as in TRL.
 
 Needs an environment with torch and trl: make test-transformers TORCH_PYTHON=PATH/bin/python
 """
@@ -80,7 +80,7 @@ def test_preferences_are_learned_as_by_trl(name, folder, toy_tokenizer, monkeypa
     assert {key: x for key, x in found.items() if not x <= (PARAMETERS if key == "parameters" else ours.ATOL)} == {}
 
 
-# Of each template the beginning and the end of a text, and more special tokens.
+# The beginning and the end of a text in each template, and more special tokens.
 CHAT = {
     "gemma": ("<bos>", "<eos>", "<start_of_turn> <end_of_turn>"),
     "gemma3": ("<bos>", "<eos>", "<start_of_turn> <end_of_turn>"),
@@ -106,7 +106,7 @@ def chat(*answers):
 
 CONVERSATIONS = {"one": chat("Hello."), "two": chat("It is 4.", "6,\n\n of course (é)!")}
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-# Channels: thoughts of the last turn, and calls of tools.
+# Channels: the last turn's reasoning, and tool calls.
 OF_TEMPLATE = {
     "gptoss": {
         "thoughts": [message | ({"thinking": "Sums."} if n % 2 else {}) for n, message in enumerate(chat("4.", "6."))],
@@ -118,14 +118,14 @@ OF_TEMPLATE = {
         ],
     }
 }
-# Without marks, and said how: what TRL has besides (two answers under Qwen 3 are another text in its template).
+# Unmarked templates whose ids and masks equal TRL's, even for two answers.
 EQUAL = ("gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen3_instruct_2507", "cohere", "lfm2")
-REFUSED = ("deepseekv3", "glm4moe")  # their prompts or ends of turns are no part of the text
+REFUSED = ("deepseekv3", "glm4moe")  # their prompts or turn ends are not a prefix of the text
 
 
 @pytest.fixture(scope="module")
 def chats(toy_tokenizer, tmp_path_factory):
-    """Of each template a tokenizer's folder, and what TRL makes of the conversations."""
+    """A tokenizer's folder for each template, and TRL's result for the conversations."""
     folder = tmp_path_factory.mktemp("chats")
     for name, (bos, eos, more) in CHAT.items():
         tokenizer = tokenizers.Tokenizer.from_file(f"{toy_tokenizer}/tokenizer.json")
@@ -142,7 +142,7 @@ def chats(toy_tokenizer, tmp_path_factory):
 
 def masked(folder, messages, **options):
     """Our ids of a conversation, and which of them carry loss."""
-    today = datetime.date.today().isoformat()  # which transformers tells the model
+    today = datetime.date.today().isoformat()  # transformers puts it into the prompt
     template = ChatTemplate(tokenizer=str(folder), date=today, **options)
     vocabulary = TokenizerJsonVocabulary(path=str(folder))
     example = render_example(template, Conversation(messages, None), TrainOn.ASSISTANT, "a.jsonl:1")
@@ -161,7 +161,7 @@ def said(folder, ids, mask):
 @pytest.mark.parametrize("which", CONVERSATIONS)
 @pytest.mark.parametrize("name", CHAT)
 def test_marked_templates_have_the_mask_of_trl(name, which, chats):
-    """Its templates for training, which mark what the assistant says."""
+    """TRL's templates for training, which mark the assistant's text."""
     folder, want = chats[0] / name, chats[1][name][which]
     found = masked(folder, CONVERSATIONS[which], template=str(folder / "training.jinja"))
     assert found == (want["input_ids"], want["assistant_masks"])
@@ -182,7 +182,7 @@ def test_channels_have_the_mask_of_trl(name, which, chats):
 @pytest.mark.parametrize("which", CONVERSATIONS)
 @pytest.mark.parametrize("name", CHAT)
 def test_unmarked_templates_have_the_mask_of_trl(name, which, chats):
-    """The templates themselves, with what follows a turn said too; each difference has a name."""
+    """The original templates, with the loss on turn ends; each known difference is named."""
     folder, want = chats[0] / name, chats[1][name][which]
     messages = CONVERSATIONS[which]
     if name in REFUSED:

@@ -1,4 +1,4 @@
-"""Preferences are learned as TRL's DPOTrainer learns them: its six steps in trl.json.
+"""Preference training as in TRL's DPOTrainer: its six steps in trl.json.
 
 trl.json is the found.json of test_transformers_trl.py (trl 1.16 made the committed file), which compares more.
 """
@@ -36,7 +36,7 @@ import test_peft  # noqa: E402
 
 MODEL = DecoderConfig(**test_peft.LLAMA | dict(vocab_size=384))
 STEPS, ROWS = 6, 4
-# Ours, and the same in TRL's words.
+# Our loss, and TRL's name and arguments of it.
 LOSSES = {
     "sigmoid": (Dpo(beta=0.3), dict(loss_type=["sigmoid"], beta=0.3)),
     "hinge": (Dpo(kind="hinge", beta=0.3), dict(loss_type=["hinge"], beta=0.3)),
@@ -56,7 +56,7 @@ METRICS = {
     "logps/rejected": "log_prob_rejected",
     "grad_norm": "grad_norm",
 }
-ATOL = 1e-4  # of log-probabilities of some -40 and what is made of them
+ATOL = 1e-4  # for log-probabilities of about -40 and values computed from them
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -72,7 +72,7 @@ def write_pairs(file):
 
 
 def drawn():
-    """The parameters that the reference begins with."""
+    """The reference's initial parameters."""
     model = api.build(MODEL)
     leaves = zip(tree.path_names(model.abstract_params), jax.tree.leaves(model.abstract_params), strict=True)
     shapes = {name: leaf.shape for name, leaf in leaves}
@@ -93,7 +93,7 @@ class Seen(Callback):
 def trained(loss, params, folder, tokenizer, monkeypatch):
     """The metrics of our steps from these parameters, with FOLDER/pairs.jsonl, and the parameters after them."""
     files, template = (str(folder / "pairs.jsonl"),), ChatTemplate(tokenizer=tokenizer)
-    source = PreferenceJsonlSource(files=files, template=template, validation_files=files)  # none is held out
+    source = PreferenceJsonlSource(files=files, template=template, validation_files=files)  # no rows are held out
     vocabulary = TokenizerJsonVocabulary(path=tokenizer)
     schedule = Schedule(kind="constant", learning_rate=1e-3, warmup_steps=0, warmup_fraction=0.0)
     trainer = Trainer(

@@ -1,14 +1,15 @@
-"""What transformers and PEFT learn in five steps of AdamW: the other side of test_transformers_training.py.
+"""Five steps of AdamW in transformers and PEFT: the peer program of test_transformers_training.py.
 
 Run by that test in an environment with torch, transformers, peft and safetensors:
     python tests/interop/training_peer.py make FOLDER      every model saved in FOLDER/NAME/base
-    python tests/interop/training_peer.py train FOLDER     of every FOLDER/NAME/HOW/case.json what is learned, beside it
-    python tests/interop/training_peer.py record FILE      what is learned with RECORDED, as JSON, for test_peft_training.py
+        python tests/interop/training_peer.py train FOLDER     trains every FOLDER/NAME/HOW/case.json; the results lie
+        beside it python tests/interop/training_peer.py record FILE      trains RECORDED, as JSON, for
+        test_peft_training.py
 
-A case.json says which folder it begins from ("base"), and what PEFT's LoraConfig is given ("lora"; null: all is trained).
-Beside it come: `before`, the adapter that it begins with; `after`, the adapter or the model after the steps; and
-found.npz: the logits and the norm of the gradient before the first step, and the losses of the steps, all in float64, and
-under own_* how far those in float32 are from them; own_grad_norm is how far the gradient is, relative to its norm.
+A case.json names the folder that it begins from ("base") and the arguments of PEFT's LoraConfig ("lora"; null: all
+parameters train). The results are: `before`, the initial adapter; `after`, the adapter or the model after the steps;
+and found.npz: the logits and the gradient's norm before the first step, and the losses of the steps, all in float64,
+and under own_* the differences of the same in float32; own_grad_norm is the gradient's own, relative to its norm.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ import peer  # noqa: E402
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None}
 LEARNING_RATE, DECAY, STEPS = 1e-4, 0.1, 5
-# Above the rounding of gradients that are zero by arithmetic, as those of biases of keys: AdamW would make steps of them.
+# Above the rounding of gradients that are mathematically zero, such as key biases': AdamW would turn them into steps.
 EPS = 1e-6
-TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", *peer.MIXTURES)  # which are not, otherwise
+TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", *peer.MIXTURES)  # untied in the other tests
 
 FIELDS = ("peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out")
 FIELDS += ("trainable_token_indices",)
@@ -77,9 +78,9 @@ def make_all(folder: pathlib.Path) -> None:
 
 
 class Double(TorchFunctionMode):
-    """float64 throughout: transformers computes norms, softmax, angles and losses in float32 whatever the model is in."""
+    """float64 throughout: transformers always computes norms, softmax, angles and losses in float32."""
 
-    BYTES = (torch.asarray, torch.frombuffer, torch.Tensor.view)  # whose dtype says what lies there already
+    BYTES = (torch.asarray, torch.frombuffer, torch.Tensor.view)  # their dtype reinterprets existing bytes
 
     def __enter__(self):
         torch.set_default_dtype(torch.float64)
@@ -111,7 +112,7 @@ def opened(name: str, base: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module
 
 
 def adapted(name: str, model: torch.nn.Module, options: dict) -> torch.nn.Module:
-    """The model with adapters that all do something."""
+    """The model with adapters that all change its results."""
     config = peft.LoraConfig(task_type=TASKS.get(name.partition("_")[0], "CAUSAL_LM"), **options)
     torch.manual_seed(0)
     model = peft.get_peft_model(model, config).eval()
@@ -125,17 +126,17 @@ def adapted(name: str, model: torch.nn.Module, options: dict) -> torch.nn.Module
 def loss_of(name: str, model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     if name not in peer.DECODERS:
         return model(**given).loss
-    # Their own loss moves the labels, which are moved already.
+    # Their own loss shifts the labels, and ours are shifted already.
     logits = model(given["input_ids"], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
 
 
 def steps(name: str, model: torch.nn.Module) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The losses of the steps and the norm of the gradient before the first, and that gradient; the model has made them."""
+    """The losses of the steps, and the gradient before the first with its norm; the model is trained afterwards."""
     peer.forgetful(model)
     named = {part: value for part, value in model.named_parameters() if value.requires_grad}
     trained = [*named.values()]
-    # As ours: biases, those of experts too, and scales of norms do not decay.
+    # As here: biases, including the experts', and scales of norms do not decay.
     wide = [x for part, x in named.items() if x.ndim > 1 and not part.endswith("bias")]
     narrow = [x for part, x in named.items() if x.ndim == 1 or part.endswith("bias")]
     kinds = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
@@ -153,11 +154,11 @@ def steps(name: str, model: torch.nn.Module) -> tuple[dict[str, np.ndarray], np.
 
 
 def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict, np.ndarray]:
-    """The model after the steps, the numbers of found.npz, and the first gradient. float32 comes first: it saves `before`."""
+    """The model after the steps, the numbers of found.npz, and the first gradient. float32 runs first, and saves `before`."""
     name = path.parent.name
     model = opened(name, path / case["base"], dtype)
     if name not in peer.DECODERS and name != "bert":
-        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as in every published T5
     if case["lora"] is not None and dtype is torch.float32:
         model = adapted(name, model, case["lora"])
         model.save_pretrained(path / "before")
@@ -170,7 +171,7 @@ def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.n
 
 
 def train(path: pathlib.Path) -> None:
-    """In float64, whose result is saved, and in float32, for how far its rounding carries."""
+    """Trains in float64, whose result is saved, and in float32, to measure the effect of its rounding."""
     case = json.loads((path / "case.json").read_text())
     rounded, theirs, gradient = learned(case, path, torch.float32)
     with Double():
@@ -178,19 +179,19 @@ def train(path: pathlib.Path) -> None:
     own = {f"own_{key}": np.abs(value - found[key]).max() for key, value in theirs.items()}
     pairs = zip(rounded.parameters(), model.parameters(), strict=True)
     own["own_parameters"] = max((a.detach().double() - b.detach()).abs().max().item() for a, b in pairs)
-    # Of the gradient, not of its norm, in which what the rounding adds and takes away may cancel.
+    # The gradient's error, not its norm's, where rounding errors can cancel.
     own["own_grad_norm"] = np.linalg.norm(gradient - exact) / found["grad_norm"]
     model.float().save_pretrained(path / "after")
     np.savez(path / "found.npz", **found, **own)
 
 
 def record(file: pathlib.Path) -> None:
-    """Adapters or models of drawn weights, in float64: the tensors' shapes, losses, and how far each tensor moves."""
+    """Adapters or models with drawn weights, in float64: tensor shapes, losses, and how far each tensor moves."""
     found = {}
     for case, (name, options) in RECORDED.items():
         model, settings = make.model_of(peer.DECODERS[name]), None
         if options is None:
-            model.set_experts_implementation("eager")  # has float64
+            model.set_experts_implementation("eager")  # it supports float64
         else:
             config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
             model = peft.get_peft_model(model, config).eval()

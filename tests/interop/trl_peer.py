@@ -1,10 +1,12 @@
-"""What TRL trains and masks: the other side of test_transformers_trl.py.
+"""TRL's training and masks: the peer program of test_transformers_trl.py.
 
 Run by that test in an environment with torch, transformers, trl and datasets:
-    python tests/interop/trl_peer.py dpo FOLDER       of each of FOLDER/cases.json what DPOTrainer does with FOLDER/base and the
-                                                      pairs of FOLDER/pairs.jsonl, in found.json and FOLDER/NAME
-    python tests/interop/trl_peer.py masks FOLDER     of the conversations of FOLDER/asked.json what the assistant says under
-                                                      TRL's templates for training, in FOLDER/masks.json
+        python tests/interop/trl_peer.py dpo FOLDER       runs DPOTrainer for each of FOLDER/cases.json on FOLDER/base
+        and the
+                                                          pairs of FOLDER/pairs.jsonl, into found.json and FOLDER/NAME
+        python tests/interop/trl_peer.py masks FOLDER     the assistant's tokens in each conversation of
+        FOLDER/asked.json, under
+                                                          TRL's templates for training, into FOLDER/masks.json
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ METRICS += ("logps/chosen", "logps/rejected")
 
 
 class InOrder(trl.DPOTrainer):
-    """Takes the pairs as they come."""
+    """Reads the pairs in the file's order."""
 
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -95,7 +97,7 @@ def dpo(folder: pathlib.Path) -> None:
 
 
 def masks(folder: pathlib.Path) -> None:
-    """Under each template its own file beside the tokenizer, and the ids and the mask of TRL's in its place."""
+    """Writes each template beside its tokenizer, and the ids and the mask with TRL's training template in its place."""
     asked, found = json.loads((folder / "asked.json").read_text()), {}
     templates = pathlib.Path(chat_template_utils.__file__).parent / "chat_templates"
     for name, (bos, eos) in asked["templates"].items():
