@@ -154,7 +154,7 @@ def _encode(
     weights: Mapping[Path, Axes],
     shapes: Mapping[Path, tuple[int, ...]],
     dtype: StateDtype,
-    count: jax.typing.ArrayLike,
+    count: jax.Array | int,
 ) -> PyTree:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
 
@@ -162,7 +162,7 @@ def _encode(
         owner = parameter_path(path, weights)
         if owner is None or leaf.shape != shapes[owner]:
             return leaf
-        seed = jnp.asarray(count) * len(leaves) + index
+        seed = count * len(leaves) + index
         if dtype is StateDtype.BFLOAT16:
             return round_to_bfloat16(leaf, seed)
         dim = block_dimension(weights[owner])
