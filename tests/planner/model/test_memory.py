@@ -1,6 +1,8 @@
 """The memory model's parts against counts by hand; benchmarks/planner.py memory compares it with compiled steps."""
 
 import dataclasses
+import functools
+import itertools
 import math
 
 import jax
@@ -27,14 +29,25 @@ LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_hea
 LARGE_EXPERTS = dataclasses.replace(LARGE, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("dtype", list(StateDtype))
-@pytest.mark.parametrize(
-    "config", [DENSE, EXPERTS, PAIRS, QLORA, QLORA_EXPERTS], ids=["dense", "experts", "pairs", "qlora", "qlora_experts"]
-)
+@functools.cache
+def model_and_work(config, optimizer):
+    """The same for every mesh."""
+    return api.build(config), work_of(config, optimizer=optimizer)
+
+
+def state_cases():
+    """Each model in each dtype on three axes; on two other meshes float32."""
+    configs = {"dense": DENSE, "experts": EXPERTS, "pairs": PAIRS, "qlora": QLORA, "qlora_experts": QLORA_EXPERTS}
+    meshes = [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)]
+    for (name, config), dtype, mesh in itertools.product(configs.items(), StateDtype, meshes):
+        short = len(mesh) == 3 or dtype == "float32" and name in ("dense", "qlora")
+        yield pytest.param(config, dtype, mesh, id=f"{name}-{dtype}-{mesh}", marks=() if short else pytest.mark.heavy)
+
+
+@pytest.mark.parametrize("config, dtype, mesh", list(state_cases()))
 def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     optimizer = Optimizer(state_dtype=dtype)
-    model = api.build(config)
+    model, work = model_and_work(config, optimizer)
     plan = Plan(batch_size=8, **mesh)
     emulated = sharding.make_mesh(plan, jax.devices())
     tx = optimizer.build(10, model.trained(model.axes))
@@ -44,9 +57,7 @@ def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves((state.params, state.opt_state))
     )
-    predicted = memory.memory(
-        work_of(config, optimizer=optimizer), dataclasses.replace(choice_of(**mesh), state_dtype=dtype)
-    )
+    predicted = memory.memory(work, dataclasses.replace(choice_of(**mesh), state_dtype=dtype))
     # Scales of 8-bit blocks that do not divide stay whole.
     assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
 
