@@ -55,7 +55,7 @@ def test_blockwise_equals_plain_attention_and_its_gradients(name, K, block, bias
 
     def found(attend):
         of_arrays = lambda q, k, v, bias: attend(AttentionInputs(q, k, v, *ids, bias_NTS=bias), spec)  # noqa: E731
-        return jax.jit(lambda: outputs(of_arrays, arrays, dy))()
+        return jax.jit(functools.partial(outputs, of_arrays))(arrays, dy)
 
     got, want = found(functools.partial(blockwise.attend, block=block)), found(reference.attend)
     assert len(got) == len(want) == 4 + biased
