@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import jax
 
 from capibara.core import tree
@@ -9,6 +11,13 @@ from capibara.core.types import Params
 from capibara.models.layers.transformer import TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
+
+
+class _Encodes(Protocol):
+    """A configuration of an encoder-decoder."""
+
+    @property
+    def encoder_layers(self) -> int: ...
 
 
 def flops_per_token(
@@ -50,7 +59,10 @@ def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeS
     if not matrix or "vocab" in names or "position" in names:
         return 0.0
     size = leaf.size * _share(config, name)
-    return size * config.moe.top_k / config.moe.num_experts if "experts" in names else size
+    if "experts" not in names:
+        return size
+    assert config.moe is not None, "it has experts"
+    return size * config.moe.top_k / config.moe.num_experts
 
 
 def _share(config: TransformerConfig, name: str) -> float:
@@ -70,5 +82,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         case "masked":
             return config.num_layers * length, 0
         case "encoder_decoder":
-            return config.num_layers * (causal(None) + encoder_length), config.encoder_layers * encoder_length
+            return config.num_layers * (causal(None) + encoder_length), cast(
+                _Encodes, config
+            ).encoder_layers * encoder_length
     return sum(map(causal, config.windows)), 0

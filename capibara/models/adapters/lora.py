@@ -18,7 +18,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Lora:
     base_dtype: BaseDtype = BaseDtype.FLOAT32
     double_quantization: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, rank in (("rank", self.rank), *((f"rank_pattern {p!r}", r) for p, r in self.rank_pattern)):
             if rank < 1:
                 raise UserError(f"Lora.{name} is {rank}, must be at least 1: try 16")
@@ -228,6 +228,7 @@ class Adapter(nnx.Module):
         shape, split = weight.shape, stacked + inputs
         ranks, scales = lora.of_layers(name, shape[0] if stacked else 1)
         self.inputs, self.dropout = inputs, lora.dropout
+        self.scale: nnx.Param | float
         if len(set(scales)) > 1:
             _check_layers(name, lora, ranks, axes)
             self.scale = nnx.Param(jnp.asarray(scales, jnp.float32), axes=("layers",))
@@ -259,6 +260,7 @@ class Adapter(nnx.Module):
     def of_experts(self, weight: jax.Array | Whole | Blocks, dtype: jax.typing.DTypeLike) -> Factors:
         """The adapters of one weight of all experts, [E, in, out], in the form that `moe.dispatch` takes."""
         a, b, share, step = self.a[...], self.b[...], None, _current_step.get()
+        assert not isinstance(self.scale, nnx.Param), "scales that differ by layer are not for experts"
         if self.magnitude is not None:
             lengths = jax.vmap(functools.partial(column_lengths, scale=self.scale, inputs=self.inputs))
             share = self.magnitude[...] / jax.lax.stop_gradient(lengths(weight.astype(jnp.float32), a, b))
@@ -309,7 +311,7 @@ def _check_fused(name: str, a: nnx.Param, first: nnx.Param) -> None:
         )
 
 
-def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
+def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array | float, inputs: int) -> jax.Array:
     """Norms of the columns of W + scale a b, one per output, without materialising the sum."""
     dims, precision = tuple(range(inputs)), jax.lax.Precision.HIGHEST
     aw = jnp.tensordot(a, weight, (dims, dims), precision=precision)
@@ -347,7 +349,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     found = {name: (owner, key) for name, owner, key in _params(model)}
     _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in found}, found)
     if lora.trainable_tokens:
-        sizes = model.config
+        sizes = cast(trainable_tokens.Embedding, model).config
         whole = lora.trains("embedding")
         trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.data_kind, whole)
     chosen = lora.chosen(
@@ -365,7 +367,8 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
             first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
             setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first))
     if lora.trainable_tokens:
-        setattr(model, trainable_tokens.ATTRIBUTE, trainable_tokens.Rows(model.embedding[...], lora.trainable_tokens))
+        table_VD = cast(trainable_tokens.Embedding, model).embedding[...]
+        setattr(model, trainable_tokens.ATTRIBUTE, trainable_tokens.Rows(table_VD, lora.trainable_tokens))
 
 
 def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight:

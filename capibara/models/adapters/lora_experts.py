@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,15 +67,16 @@ class Factors:
     def _dropped(self, x: jax.Array, rows: Rows, start: jax.Array | int) -> jax.Array:
         if self.seeds is None:
             return x
+        assert rows.tokens is not None and self.step is not None, "dropout depends on both"
         seeds, tokens = jnp.broadcast_arrays(rows.of_experts(self.seeds[:, None]), rows.tokens)
         features = start + jnp.arange(x.shape[-1], dtype=jnp.int32)
         kept = _kept(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
         return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
     def specs(self, experts: Names | None, hidden: Names | None, *, hidden_inputs: bool) -> Factors:
-        """The arrays' partition specs; `experts` and `hidden` are the mesh axes of experts and hidden width."""
+        """The partition specs in place of the arrays; `experts` and `hidden` are the mesh axes of experts and hidden width."""
         inputs, outputs = (hidden, None) if hidden_inputs else (None, hidden)
-        of = {"a": P(experts, inputs), "b": P(experts, None, outputs), "share": P(experts, outputs)}
+        of: dict[str, Any] = {"a": P(experts, inputs), "b": P(experts, None, outputs), "share": P(experts, outputs)}
         of |= {"seeds": P(experts), "step": P()}
         return dataclasses.replace(self, **{name: of[name] for name in of if getattr(self, name) is not None})
 
@@ -99,7 +101,7 @@ class Rows:
 def _kept(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: jax.Array, dropout: float) -> jax.Array:
     """[M, K] bool: which inputs dropout keeps. Depends on the token and the feature, not on their location."""
 
-    def of_row(seed, token):
+    def of_row(seed: jax.Array, token: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), token)
         return jax.vmap(lambda feature: jax.random.key_data(jax.random.fold_in(key, feature))[0])(features_K)
 
@@ -138,7 +140,7 @@ def in_compute_dtype(weight: Weight, dtype: jax.typing.DTypeLike) -> Weight:
     return weight.astype(dtype)
 
 
-def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs: bool) -> tuple[Weight, Weight]:
+def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs: bool) -> tuple[Weight, Any]:
     """A weight [E, K, N] for shard_map, and the partition specs of its arrays.
 
     Args:
@@ -156,7 +158,8 @@ def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs
     blocks = weight.whole if isinstance(weight, Part) else weight
     across = P(experts) if hidden_inputs else P(experts, spec[-1])
     of_scales = None if blocks.means is None else across
-    specs = dataclasses.replace(blocks, codes=spec, scales=spec, means=of_scales, steps=of_scales)
+    of_arrays: dict[str, Any] = {"codes": spec, "scales": spec, "means": of_scales, "steps": of_scales}
+    specs = dataclasses.replace(blocks, **of_arrays)
     return weight, dataclasses.replace(weight, whole=specs) if isinstance(weight, Part) else specs
 
 
@@ -169,7 +172,7 @@ def batched_matmul(x_GMK: jax.Array, weight_GKN: Whole | Blocks | Part) -> jax.A
     return jnp.einsum("GMK,GKN->GMN", x_GMK, weight_GKN.astype(x_GMK.dtype))
 
 
-def _backward(weight_GKN, dy_GMN: jax.Array) -> tuple[jax.Array, None]:
+def _backward(weight_GKN: Whole | Blocks | Part, dy_GMN: jax.Array) -> tuple[jax.Array, None]:
     return jnp.einsum("GMN,GKN->GMK", dy_GMN, weight_GKN.astype(dy_GMN.dtype)), None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import Params, UserError
@@ -105,8 +104,9 @@ def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:
     if not isinstance(params, dict):
         return params.astype(jnp.float32)
     if "codes" in params:
-        parts = (params.get(name) for name in ("codes", "scales", "means", "steps"))
-        return Blocks(*parts, lora.base_dtype, block_dim(axes["codes"])).astype(jnp.float32)
+        means, steps = params.get("means"), params.get("steps")
+        blocks = Blocks(params["codes"], params["scales"], means, steps, lora.base_dtype, block_dim(axes["codes"]))
+        return blocks.astype(jnp.float32)
     return {key: _as_arrays(value, axes[key], lora) for key, value in params.items()}
 
 
@@ -121,5 +121,6 @@ def _product(adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, 
     rank, count = a.shape[-1], math.prod(shape[:stacked])
     flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))
     _, scales = lora.of_layers(name, shape[0] if stacked else 1)
-    same = len(set(scales)) == 1
-    return (scales[0] if same else np.float32(scales).reshape(-1, *(1,) * (len(shape) - 1))) * flat.reshape(shape)
+    if len(set(scales)) == 1:
+        return scales[0] * flat.reshape(shape)
+    return jnp.asarray(scales, jnp.float32).reshape(-1, *(1,) * (len(shape) - 1)) * flat.reshape(shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ class Whole:
 class FrozenWeight(Frozen):
     """A parameter whose `[...]` returns a Whole."""
 
-    def __getitem__(self, _) -> Whole:
+    def __getitem__(self, _: Any) -> Whole:  # type: ignore[override]  # a Variable gives its array
         return Whole(self.get_value())
 
 
@@ -109,6 +110,7 @@ class Blocks:
         """The weight in floating point."""
         scales = self.scales
         if self.means is not None:
+            assert self.steps is not None, "both are there, or neither"
             steps, means = (jnp.expand_dims(x, self.dim) for x in (self.steps, self.means))
             scales = means + steps * scales.astype(jnp.float32)
         axis = self.codes.ndim + self.dim  # of the blocks; the values within a block are the next axis
@@ -204,9 +206,9 @@ class StoredWeight(nnx.Module):
         self.means = Frozen(blocks.means, axes=across) if double else None
         self.steps = Frozen(blocks.steps, axes=across) if double else None
 
-    def __getitem__(self, _) -> Blocks:
-        parts = (None if part is None else part[...] for part in (self.codes, self.scales, self.means, self.steps))
-        return Blocks(*parts, self.kind, self.dim)
+    def __getitem__(self, _: Any) -> Blocks:
+        means, steps = (None if part is None else part[...] for part in (self.means, self.steps))
+        return Blocks(self.codes[...], self.scales[...], means, steps, self.kind, self.dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -221,8 +223,7 @@ def frozen_matmul(x: jax.Array, weight: Whole | Blocks, in_dims: int) -> jax.Arr
 
 def _backward(in_dims: int, weight: Whole | Blocks, g: jax.Array) -> tuple[jax.Array, None]:
     outputs = weight.ndim - in_dims
-    weight = weight.astype(g.dtype)
-    return _dot(g, weight, range(g.ndim - outputs, g.ndim), range(in_dims, weight.ndim)), None
+    return _dot(g, weight.astype(g.dtype), range(g.ndim - outputs, g.ndim), range(in_dims, weight.ndim)), None
 
 
 frozen_matmul.defvjp(lambda x, weight, in_dims: (frozen_matmul(x, weight, in_dims), weight), _backward)

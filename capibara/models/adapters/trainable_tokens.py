@@ -29,19 +29,26 @@ class Rows(nnx.Module):
 
 
 class _Lora(Protocol):
-    trainable_tokens: tuple[int, ...]
+    @property
+    def trainable_tokens(self) -> tuple[int, ...]: ...
 
 
 class _Config(Protocol):
     @property
     def lora(self) -> _Lora | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def data_kind(self) -> str: ...
 
 
 class Embedding(Protocol):
     """A model with a token embedding [V, D]."""
 
-    config: _Config
-    embedding: nnx.Param
+    @property
+    def config(self) -> _Config: ...
+    @property
+    def embedding(self) -> nnx.Param: ...
 
 
 def check(ids: Sequence[int]) -> None:
@@ -78,13 +85,13 @@ def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool
         raise UserError("Lora.modules_to_save has embedding, whose rows are in trainable_tokens: remove one of the two")
 
 
-def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The embeddings of the tokens, [B, T, D] in `dtype`."""
     x_BTD = embedding.lookup(model.embedding[...], tokens_BT, dtype)
     rows = getattr(model, ATTRIBUTE, None)
     if rows is None:
         return x_BTD
-    ids = np.asarray(model.config.lora.trainable_tokens)
+    ids = np.asarray(_ids(model))
     index_V = jnp.full(model.embedding.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
     index_BT = index_V[tokens_BT]
     own_BTD = rows.rows[...].astype(dtype)[jnp.maximum(index_BT, 0)]
@@ -94,7 +101,12 @@ def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Arra
 def table(model: Embedding) -> jax.Array:
     """The embedding [V, D] with the trained rows in it."""
     whole, rows = model.embedding[...], getattr(model, ATTRIBUTE, None)
-    return whole if rows is None else replaced(whole, rows.rows[...], model.config.lora.trainable_tokens)
+    return whole if rows is None else replaced(whole, rows.rows[...], _ids(model))
+
+
+def _ids(model: Embedding) -> tuple[int, ...]:
+    assert model.config.lora is not None, "there are trained rows"
+    return model.config.lora.trainable_tokens
 
 
 def replaced(table_VD: jax.Array, rows: jax.Array, ids: Sequence[int]) -> jax.Array:

@@ -152,7 +152,9 @@ def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
 
 def attach(block: nnx.Module, beside: BatchAdapters | None, layer: int) -> None:
     """Attaches one layer's adapters to the parts of a bound block, for the rows that it reads next."""
-    for part, weights in beside.layers[layer].items() if beside else ():
+    if beside is None:
+        return
+    for part, weights in beside.layers[layer].items():
         for name, factors in weights.items():
             setattr(getattr(block, part), name + SUFFIX, _RowAdapters(factors, beside.of_row))
 
@@ -160,7 +162,7 @@ def attach(block: nnx.Module, beside: BatchAdapters | None, layer: int) -> None:
 class _RowAdapters:
     """Stands in for an adapter: applies each row's own."""
 
-    def __init__(self, factors: Params, of_row: jax.Array):
+    def __init__(self, factors: Params, of_row: jax.Array | np.ndarray):
         self._factors, self._of_row = factors, jnp.asarray(of_row)
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:

@@ -12,7 +12,8 @@ has `encoder_segment_ids` [B, S] (0: padding).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,20 @@ from capibara.sharding import constrain
 
 Cache = dict[str, Any]
 LayerCache = dict[str, jax.Array]
+PositionBias = Callable[[jax.Array, jax.Array], jax.Array]
+"""(positions of queries [B, T], of keys [B, S]) -> [B, N, T, S]."""
 
 _KEYS = ("batch", "act_kv_heads", None, None)
 _AT_ONCE = 2048  # most tokens whose scores are materialised at once where there is an alternative
+
+
+class Heads(Protocol):
+    """The sizes of a model that a cache depends on."""
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
 
 
 class PrefillInputs(NamedTuple):
@@ -56,7 +68,9 @@ def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_p
     return PrefillInputs(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, is_prefill)
 
 
-def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
+def empty_layer(
+    config: Heads, batch: int, length: int, dtype: jax.typing.DTypeLike, window: int | None = None
+) -> LayerCache:
     """An empty cache for one layer; `dtype` int8 adds scales."""
     capacity = length if window is None else min(length, window)
     shape = (batch, config.kv_heads, capacity, config.head_size)
@@ -143,10 +157,10 @@ def attend(
     q_BTNH: jax.Array,
     layer: LayerCache,
     before: LayerCache | None,
-    new,
+    new: tuple[jax.Array, jax.Array],
     kind: AttentionSpec,
     now: PrefillInputs,
-    bias=None,
+    bias: PositionBias | None = None,
     prefix_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
@@ -171,6 +185,7 @@ def attend(
         positions_BS = cached_positions(now.lengths + now.counts, layer["key"].shape[2])
         count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
+        assert before is not None, "several tokens need the cache without them"
         stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
         old_BS = cached_positions(now.lengths, before["key"].shape[2])

@@ -44,7 +44,7 @@ def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
       sizes: size of the pool, the same for all layers.
     """
 
-    def pool(x) -> jax.Array:
+    def pool(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros((sizes.pages + 1, x.shape[1], sizes.page_size, *x.shape[3:]), x.dtype)
 
     def layer(of_rows: LayerCache) -> LayerCache:
@@ -126,6 +126,7 @@ def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> C
     def of_layer(layer: LayerCache) -> LayerCache:
         if not is_paged(layer):
             return jax.tree.map(of_slot, layer)
+        assert table is not None, "slots have pages"
         needed = -(-length // layer["key_pages"].shape[2])
         pages = jax.lax.dynamic_slice(table, (slot, 0), (1, needed))
         pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
@@ -149,7 +150,12 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillI
 
 
 def attend(
-    q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: PrefillInputs, bias=None, sinks_N=None
+    q_BTNH: jax.Array,
+    layer: LayerCache,
+    kind: AttentionSpec,
+    now: PrefillInputs,
+    bias: dense.PositionBias | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Self-attention of the new tokens over a cache that holds them already.
 

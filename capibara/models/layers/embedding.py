@@ -17,7 +17,7 @@ from capibara.sharding import Rules
 _EXCHANGED_BYTES = 64 * 2**20
 
 
-def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The rows of `table_VD` (axes vocab, embed) for the tokens: [B, T, D] in `dtype`.
 
     Each device looks up all tokens in its own columns, then an all-to-all exchanges columns for rows and positions.
@@ -30,7 +30,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
         return table_VD[tokens_BT].astype(dtype)
     mesh, kept, moved, time, vocab, embed, scattered = axes
 
-    def block(table_VD, tokens_BT):
+    def block(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         V = len(table_VD)
         index = tokens_BT - (jax.lax.axis_index(vocab) * V if vocab else 0)
         # Zeros for rows of other devices, without a mask [B, T, D] that the backward pass would have to save.
@@ -46,7 +46,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
             x_BTD = jax.lax.all_to_all(x_BTD, moved, split_axis=0, concat_axis=2, tiled=True)
         return x_BTD
 
-    def local(table_VD, tokens_BT):
+    def local(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         from_devices = math.prod(mesh.shape[axis] for axis in moved)
         rows, T = len(tokens_BT) // from_devices, tokens_BT.shape[1]
         exchanged = tokens_BT.size * table_VD.shape[1] * jnp.dtype(dtype).itemsize

@@ -18,7 +18,7 @@ from capibara.sharding import Pipeline, constrain
 
 Stage = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
 _STAGE = "stage"
-_FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
+_FREE: Any = jax.sharding.PartitionSpec.UNCONSTRAINED
 
 
 def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> tuple[jax.Array, Any]:
@@ -43,7 +43,7 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
     vmapped = jax.vmap(stage, spmd_axis_name=_STAGE)
     stages = jnp.arange(S)
 
-    def tick(carry, t):
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
         state, store, totals = carry
         work = t - stages  # index of each stage's current run; outside [0, M * R) the stage is in a bubble
         real = (work >= 0) & (work < M * R)
@@ -94,7 +94,7 @@ def _pick(values_R: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(values_R, index, keepdims=False)
 
 
-def _add_real(total, stats, real, repeat):
+def _add_real(total: jax.Array, stats: jax.Array, real: jax.Array, repeat: jax.Array) -> jax.Array:
     """Adds statistics [S, ...] to totals [R, S, ...] at each stage's current repeat, except in bubbles."""
     R, S = total.shape[:2]
     chosen = (jnp.arange(R)[:, None] == repeat[None, :]) & real[None, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def buckets(distance: np.ndarray, *, count: int, longest: int, bidirectional: bo
         count //= 2
         first, distance = np.where(distance > 0, count, 0), np.abs(distance)
     else:
-        first, distance = 0, np.maximum(-distance, 0)
+        first, distance = np.zeros_like(distance), np.maximum(-distance, 0)
     exact = count // 2
     # float32 as in T5's own code: its rounding decides where a range begins.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(longest / exact))
@@ -38,10 +40,23 @@ def buckets(distance: np.ndarray, *, count: int, longest: int, bidirectional: bo
     return (first + np.where(distance < exact, distance, np.minimum(ranges, count - 1))).astype(np.int32)
 
 
+class RelativePositions(Protocol):
+    """The sizes of a model that its relative bias depends on."""
+
+    @property
+    def relative_buckets(self) -> int: ...
+    @property
+    def relative_distance(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+
+
 class RelativeBias(nnx.Module):
     """The relative bias of one stack of layers, or of one layer."""
 
-    def __init__(self, config, rngs: nnx.Rngs, *, bidirectional: bool):
+    def __init__(self, config: RelativePositions, rngs: nnx.Rngs, *, bidirectional: bool):
         self.count, self.longest = config.relative_buckets, config.relative_distance
         self.bidirectional = bidirectional
         shape = (config.relative_buckets, config.num_heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.kernels import rotary
 from capibara.kernels.rotary import Angles
+
+Length = TypeVar("Length", float, jax.Array)
 
 
 class RopeScaling(enum.StrEnum):
@@ -82,7 +85,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("theta", "local_theta", "factor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -147,7 +150,7 @@ class Rope:
                 base = self._llama3(base)
             case RopeScaling.YARN:
                 base = self._yarn(base, dims)
-            case RopeScaling.DYNAMIC if long:
+            case RopeScaling.DYNAMIC if length is not None and long:
                 base = base * self._stretch(length) ** self._shares(dims)
             case RopeScaling.LONGROPE:
                 base = base / np.array(self.long_factors if long else self.short_factors)
@@ -158,10 +161,11 @@ class Rope:
         short = jnp.asarray(self.frequencies(head_dim, local=local))
         if not self.scaling.by_length or not self._scaled(local):
             return short[None]
+        original = self._original_length
         if self.scaling is RopeScaling.LONGROPE:
-            long = jnp.asarray(self.frequencies(head_dim, local=local, length=self.original_length + 1))
-            return jnp.where(longest_B[:, None] > self.original_length, long, short)
-        stretch_B = self._stretch(jnp.maximum(longest_B, self.original_length).astype(jnp.float32))
+            long = jnp.asarray(self.frequencies(head_dim, local=local, length=original + 1))
+            return jnp.where(longest_B[:, None] > original, long, short)
+        stretch_B = self._stretch(jnp.maximum(longest_B, original).astype(jnp.float32))
         return short * stretch_B[:, None] ** jnp.asarray(self._shares(self.rotated_dims(head_dim)), jnp.float32)
 
     def magnitude(self, *, local: bool = False) -> float:
@@ -171,22 +175,27 @@ class Rope:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.scaling is RopeScaling.LONGROPE:
-            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+            return math.sqrt(1 + math.log(self.factor) / math.log(self._original_length))
         return 0.1 * math.log(self.factor) + 1.0
 
     def _scaled(self, local: bool) -> bool:
         return self.local_theta is None or not local
 
-    def _stretch(self, length):
+    @property
+    def _original_length(self) -> int:
+        assert self.original_length is not None, "this scaling has it"
+        return self.original_length
+
+    def _stretch(self, length: Length) -> Length:
         """The factor by which dynamic scaling multiplies the longest wavelength in rows of this length."""
-        return self.factor * length / self.original_length - (self.factor - 1)
+        return self.factor * length / self._original_length - (self.factor - 1)
 
     def _shares(self, dims: int) -> np.ndarray:
         """Each frequency's exponent of that factor."""
         return -np.arange(0, dims, 2, dtype=np.float64) / max(dims - 2, 1)
 
     def _llama3(self, base: np.ndarray) -> np.ndarray:
-        turns = self.original_length * base / (2 * math.pi)
+        turns = self._original_length * base / (2 * math.pi)
         # 0: divided by the full factor; 1: unchanged.
         share = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         share = np.clip(share, 0.0, 1.0)
@@ -195,7 +204,7 @@ class Rope:
     def _yarn(self, base: np.ndarray, dims: int) -> np.ndarray:
         def dimension(turns: float) -> float:
             """The (fractional) index of the frequency that makes `turns` turns in the original length."""
-            return dims * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            return dims * math.log(self._original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.yarn_bounds is YarnBounds.WHOLE:

@@ -114,12 +114,12 @@ def run(
       The last layer's output, and the statistics, each with a leading axis of layers.
     """
     graphdef, state = nnx.split(layers)
-    values = nnx.to_pure_dict(state)
+    values: Any = nnx.to_pure_dict(state)
     values = values if span is None else _between(values, *span)
     count, group = depth(values), len(pattern)
     own = jnp.arange(count, dtype=jnp.int32) if numbered else beside
 
-    def one(kind: Any):
+    def one(kind: Any) -> Callable:
         def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
             parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)

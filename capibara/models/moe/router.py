@@ -89,7 +89,7 @@ class Hints:
     decay_steps: int
     loss: float = 0.01
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.domains:
             raise UserError("Hints.domains is empty, must name at least one domain, or leave Moe.hints None")
         if self.experts is not None and len(self.experts) != len(self.domains):
@@ -157,7 +157,7 @@ class Moe:
     router_z_loss: float = 0.0
     hints: Hints | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "expert_dim", "shared_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -278,6 +278,7 @@ def choose(
     if hint is not None:
         log_scores, of_hint = _hinted(log_scores, log_p, real, hint)
         stats.update(of_hint)
+    choice: Choice | ExpertChoice
     if moe.routing is Routing.EXPERT_CHOICE:
         choice, of_choice = _expert_choice(log_scores, real_BT, moe)
     else:
@@ -285,7 +286,7 @@ def choose(
     return choice, stats | of_choice
 
 
-def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stats]:
+def _hinted(log_scores_BTE: jax.Array, log_p_BTE: jax.Array, real_BT: jax.Array, hint: Hint) -> tuple[jax.Array, Stats]:
     """The log scores with the hint mixed in, and the statistics of the hint."""
     # Probabilities are mixed, not logits: however confident the router is, weight 1 routes a token to its domain, and
     # weight 0.5 counts half. The hint is the router's own distribution restricted to the domain's experts rather than a
@@ -308,7 +309,7 @@ def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, 
     }
 
 
-def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
+def _token_choice(log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Array, moe: Moe) -> tuple[Choice, Stats]:
     rest = jax.lax.stop_gradient(log_scores_BTE)
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
     experts, possible = [], []
@@ -337,7 +338,7 @@ def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Sta
     return Choice(experts_BTk, gates_BTk), stats
 
 
-def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Stats]:
+def _expert_choice(log_scores_BTE: jax.Array, real_BT: jax.Array, moe: Moe) -> tuple[ExpertChoice, Stats]:
     T = real_BT.shape[1]
     C = moe.capacity(T)
     scores_BET = jnp.swapaxes(jnp.where(real_BT[..., None], log_scores_BTE, -jnp.inf), 1, 2)
@@ -387,7 +388,10 @@ def router_loss(stats: Stats, moe: Moe) -> jax.Array:
       moe: the configuration.
     """
     loss = moe.balance_loss * jnp.sum(stats["balance"]) + moe.router_z_loss * jnp.sum(stats["z"])
-    return loss + moe.hints.loss * jnp.sum(stats["hint"]) if "hint" in stats else loss
+    if "hint" not in stats:
+        return loss
+    assert moe.hints is not None, "there is a hint"
+    return loss + moe.hints.loss * jnp.sum(stats["hint"])
 
 
 def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
@@ -422,6 +426,7 @@ def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
     }
     metrics |= {f"expert_load/{expert}": share for expert, share in enumerate(jnp.mean(share_LE, axis=0))}
     if "hint" in stats:
+        assert moe.hints is not None, "there is a hint"
         metrics["hint_loss"] = moe.hints.loss * jnp.sum(stats["hint"] / tokens_L)
         metrics["hint_weight"] = jnp.sum(stats["hint_weight"]) / total
         metrics["hint_accuracy"] = jnp.sum(stats["hint_hits"]) / jnp.maximum(jnp.sum(stats["hinted"]), 1.0)
