@@ -22,10 +22,10 @@ from capibara.training import run_folder
 from capibara.training.run_folder import Placed, TrainedRun, origin
 from capibara.training.trainer import Trainer
 
-# A foreign model may see much more; each row that is answered takes memory for all of it.
+# A foreign model may support much longer rows, but the cache of each row needs memory for its whole length.
 _LENGTHS: Mapping[type[api.TransformerConfig], int] = {api.EncoderDecoderConfig: 512}
 _LENGTH = 2048
-_LARGEST_OF_BYTES = 512  # vocabulary of a model that may have come without a tokenizer because it reads bytes
+_LARGEST_OF_BYTES = 512  # a model with a smaller vocabulary and without a tokenizer is assumed to read bytes
 
 
 def load(
@@ -41,19 +41,19 @@ def load(
 ) -> LoadedModel:
     """Parses the model's own configuration, then `gin_files` and `bindings`, and reads its parameters.
 
-    A foreign model's configuration is much what `convert --format=capibara` would write, with the standard library as
-    data; it computes, and its parameters are, in bfloat16, but on CPUs in float32.
+    A foreign model's configuration is similar to that of `convert --format=capibara`, with the standard library as data;
+    its parameters and computations are in bfloat16, on CPUs in float32.
 
     Args:
-      path: of the model.
-      gin_files, bindings, search_paths: as of config.parse.
-      step: of a run's checkpoint; None: the newest.
-      weights: of a run: "ema" or "raw"; None: averages where some were kept.
-      placed: where the parameters shall lie.
-      trust: the modules that a run's configuration names are imported.
+      path: path of the model.
+      gin_files, bindings, search_paths: as in config.parse.
+      step: a checkpoint step of a run; None: the newest.
+      weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
+      placed: shardings of the parameters.
+      trust: whether to import the modules that a run's configuration names.
 
     Raises:
-      UserError: it is no model, or not whole, has no tokenizer, or no such step or weights.
+      UserError: it is not a model, is incomplete, has no tokenizer, or has no such step or weights.
     """
     given = (path, gin_files, bindings, search_paths)
     return load_with_run(*given, step=step, weights=weights, placed=placed, trust=trust)[1]
@@ -70,14 +70,14 @@ def load_with_run(
     placed: Placed = run_folder.on_one_device,
     trust: bool = False,
 ) -> tuple[Trainer, LoadedModel]:
-    """Like `load`, and returns the run too: for a foreign model, one that would train it, as evaluation needs."""
+    """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
     given = (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
         run = run_folder.load(path, *given, step=step, average=average, placed=placed, trust=trust)
         return run.trainer, _of_run(run, path)
     given_path, path = path, open_model.local_model(path)
-    known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
+    known = ("config.json", "adapter_config.json")  # the error of open_model explains how to merge an adapter
     if os.path.exists(os.path.join(path, run_folder.CONFIG)) and not os.path.exists(os.path.join(path, "config.json")):
         raise UserError(
             f"{path} holds no checkpoint yet: train it first; where its {run_folder.CONFIG} is T5X's, capibara convert "
@@ -87,7 +87,7 @@ def load_with_run(
         raise UserError(f"{path} is neither a run folder (config.gin) nor a Hugging Face folder (config.json)")
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:
-            raise UserError(f"{flag}={value} is of run folders, and {path} is none: leave it out")
+            raise UserError(f"{flag}={value} is only for run folders, and {path} is none: leave it out")
     config.load_modules(gin_files, search_paths)
     trainer, loaded = _foreign(path, *given, placed)
     return trainer, dataclasses.replace(loaded, path=given_path)
@@ -95,7 +95,7 @@ def load_with_run(
 
 @dataclasses.dataclass(frozen=True)
 class RunFolders:
-    """Run folders for rooms that do not import training (interop.conversion.RunFolders).
+    """Access to run folders for packages that do not import training (interop.conversion.RunFolders).
 
     Attributes:
       trust: whether to import the modules that a run's configuration names.
@@ -104,7 +104,7 @@ class RunFolders:
     trust: bool = False
 
     def is_run(self, folder: str) -> bool:
-        """Whether a folder is that of a run."""
+        """Whether a folder is a run folder."""
         return run_folder.is_run(folder)
 
     def load(
@@ -152,7 +152,7 @@ def _foreign(
     path: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], placed: Placed
 ) -> tuple[Trainer, LoadedModel]:
     foreign = open_model.open_model(path)
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # which is slow on CPUs
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # bfloat16 is slow on CPUs
     own = hf_config.from_hf(foreign.config, dtype=dtype)
     longest = hf_config.longest(foreign.config)
     if isinstance(own, api.DecoderConfig) and own.max_length is None:
@@ -171,7 +171,7 @@ def _foreign(
 
 
 def _written(files: Mapping[str, bytes]) -> str:
-    """A folder with these files, until this process ends: tokenizers are read when they are needed."""
+    """Writes these files to a temporary folder that lasts until this process ends: tokenizers are read on first use."""
     folder = tempfile.mkdtemp(prefix="capibara-tokenizer-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in files.items():

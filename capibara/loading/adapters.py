@@ -1,4 +1,4 @@
-"""Adapters that a model is served with, unmerged: which there are, and what is in them."""
+"""Loads adapters that are served beside a model, unmerged."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from capibara.training import run_folder
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Adapters beside the model, which requests name.
+    """Adapters beside the model, which requests select by name.
 
     Attributes:
-      paths: pairs of a name and a folder: one of PEFT, or of a run with adapters, whose base is the model.
+      paths: (name, folder) pairs: a PEFT folder, or a run folder with adapters, whose base is the model.
     """
 
     paths: tuple[tuple[str, str], ...] = ()
@@ -36,26 +36,26 @@ class Adapters:
                     f"Adapters.paths has {name!r} at {path!r}, must be a name and a folder: try ('poet', PATH)"
                 )
             if names.count(name) > 1:
-                raise UserError(f"Adapters.paths has two adapters {name!r}: give each a name of its own")
+                raise UserError(f"Adapters.paths has two adapters {name!r}: use different names")
 
 
 def beside(loaded: LoadedModel, asked: Sequence[str] = (), base: str | None = None) -> LoadedModel:
-    """The model with the adapters of Adapters.paths and of the command line beside it.
+    """Adds the adapters of Adapters.paths and of the command line to a model.
 
     Args:
-      loaded: the model that they are of.
-      asked: each "NAME=PATH".
-      base: what requests call the model itself; None: they do not.
+      loaded: the base model.
+      asked: flags, "NAME=PATH" each.
+      base: the name of the model itself in requests; None: it has none.
 
     Raises:
-      UserError: one is not there, or cannot be read, or is of another model.
+      UserError: an adapter does not exist, cannot be read, or is of another model.
     """
     pairs = [*config.build(Adapters).paths, *(_parsed(one) for one in asked)]
     names = [name for name, _ in pairs]
     for name in names:
         if name == base or names.count(name) > 1:
             other = "the model" if name == base else "another adapter"
-            raise UserError(f"--adapter={name}=... has the name of {other}: give it one of its own")
+            raise UserError(f"--adapter={name}=... has the name of {other}: use another name")
     found = tuple(_read(name, path, loaded) for name, path in pairs)
     return dataclasses.replace(loaded, adapters=found, paths=dict(pairs))
 
@@ -82,7 +82,7 @@ def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
         model_type = hf_config.to_hf(model.config, loaded.like)["model_type"]
         return peft.read_peft(path, model, model_type)
     if not run_folder.is_run(path):
-        raise UserError(f"there is neither a folder of PEFT ({peft.CONFIG}) nor a run folder: name one of the two")
+        raise UserError(f"it is neither a PEFT folder ({peft.CONFIG}) nor a run folder: name one of the two")
     how = config.build(Checkpointing) if loaded.training is None else loaded.training.checkpointing
     found = run_folder.adapters(path, how)
     if found is None:

@@ -1,1 +1,1 @@
-"""What a run minimises."""
+"""Objectives: the losses that training minimises, and the batches that they need."""

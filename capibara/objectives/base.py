@@ -1,4 +1,4 @@
-"""What a train step differentiates, and the cross entropy, which it does where a run names no loss."""
+"""The interface of objectives, and the default one: the cross entropy of texts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ class Normalization(enum.StrEnum):
 
 
 class Objective(NamedTuple):
-    """What the train step differentiates, and what it tells.
+    """The function that the train step differentiates, and its metrics.
 
     Attributes:
-      sums: (params, batch, remat, step) -> the loss as a sum over what a batch holds; sums without gradient that have a
-        `weight`, by which the gradient is divided; the layers' statistics.
-      metrics: (these sums, added up over micro-batches; their weight, at least 1) -> metrics, `loss` and `tokens` among
-        them.
-      divisor: (their weight, at least 1; the batch) -> what the gradient is divided by; None: the weight.
+      sums: (params, batch, remat, step) -> (the loss summed over the batch; sums for metrics, without gradient, with a
+        field `weight`, the divisor of the gradient; the layers' statistics).
+      metrics: (these sums, added over micro-batches; their weight, at least 1) -> metrics, including `loss` and `tokens`.
+      divisor: (their weight, at least 1; the batch) -> the divisor of the gradient; None: the weight.
     """
 
     sums: Callable[..., tuple[jax.Array, PyTree, Stats]]
@@ -65,9 +64,9 @@ class Totals(NamedTuple):
     """Sums over a batch, float32 scalars.
 
     Attributes:
-      values: of each metric, weighted as the loss is.
-      weight: pairs or answers.
-      tokens: of the answers.
+      values: of each metric, with the weights of the loss.
+      weight: number of pairs or answers.
+      tokens: number of tokens of the answers.
     """
 
     values: dict[str, jax.Array]
@@ -75,7 +74,7 @@ class Totals(NamedTuple):
     tokens: jax.Array
 
     def means(self, weight: jax.Array) -> Metrics:
-        """The metrics of what the sums are over, and how many tokens that was."""
+        """The means of the metrics, and the number of tokens."""
         return {name: value / weight for name, value in self.values.items()} | {"tokens": self.tokens}
 
 
@@ -85,13 +84,13 @@ def of_cross_entropy(
     label_smoothing: float = 0.0,
     normalization: Normalization | float = Normalization.TOKENS,
 ) -> Objective:
-    """The cross entropy of the targets, and how experts are balanced.
+    """The cross entropy of the targets, plus the balancing loss of experts.
 
     Args:
-      model: gives hidden states and head.
+      model: the model.
       z_loss: coefficient of the squared log normaliser.
-      label_smoothing: share of a target's probability that goes to the other ids.
-      normalization: what the sum over the batch is divided by, or a number.
+      label_smoothing: fraction of a target's probability that is spread over the other ids.
+      normalization: the divisor of the sum over the batch, or a number.
     """
     by_documents = normalization is Normalization.DOCUMENTS
 
@@ -138,7 +137,7 @@ def of_cross_entropy(
 
 
 def of_documents(weights_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Weights whose sum over each document is 1, in the shares that they had; of one without any they are 0."""
+    """Normalises the weights of each document to a sum of 1; those of a document without weights stay 0."""
     T = weights_BT.shape[1]
     total = lambda weights, segments: jax.ops.segment_sum(weights, segments, num_segments=T + 1)[segments]  # noqa: E731
     total_BT = jax.vmap(total)(weights_BT, segment_ids_BT)
@@ -146,11 +145,11 @@ def of_documents(weights_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
 
 
 class DrawnFrom(TypedDict):
-    """The distribution that tokens are drawn from.
+    """The distribution from which tokens are sampled.
 
     Attributes:
-      temperature: that divides the logits.
-      usable: ids that can be drawn; None: all.
+      temperature: divisor of the logits.
+      usable: ids that can be sampled; None: all.
     """
 
     temperature: float
@@ -170,11 +169,11 @@ def log_probabilities(
     """Log-probability of every target of a `sharding.balanced` batch, float32 [B, T], and the layers' statistics.
 
     Args:
-      model: gives hidden states and head.
+      model: the model.
       params: its parameters.
-      batch: what it reads and predicts.
-      remat, step: of training, else None.
-      temperature, usable: of the distribution that the targets are of, as for `token_log_probabilities`.
+      batch: inputs and targets.
+      remat, step: during training, otherwise None.
+      temperature, usable: the distribution of the targets, as in `token_log_probabilities`.
     """
     options = () if remat is None else (remat, step)
     hidden, stats = model.hidden(params, batch, *options)

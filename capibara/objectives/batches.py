@@ -1,4 +1,4 @@
-"""What makes the batches of a run's steps, where that takes more than to read the data."""
+"""Batch providers: make the batches of a run's steps if they need more than the data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from capibara.sharding import Plan, RematPolicy
 
 
 class Check(Protocol):
-    """Whether a run is to stop in the middle of what takes long."""
+    """Checks whether a run must stop during long work."""
 
     def __call__(self, done: int, every: int = 1) -> None:
-        """As StopRequest.check: after `done` parts, asked of all hosts every so many; raises Interrupted."""
+        """As StopRequest.check: call it after `done` parts; exchanged between hosts every `every` parts."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Reporter:
-    """Where work that takes longer than a step says how far it is, and asks whether the run is to stop.
+    """Functions for work that takes longer than a step: report progress, and check whether the run must stop.
 
     Attributes:
-      check: called before each part of the work, alike on every process.
-      progress: shows how far it is; "": it is over.
-      status: says what is worth a line of its own.
-      took: notes seconds that no step has, by what took them.
+      check: call it before each part of the work, on every process.
+      progress: shows the progress; "": the work is over.
+      status: prints a line.
+      took: records seconds outside of steps, by cause.
     """
 
     check: Check
@@ -47,18 +47,18 @@ class Reporter:
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """What a loss may use of a run to make its batches.
+    """The parts of a run that a loss may use to make its batches.
 
     Attributes:
       model_dir, seed, init_from: of the run.
       model, dataset, plan, mesh: of the run.
       batch_sharding: of every array of a batch.
-      batches: the training split, as the run reads it.
-      step_temp_bytes: of a device, what the train step takes beside its arguments.
+      batches: the training split.
+      step_temp_bytes: temporary memory of the train step on a device, beside its arguments.
       evaluates: whether the run has evaluations.
-      open_once: (data, split, rows) -> this process's share of a split, read once in global batches of so many rows.
-      validation: opens the batches of one evaluation; each of them is reported.
-      initial_params: makes the parameters that the run began from again, of adapters those without effect.
+      open_once: (data, split, rows) -> one pass over this process's part of a split, in global batches of `rows` rows.
+      validation: opens the batches of one evaluation, and reports each.
+      initial_params: makes the initial weights of the run again; its own adapters have no effect yet.
       reporter: of the loop.
     """
 
@@ -80,16 +80,16 @@ class RunParts:
 
 
 class BatchProvider(abc.ABC):
-    """What stands between the loader of a run and its steps, where batches take more than the data."""
+    """Makes the batches of a run's steps, if the loss needs more than the loader's batches."""
 
     @abc.abstractmethod
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
-        """Before the first step of this start, and after the run went back.
+        """Called before the first step of this start, and after a roll-back.
 
         Args:
-          params: of the state at hand.
-          step: steps done.
-          saved: what `state` gave for the checkpoint that the run resumes from; None: a new run.
+          params: the current parameters.
+          step: completed steps.
+          saved: the `state` in the checkpoint from which the run resumes; None: a new run.
         """
 
     @abc.abstractmethod
@@ -97,8 +97,8 @@ class BatchProvider(abc.ABC):
         """The batch of a step, on its devices.
 
         Args:
-          step: its number; that of the first is 1.
-          params: that it is made with.
+          step: its number, from 1.
+          params: the current parameters.
         """
 
     @abc.abstractmethod
@@ -107,26 +107,26 @@ class BatchProvider(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, JSON-able; alike on all processes."""
+        """The state for a checkpoint, as JSON; the same on all processes."""
 
     def takes_long(self, step: int) -> bool:
-        """Whether the batch of a step is made by the devices, which is time of its own."""
+        """Whether the devices make the batch of a step, which is not counted as time of the step."""
         del step
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What there is to tell of the batches since this was last asked."""
+        """Metrics of the batches since the last call."""
         return {}
 
 
 class LoaderBatches(BatchProvider):
-    """The loader's own batches, and the loss of the validation split by the objective of training.
+    """The loader's batches, and an evaluation of the training objective on the validation split.
 
-    Derive from it to change batches on their way (`on_host`); examples/extend/my_batches.py does.
+    Subclass it and override `on_host` to change batches; see examples/extend/my_batches.py.
 
     Args:
-      run: of the loss.
-      objective: what its steps minimise.
+      run: parts of the run.
+      objective: the objective of its steps.
     """
 
     def __init__(self, run: RunParts, objective: Objective):
@@ -134,7 +134,7 @@ class LoaderBatches(BatchProvider):
         self._sums = jax.jit(self._batch_sums)
 
     def on_host(self, step: int, batch: Batch) -> Batch:
-        """This process's rows of a step's batch, numpy arrays, as they are to be trained on."""
+        """Transforms this process's rows of a step's batch (numpy arrays) before training."""
         del step
         return batch
 
@@ -152,7 +152,7 @@ class LoaderBatches(BatchProvider):
                 sums = jax.device_get(self._sums(params, sharding.global_batch(self.run.batch_sharding, batch)))
                 total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         if total is None:
-            raise UserError("the validation split has no document: give it more, or set Evaluation.every = 0")
+            raise UserError("the validation split has no document: add data, or set Evaluation.every = 0")
         return {name: float(value) for name, value in self._objective.metrics(total, max(total.weight, 1.0)).items()}
 
     def state(self) -> dict[str, Any]:

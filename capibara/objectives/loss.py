@@ -1,4 +1,4 @@
-"""What `Trainer.loss` takes: what a run minimises in place of the cross entropy of its texts."""
+"""The interface of `Trainer.loss`: configurations of objectives other than the cross entropy of texts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from capibara.objectives.batches import BatchProvider, LoaderBatches, RunParts
 
 
 class ResidentArrays(NamedTuple):
-    """Arrays that training holds on the devices beside the state and what its step makes.
+    """Arrays that training keeps on the devices beside the train state and the memory of the step.
 
     Attributes:
-      name: what they are.
-      bytes: of all of them.
-      spread_as: parameters by which they are spread over the mesh, as (shapes, logical axes); None: each device has all.
+      name: their name in reports.
+      bytes: their total size.
+      spread_as: (shapes, logical axes) of parameters whose shardings they have; None: replicated on each device.
     """
 
     name: str
@@ -31,11 +31,11 @@ class ResidentArrays(NamedTuple):
 
 
 class Loss(abc.ABC):
-    """Configuration of what a run minimises; a new one on texts gives its `objective` and no more.
+    """Configuration of an objective; a new one on texts only implements `objective`.
 
     Attributes:
-      data_format: of the sources that it can be trained on.
-      means: metrics of a step of which a log has the mean over its steps.
+      data_format: the format of the sources that it supports.
+      means: metrics of a step that a log averages over its steps.
     """
 
     data_format: DataFormat = DataFormat.TEXTS
@@ -43,26 +43,26 @@ class Loss(abc.ABC):
 
     @property
     def rows_of_a_prompt(self) -> int:
-        """Rows of a batch that belong together."""
+        """The number of rows of a batch for one prompt."""
         return 1
 
     @property
     def later(self) -> tuple[Callable[..., Any], ...]:
-        """Functions that Gin names and that are called only in training: what is bound for them is used then."""
+        """Functions in Gin bindings that are only called in training: bindings of their parameters count as used."""
         return ()
 
     def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
-        """What training holds beside the state, between the steps too."""
+        """The arrays that training keeps on the devices beside the state, also between steps."""
         del model, dataset
         return ()
 
     def check(self, dataset: Dataset, batch_size: int) -> None:
-        """Raises UserError where a run on this data, in batches of so many rows, cannot be trained so."""
+        """Raises UserError if the loss does not support this data or batch size."""
         del batch_size
         if dataset.data_format is not self.data_format:
             name = type(self).__name__
             raise UserError(
-                f"Trainer.loss (@{name}()) is for {self.data_format}, and Dataset.source holds {dataset.data_format}: set "
+                f"Trainer.loss (@{name}()) is for {self.data_format}, but Dataset.source has {dataset.data_format}: set "
                 "another Dataset.source, or leave Trainer.loss out"
             )
 
@@ -73,7 +73,7 @@ class Loss(abc.ABC):
     def open(
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
-        """A loader of the data; arguments as of `make_loader`."""
+        """Opens a loader of the data; arguments as in `make_loader`."""
         return make_loader(
             dataset,
             split=split,
@@ -85,8 +85,8 @@ class Loss(abc.ABC):
 
     @abc.abstractmethod
     def objective(self, model: Model, dataset: Dataset) -> Objective:
-        """For the train step of a model."""
+        """The objective for the train step of a model."""
 
     def batch_provider(self, run: RunParts) -> BatchProvider:
-        """What makes the batches of a run."""
+        """The batch provider of a run."""
         return LoaderBatches(run, self.objective(run.model, run.dataset))

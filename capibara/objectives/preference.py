@@ -1,6 +1,6 @@
-"""Direct preference optimisation: of two answers the chosen one is to gain on the rejected one, against a reference.
+"""Direct preference optimisation (DPO): prefers chosen to rejected answers, relative to a reference model.
 
-The reference is what the run begins from. Its log-probabilities are computed once, before the first step, and kept:
+The reference model has the initial weights of the run. Its log-probabilities are computed once, before the first step:
 
 reference.train.npz, reference.validation.npz    in the run folder: log-probabilities [pairs, 2] of chosen and rejected
                                                  answers, with fingerprints of the data and of the weights
@@ -39,21 +39,21 @@ from capibara.objectives.loss import Loss
 from capibara.sharding import Plan, RematPolicy
 from capibara.storage import durable
 
-_AHEAD = 8  # batches that may wait on the devices at a time
+_AHEAD = 8  # batches that may be queued on the devices
 _TOLD_EVERY_S = 10.0
 _T = TypeVar("_T")
 
 
 class Kind(enum.StrEnum):
-    """How the gain h = log(pi / ref)(chosen) - log(pi / ref)(rejected) becomes a loss.
+    """The loss of a pair, as a function of the margin h = log(pi / ref)(chosen) - log(pi / ref)(rejected).
 
     SIGMOID: -log sigmoid(beta * h), DPO (Rafailov et al. 2023, arXiv:2305.18290).
     HINGE: max(0, 1 - beta * h) (SLiC, Zhao et al. 2023, arXiv:2305.10425).
-    IPO: (h - 1 / (2 * beta))**2, which a preference that is certain does not drive on for ever (Azar et al. 2023,
-      arXiv:2310.12036). As the paper writes it, of sums over the tokens of an answer.
-    IPO_MEAN: the same of means over the tokens, so that it does not grow with their number: what TRL calls "ipo".
-    ROBUST: as SIGMOID, but with label smoothing the loss has the mean that it would have if none of the pairs were the
-      wrong way round (Chowdhury et al. 2024, arXiv:2403.00409).
+    IPO: (h - 1 / (2 * beta))**2, which bounds the margin also for deterministic preferences (Azar et al. 2023,
+      arXiv:2310.12036). As in the paper, h is of sums over the tokens of an answer.
+    IPO_MEAN: the same with means over the tokens, independent of their number: TRL's "ipo".
+    ROBUST: as SIGMOID, but with label smoothing it is an unbiased estimate of the loss on pairs without flipped labels
+      (Chowdhury et al. 2024, arXiv:2403.00409).
     """
 
     SIGMOID = "sigmoid"
@@ -66,16 +66,16 @@ class Kind(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dpo(Loss):
-    """Trains on preference pairs; the reference is what the run begins from.
+    """Trains on preference pairs; the reference model has the initial weights of the run.
 
     Attributes:
-      kind: what the loss is.
-      beta: how dear it is to leave the reference; the larger, the nearer the model stays.
-      label_smoothing: the share of pairs that may be the wrong way round: as much of the loss is of the pair turned
-        (cDPO, Mitchell 2023), of any kind but "robust", which takes it away. (TRL's "sigmoid", "hinge" and "ipo" do
-        without, whatever its label_smoothing is.)
-      sft_weight: coefficient of the chosen answer's negative log-likelihood a token (Pang et al. 2024, arXiv:2404.19733);
-        0: none.
+      kind: the loss of a pair.
+      beta: strength of the constraint to the reference; with a larger one the model stays closer.
+      label_smoothing: assumed fraction of pairs with flipped labels: the loss of the swapped pair is added with this
+        weight (cDPO, Mitchell 2023), or subtracted by "robust". (TRL's "sigmoid", "hinge" and "ipo" ignore
+        label_smoothing.)
+      sft_weight: coefficient of the chosen answer's negative log-likelihood per token (Pang et al. 2024,
+        arXiv:2404.19733); 0: none.
     """
 
     kind: Kind = Kind.SIGMOID
@@ -118,7 +118,7 @@ class Dpo(Loss):
             batch = sharding.balanced(batch)
             log_p_BT, stats = log_probabilities(model, params, batch, remat, step)
             loss, totals = self.totals(log_p_BT, batch, dataset.most_pairs)
-            # What balances experts is a sum over tokens, and the loss one over pairs.
+            # The balancing loss of experts is a sum over tokens, the loss a sum over pairs.
             loss = loss + model.layer_loss(stats) * (totals.weight / jnp.maximum(totals.tokens, 1.0))
             return loss, jax.lax.stop_gradient(totals), stats
 
@@ -135,8 +135,8 @@ class Dpo(Loss):
 
         Args:
           log_p_BT: log-probability of every target.
-          batch: with the entry `reference`, whose sum over an answer is the answer's log-probability there.
-          pairs: most pairs in a row.
+          batch: with the entry `reference`, whose sum over an answer is the reference's log-probability of it.
+          pairs: the largest number of pairs in a row.
         """
         weights_BT, segments_BT = batch["weights"], batch["segment_ids"]
         log_p_BK2, reference_BK2, tokens_BK2 = (
@@ -167,7 +167,7 @@ class Dpo(Loss):
         return summed["loss"], Totals(summed, jnp.sum(is_pair_BK), jnp.sum(tokens_BK2))
 
     def _shares(self) -> tuple[float, float]:
-        """What the loss of a pair as it is counts, and that of the pair turned."""
+        """The weights of the loss of a pair and of the swapped pair."""
         turned = self.label_smoothing
         if self.kind is Kind.ROBUST:
             return (1 - turned) / (1 - 2 * turned), -turned / (1 - 2 * turned)
@@ -183,14 +183,14 @@ class Dpo(Loss):
 
 
 class ReferenceTables(BatchProvider):
-    """Fills the reference's log-probabilities into the batches of preference pairs.
+    """Adds the reference's log-probabilities to the batches of preference pairs.
 
-    A run that resumes takes them from its folder. Where they are not there, or of other data, they are computed anew
-    from `Trainer.init_from`, which must still hold the weights that the run began from.
+    A run that resumes reads them from its folder. If they are missing or of other data, they are computed again with the
+    weights at `Trainer.init_from`, which must still be the initial weights of the run.
 
     Args:
-      run: of pairs.
-      objective: what its steps minimise.
+      run: parts of a run on preference pairs.
+      objective: the objective of its steps.
     """
 
     def __init__(self, run: RunParts, objective: Objective):
@@ -201,7 +201,7 @@ class ReferenceTables(BatchProvider):
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         if self._tables:
-            return  # the run went back
+            return  # after a roll-back
         begin_s, run = time.perf_counter(), self._run
         self._weights = saved["weights"] if saved is not None else weights_fingerprint(params)
         try:
@@ -210,7 +210,7 @@ class ReferenceTables(BatchProvider):
                 key = {"weights": self._weights, "data": _data_fingerprint(run.dataset, split)}
                 path = durable.folder_of(run.model_dir) / f"reference.{split}.npz"
                 table = _read(path, key)
-                known = hosts.gathered(table is not None)  # all processes ask, also one that has it
+                known = hosts.gathered(table is not None)  # a collective: all processes call it
                 if table is None or not all(known):
                     table = self._computed(split, first())
                     if jax.process_index() == 0:
@@ -229,7 +229,7 @@ class ReferenceTables(BatchProvider):
             filled = (self._filled("validation", batch) for batch in batches)
             found = list(_each(functools.partial(self._totals, params), filled, run.batch_sharding))
         if not found:
-            raise UserError("the validation split has no preference pair: give it more, or set Evaluation.every = 0")
+            raise UserError("the validation split has no preference pair: add data, or set Evaluation.every = 0")
         sums = jax.tree.map(lambda *parts: float(np.sum(parts)), *found)
         return {name: value / max(sums.weight, 1.0) for name, value in sums.values.items()} | {
             "pairs": sums.weight,
@@ -246,18 +246,18 @@ class ReferenceTables(BatchProvider):
         return {key: value for key, value in batch.items() if key != "numbers"} | {"reference": reference}
 
     def _first_params(self) -> Params:
-        """Those that the run began from."""
+        """The initial weights of the run."""
         params = self._run.initial_params()
         if weights_fingerprint(params) != self._weights:
             raise UserError(
-                f"Trainer.init_from ({self._run.init_from!r}) no longer holds the weights that this run began "
-                "from, and their log-probabilities of its preference pairs are not in its folder: restore these weights, "
-                "or set another MODEL_DIR for a new run"
+                f"Trainer.init_from ({self._run.init_from!r}) no longer has the initial weights of this run, and the "
+                "reference's log-probabilities are not in its folder: restore these weights, or set another MODEL_DIR for "
+                "a new run"
             )
         return params
 
     def _computed(self, split: str, params: Params) -> np.ndarray:
-        """Log-probabilities [pairs, 2] by the number of the pair; not a number for pairs that are in no row."""
+        """Log-probabilities [pairs, 2] by the number of the pair; NaN for pairs that are in no row."""
         run = self._run
         dataset = dataclasses.replace(run.dataset, shuffle=False, workers=0)
         table = np.full((len(dataset.documents(split)), 2), np.nan, np.float32)
@@ -270,8 +270,8 @@ class ReferenceTables(BatchProvider):
                 known[numbers[numbers > 0] - 1] = sums[numbers > 0]
                 if not np.isfinite(sums).all():
                     raise UserError(
-                        f"the weights at Trainer.init_from ({run.init_from!r}) give preference pairs no finite "
-                        "log-probability: begin from others, or set the model's dtype to 'bfloat16'"
+                        f"the log-probability of preference pairs with the weights at Trainer.init_from ({run.init_from!r}) "
+                        "is not finite: start from others, or set the model's dtype to 'bfloat16'"
                     )
                 done += int((numbers > 0).sum()) // 2
                 if time.monotonic() - told_s > _TOLD_EVERY_S:
@@ -284,14 +284,14 @@ class ReferenceTables(BatchProvider):
 
 
 def answer_sums(values_BT: jax.Array, segment_ids_BT: jax.Array, pairs: int) -> jax.Array:
-    """Sums over each answer of a row: [B, pairs, 2] of chosen and rejected ones."""
+    """Sums over each answer of a row, [B, pairs, 2]: chosen and rejected."""
     is_in = segment_ids_BT[..., None] == jnp.arange(1, 2 * pairs + 1, dtype=segment_ids_BT.dtype)
     sums = jnp.sum(jnp.where(is_in, values_BT[..., None], jnp.zeros((), values_BT.dtype)), axis=1)
     return sums.reshape(len(values_BT), pairs, 2)
 
 
 def weights_fingerprint(params: Params) -> str:
-    """Equal for equal weights, however they lie on a mesh."""
+    """A fingerprint that is equal for equal weights, with any sharding."""
     sums = weighed(jax.tree.leaves(params))
     names = "".join(f"{name} " for name in tree.path_names(params))
     return hashlib.blake2b(names.encode() + np.asarray(sums).tobytes(), digest_size=8).hexdigest()
@@ -299,7 +299,7 @@ def weights_fingerprint(params: Params) -> str:
 
 @jax.jit
 def weighed(arrays: list[jax.Array]) -> jax.Array:
-    """The sum of each array's words, each by its place, modulo 2**32: uint32 [arrays]."""
+    """The sum of each array's 32-bit words, weighted by their index, modulo 2**32: uint32 [arrays]."""
     return jnp.stack(list(map(_weighed, arrays)))
 
 
@@ -308,14 +308,14 @@ def _weighed(x: jax.Array) -> jax.Array:
         words = x.astype(jnp.int32).astype(jnp.uint32)
     else:
         words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-    place = jnp.zeros((), jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
 
 def make_totals(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], Totals]:
-    """(params, batch) -> the sums of an objective's metrics over the batch, jitted."""
+    """Makes a jitted function (params, batch) -> the sums of an objective's metrics over the batch."""
 
     def totals(params: Params, batch: Batch) -> Totals:
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
@@ -327,12 +327,12 @@ def make_totals(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[[Param
 def make_answers(
     model: Model, plan: Plan, mesh: Mesh, pairs: int
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """(params, batch) -> of every answer of the batch its number and its log-probability, whole on every process; jitted.
+    """Makes a jitted function (params, batch) -> (number, log-probability) of every answer, replicated on all processes.
 
     Args:
-      model: gives hidden states and head.
-      plan, mesh: how parameters and batch lie.
-      pairs: most pairs in a row.
+      model: the model.
+      plan, mesh: shardings of parameters and batch.
+      pairs: the largest number of pairs in a row.
     """
 
     def answers(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -346,7 +346,7 @@ def make_answers(
 
 
 def _each(step: Callable[[Batch], _T], batches: Iterable[Batch], batch_sharding: NamedSharding) -> Iterator[_T]:
-    """What `step` makes of each batch, on the host; some batches ahead on the devices."""
+    """The results of `step` for each batch, on the host; some batches are queued on the devices."""
     pending = []
     for batch in batches:
         pending.append(step(sharding.global_batch(batch_sharding, batch)))
@@ -356,7 +356,7 @@ def _each(step: Callable[[Batch], _T], batches: Iterable[Batch], batch_sharding:
 
 
 def _data_fingerprint(dataset: Dataset, split: str) -> dict[str, Any]:
-    """Of the pairs and of what decides their tokens, and which are in a row."""
+    """Identifies the pairs, and the settings that decide their tokens and which of them are in a row."""
     return {
         "documents": dataset.documents(split).fingerprint(),
         "vocabulary": dataset.get_vocabulary().fingerprint(),
@@ -365,7 +365,7 @@ def _data_fingerprint(dataset: Dataset, split: str) -> dict[str, Any]:
 
 
 def _read(path: epath.Path, key: Mapping[str, Any]) -> np.ndarray | None:
-    """The table of a file, if it is there and of this key."""
+    """The table of a file, if it exists and has this key; otherwise None."""
     try:
         with np.load(io.BytesIO(path.read_bytes())) as file:
             return file["table"] if json.loads(str(file["key"])) == json.loads(json.dumps(key)) else None

@@ -67,8 +67,8 @@ def test_a_corrupted_config_json_of_the_origin_is_one_line(text):
 def test_what_a_foreign_model_does_not_have(forms, tmp_path):
     folder, _ = forms
     for given, why in (
-        ({"step": 3}, "--step=3 is of run folders"),
-        ({"weights": "ema"}, "--weights=ema is of run folders"),
+        ({"step": 3}, "--step=3 is only for run folders"),
+        ({"weights": "ema"}, "--weights=ema is only for run folders"),
     ):
         with pytest.raises(UserError, match=why):
             loading.load(str(folder / "hf"), **given)

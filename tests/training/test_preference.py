@@ -194,7 +194,7 @@ def test_a_reference_is_computed_anew_where_it_is_not_of_this_run(make_trainer, 
     np.testing.assert_array_equal(np.load(path)["table"], first)
     with open(path, "wb") as file:
         file.write(b"cut off")
-    with pytest.raises(UserError, match="no longer holds the weights that this run began from"):
+    with pytest.raises(UserError, match="no longer has the initial weights of this run"):
         train(dataclasses.replace(trainer, steps=5, seed=1), two)
 
 
