@@ -31,6 +31,8 @@ GIVEN_UP = {
     r"(?-i:\bHeld\(|import .*\bHeld\b)": "ResidentArrays",
     r"(?-i:\bSupply\b)": "BatchProvider",
     r"(?-i:\bplaces?_[A-Z]+\b)": "positions_T, row_positions_T",
+    r"\bcarr(y|ies|ied|ying) (no )?loss\b": "has loss",
+    r"\bin the midst\b": "in the middle of",
     r"quantis": "quantize, as the field spells it",
 }
 

@@ -1,4 +1,4 @@
-"""Processes that end in the midst of a save: by SIGKILL, by their own end, by an exception."""
+"""Processes that end in the middle of a save: by SIGKILL, by their own end, by an exception."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monke
 
 
 def test_an_old_step_of_another_form_is_read_and_not_referred_to(tmp_path, key):
-    """Encryption that is switched on in the midst of a run, with incremental steps."""
+    """Encryption that is switched on in the middle of a run, with incremental steps."""
     save(tmp_path, OPTIONS["incremental"], steps=(1,), state=frozen)
     with pytest.raises(UserError, match="1 is not encrypted, and .*: where it is your own, set Encryption.plain_steps"):
         newest(tmp_path, OPTIONS["all"], frozen)

@@ -345,7 +345,7 @@ def test_without_the_newest_step_the_one_before_is_used_and_it_is_said(trained, 
 
 @pytest.mark.fault(54)
 def test_a_run_that_never_saved_may_begin(trained, here, tmp_path):
-    """It recorded its configuration, and was killed before or in the midst of its first save."""
+    """It recorded its configuration, and was killed before or in the middle of its first save."""
     folder = run_manifest.folder_of(tmp_path)
     run_manifest.replace(folder, {"config.gin": b"A = 1\n"})
     (tmp_path / "metrics.jsonl").write_text('{"kind": "event", "step": 4, "time": 1, "event": "checkpoint"}\n')

@@ -283,7 +283,7 @@ def normalized():
 def test_smoothed_and_normalized_losses_are_those_of_t5x(name, case, tmp_path):
     """With z-loss; and the gradient's norm, which shows the divisor.
 
-    A decoder's rows hold several documents, of which the targets alone carry loss.
+    A decoder's rows hold several documents, of which only the targets have loss.
     """
     model = api.build(MODELS[case])
     params, plan = begun(model, tmp_path / "t5x"), Plan(batch_size=2)

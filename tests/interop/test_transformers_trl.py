@@ -141,7 +141,7 @@ def chats(toy_tokenizer, tmp_path_factory):
 
 
 def masked(folder, messages, **options):
-    """Our ids of a conversation, and which of them carry loss."""
+    """Our ids of a conversation, and which of them have loss."""
     today = datetime.date.today().isoformat()  # transformers puts it into the prompt
     template = ChatTemplate(tokenizer=str(folder), date=today, **options)
     vocabulary = TokenizerJsonVocabulary(path=str(folder))

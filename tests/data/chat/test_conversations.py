@@ -79,7 +79,7 @@ def assert_same(first, second) -> None:
 
 
 def said(batches, vocabulary) -> collections.Counter:
-    """What carries loss in the batches, by segment; what is read there must be the same conversation."""
+    """What has loss in the batches, by segment; what is read there must be the same conversation."""
     texts: collections.Counter = collections.Counter()
 
     def text(ids):
@@ -313,7 +313,7 @@ def test_a_prompt_is_what_answers_were_learned_after_and_ends_as_they_do(tokeniz
     ids, offsets = vocabulary.encode_rendered(example.text)
     prompt = chat.ids(f"Hi {end}")
     assert prompt == ids[: len(prompt)].tolist()
-    assert offsets[len(prompt), 0] == example.loss[0][0]  # the first that carries loss
+    assert offsets[len(prompt), 0] == example.loss[0][0]  # the first that has loss
     end_id = vocabulary.tokenizer.token_to_id(end)
     assert chat.ends == (end_id,)
     assert prompt.count(end_id) == chat.ids("Hi").count(end_id)  # what the user spells is text

@@ -1,4 +1,4 @@
-"""The assistant's tokens under real chat templates: those that carry loss, decoded, are what the assistant said."""
+"""The assistant's tokens under real chat templates: those that have loss, decoded, are what the assistant said."""
 
 from __future__ import annotations
 
