@@ -1,12 +1,14 @@
 """What the real TPU compiler says of our train step and of MaxText's: same slice, shapes and batch; no TPU needed.
 
     python benchmarks/tpu_compile.py [--rows=1b-12,7b-4] [--maxtext_python=PATH/bin/python] [--layers=4] [--json=OUT]
+    python benchmarks/tpu_compile.py --loss [--rows=gemma2-2b-8]
 
 Needs libtpu (in requirements.lock). Without --maxtext_python MaxText's memory is the recorded one (MaxText 0.2.5, jax
 0.11.1, libtpu 0.0.46); with it (an environment of Python 3.12 with maxtext[tpu]==0.2.5 and jax==0.11.1) MaxText is
 compiled here too, with our libtpu, and its HLO is read as ours is. A libtpu older than a JAX cannot read its kernels: run
 this with what `make setup PYTHON=python3.12` gives (.venv-3.12/bin/python, libtpu 0.0.50). A row takes one to six minutes
-on two cores for each side.
+on two cores for each side. --loss compiles the loss and its gradients alone, in each of our two forms, in seconds; which
+of them a train step takes is the rule of kernels/cross_entropy/dispatch.py.
 
 Everything printed is compiled, nothing is timed on a chip. Of one chip and step: memory as the compiler plans it; FLOPs
 of matmuls with loops as often as they turn, attention kernels apart (both sides call the same ones, their FLOPs stand
@@ -24,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -140,6 +143,46 @@ def compile_ours(row: Row, options: dict[str, str] | None) -> dict[str, Any]:
     return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
 
+LOSS_FORMS = ("by blocks of tokens", "by parts of the vocabulary")
+
+
+def compile_loss(row: Row, form: str) -> dict[str, Any]:
+    """The loss of the row's head alone, with its gradients and sums, in one of LOSS_FORMS; runs in a child process."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.numpy as jnp
+
+    from capibara import sharding
+    from capibara.kernels.cross_entropy import dispatch
+    from capibara.planner.compiler import compile as planner
+    from capibara.planner.hardware import topology, xla_flags
+
+    dispatch.by_vocabulary_on = lambda *_: form == LOSS_FORMS[1]
+    devices, rules = topology.slice_devices(row.slice), sharding.Rules()
+    B, V, D = row.rows * len(devices), row.model["vocab_size"], row.model["embed_dim"]
+    mesh = sharding.make_mesh(sharding.Plan(batch_size=B), devices)
+
+    def array(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, rules.spec(axes)))
+
+    def loss(*arrays: jax.Array) -> Any:
+        with sharding.activate(mesh, rules):
+            return dispatch.cross_entropy(*arrays, soft_cap=row.model.get("logit_soft_cap"))
+
+    hidden, head = array((B, LENGTH, D), jnp.bfloat16, "batch"), array((V, D), jnp.float32, "vocab", "embed")
+    targets, weights = (array((B, LENGTH), dtype, "batch") for dtype in (jnp.int32, jnp.float32))
+    gradients = jax.jit(
+        jax.value_and_grad(loss, (0, 1), has_aux=True), out_shardings=(None, (hidden.sharding, head.sharding))
+    )
+    lowered = gradients.lower(hidden, head, targets, weights)
+    return planner.compile_train_step(lowered, xla_flags.options(row.slice.partition("-")[0])).to_json()
+
+
+def run_loss(name: str, form: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE) + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    return _last_line([sys.executable, __file__, f"--child={name}", f"--form={form}"], environment)
+
+
 def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, soft_cap=None, trains_head=True):
     """Cross entropy as most write it: all logits at once, gradients by JAX."""
     del soft_cap, trains_head  # none here, and it is trained
@@ -221,12 +264,34 @@ def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None) ->
     return line | ({"costs": vars(hlo.costs(hlo.parse(text)))} if text else {})
 
 
-def with_the_others_options(name: str, row: Row, python: str) -> dict[str, Any]:
-    """Both sides again, ours with MaxText's compiler options, which are none, and MaxText with ours."""
+def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Compiles and shows a row: (what was compiled, its result) as soon as it is there.
+
+    A row with `options` is compiled on both sides again: ours with MaxText's compiler options, which are none, and MaxText
+    with ours.
+    """
     from capibara.planner.hardware import xla_flags
 
-    options = xla_flags.options(row.slice.partition("-")[0])
-    return {"ours, no options": run_ours(name, row, {}), "maxtext, our options": run_maxtext(row, python, options)}
+    row, python = cut(ROWS[name], options.layers), options.maxtext_python
+    if options.loss:
+        found = {}
+        for form in LOSS_FORMS:
+            found[form] = run_loss(name, form)
+            yield form, found[form]
+        show(f"{name}, loss alone", row, *(found[form] for form in reversed(LOSS_FORMS)), ("by parts", "by blocks"))
+        return
+    ours = run_ours(name, row)
+    yield "ours", ours
+    maxtext = run_maxtext(row, python) if python and row.maxtext else None
+    yield "maxtext", maxtext
+    show(name, row, ours, maxtext)
+    if row.options and maxtext:
+        plain = run_ours(name, row, {})
+        yield "ours, no options", plain
+        show(f"{name}, without options", row, plain, maxtext)
+        with_ours = run_maxtext(row, python, xla_flags.options(row.slice.partition("-")[0]))
+        yield "maxtext, our options", with_ours
+        show(f"{name}, both with our options", row, ours, with_ours)
 
 
 def cut(row: Row, layers: int | None) -> Row:
@@ -247,10 +312,16 @@ def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any
     return json.loads(lines[-1])
 
 
-def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None) -> None:
-    """Prints one row: ours, MaxText's, and the ratio ours / MaxText's."""
+def show(
+    name: str,
+    row: Row,
+    ours: dict[str, Any],
+    peer: dict[str, Any] | None,
+    titles: tuple[str, str] = ("ours", "MaxText"),
+) -> None:
+    """Prints one row: ours, MaxText's, and the ratio ours / MaxText's; or two others under their titles."""
     print(f"\n{name}: {row.slice}, {row.rows} x {LENGTH} a chip, remat {' '.join((row.remat, *row.names))}, {row.loss}")
-    print(f"  {'':32}{'ours':>12}{'MaxText':>12}{'ratio':>8}")
+    print(f"  {'':32}{titles[0]:>12}{titles[1]:>12}{'ratio':>8}")
     mine, theirs = lines(row, ours), lines(row, peer or {})
     if not peer and row.recorded_gib:
         theirs["peak HBM, GiB"] = row.recorded_gib
@@ -298,36 +369,34 @@ def main() -> None:
     parser.add_argument("--maxtext_python", help="python of an environment with maxtext[tpu]==0.2.5")
     parser.add_argument("--json", help="write the results there")
     parser.add_argument("--layers", type=int, help="of every row in place of its own: a quick look")
+    parser.add_argument("--loss", action="store_true", help="compile the loss alone, in both of our forms")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--form", choices=LOSS_FORMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         row = cut(ROWS[options.child], options.layers)
-        print(json.dumps(compile_ours(row, options.options)), flush=True)
+        found = compile_loss(row, options.form) if options.form else compile_ours(row, options.options)
+        print(json.dumps(found), flush=True)
         return
     unknown = [name for name in options.rows.split(",") if name not in ROWS]
     if unknown:
         parser.error(f"--rows has {unknown[0]!r}: known are {', '.join(ROWS)}")
     results = {}
     for name in options.rows.split(","):
-        row = cut(ROWS[name], options.layers)
-        python = options.maxtext_python if row.maxtext else None
-        result = {"ours": run_ours(name, row), "maxtext": run_maxtext(row, python) if python else None}
-        show(name, row, result["ours"], result["maxtext"])
-        if row.options and python:
-            result |= with_the_others_options(name, row, python)
-            show(f"{name}, without options", row, result["ours, no options"], result["maxtext"])
-            show(f"{name}, both with our options", row, result["ours"], result["maxtext, our options"])
-        results[name] = result
+        for title, result in measure(name, options):
+            results.setdefault(name, {})[title] = result
+            if options.json:  # as they come: a row is minutes of work
+                with open(options.json, "w", encoding="utf-8") as file:
+                    json.dump(results, file, indent=1)
+    if options.loss:
+        return
     if {"vocabulary-256k", "vocabulary-256k-whole"} <= results.keys():
         whole, blocked = (results[f"vocabulary-256k{end}"]["ours"]["peak_bytes"] for end in ("-whole", ""))
         if whole and blocked:
             print(
                 f"\nvocabulary 256k: whole logits need {whole / blocked:.2f} times the peak of ours (goal: at least 3)"
             )
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":
