@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from capibara import sharding
+from capibara.core.types import PyTree
 from capibara.kernels.cross_entropy.layout import Head, Layout, dot, gathered
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
+
+_Arrays = tuple[jax.Array, ...]
+_Carry = TypeVar("_Carry")
 
 # Bytes of one block of float32 logits on a device: they fit in a CPU's cache and are small next to an HBM.
 _BLOCK_BYTES = {"cpu": 16 * 2**20}
@@ -22,11 +27,19 @@ _FEWEST_BLOCKS = 4
 _REDUCED_BYTES = 64 * 2**20
 
 
-def loss_sums(hidden_BTD, head_VD, targets_BT, weights_BT, layout: Layout, terms: Terms, softmax: Softmax) -> jax.Array:
+def loss_sums(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    layout: Layout,
+    terms: Terms,
+    softmax: Softmax,
+) -> jax.Array:
     """One shard's first LossSums [4 or 5], without gradients."""
     head = gathered(head_VD, hidden_BTD.dtype, layout)
 
-    def add(sums, block):
+    def add(sums: jax.Array, block: _Arrays) -> tuple[jax.Array, None]:
         return sums + _block(block, head, terms, softmax)[0], None
 
     return _over_blocks(add, jnp.zeros(terms.columns), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0]
@@ -58,7 +71,7 @@ def loss_and_gradients(
     # For the head's gradient the blocks keep its sum, or the logits' gradients where those are smaller.
     kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
-    def add(carry, block):
+    def add(carry: _Arrays, block: _Arrays) -> tuple[_Arrays, _Arrays]:
         sums, dhead_DV = carry
         block_sums, dlogits = _block(block, head, terms, softmax)
         hidden = block[0]
@@ -70,7 +83,7 @@ def loss_and_gradients(
         return (sums + block_sums, dhead_DV + dot(hidden, dlogits, 0, 0)), (dhidden,)
 
     # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
-    start = (
+    start: _Arrays = (
         jnp.zeros(terms.columns),
         jnp.zeros((D, V) if layout.trains_head and not kept_whole else (0,), jnp.float32),
     )
@@ -78,19 +91,20 @@ def loss_and_gradients(
     dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
     if not layout.trains_head:
         return sums[None], dhidden_BTD, None
+    part = functools.partial(_sum_part, dhead_DV)
     if kept_whole:
         hidden_ND, dlogits_NV = (x.reshape(B * T, -1) for x in factors)
-        dhead_DV = functools.partial(_product_part, hidden_ND, dlogits_NV)
-    else:
-        dhead_DV = functools.partial(_sum_part, dhead_DV)
-    return sums[None], dhidden_BTD, transposed(_reduced(dhead_DV, D, V, layout))
+        part = functools.partial(_product_part, hidden_ND, dlogits_NV)
+    return sums[None], dhidden_BTD, transposed(_reduced(part, D, V, layout))
 
 
-def token_log_probabilities(hidden_BTD, head_VD, targets_BT, layout: Layout, softmax: Softmax) -> jax.Array:
+def token_log_probabilities(
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, layout: Layout, softmax: Softmax
+) -> jax.Array:
     """Log-probabilities of one shard's targets [B, T], without gradients."""
     head, (B, T) = gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
 
-    def add(carry, block):
+    def add(carry: tuple[()], block: _Arrays) -> tuple[tuple[()], jax.Array]:
         return carry, _log_probabilities_of_block(block, head, softmax)
 
     _, found = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
@@ -134,7 +148,7 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: Layout) -> 
     return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(0)
 
 
-def _block(block, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array, jax.Array]:
+def _block(block: _Arrays, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array, jax.Array]:
     """Sums [4 or 5] of a block of N positions, and the loss's gradient with respect to its logits [N, V]."""
     hidden, targets, weights = block
     logits = softmax.inputs(head.logits(hidden))
@@ -159,7 +173,7 @@ def _block(block, head: Head, terms: Terms, softmax: Softmax) -> tuple[jax.Array
     return sums, softmax.gradient(logits, dlogits).astype(hidden.dtype)
 
 
-def _log_probabilities_of_block(block, head: Head, softmax: Softmax) -> jax.Array:
+def _log_probabilities_of_block(block: _Arrays, head: Head, softmax: Softmax) -> jax.Array:
     """Log-probabilities of the targets of a block of N positions, [N]."""
     hidden, targets = block
     logits = softmax.inputs(head.logits(hidden))
@@ -179,7 +193,9 @@ def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
-def _over_blocks(body, carry, arrays, V: int):
+def _over_blocks(
+    body: Callable[[_Carry, _Arrays], tuple[_Carry, PyTree]], carry: _Carry, arrays: _Arrays, V: int
+) -> tuple[_Carry, PyTree]:
     """Scans `body` over blocks of positions; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
     size = B * T * V * 4
@@ -187,7 +203,7 @@ def _over_blocks(body, carry, arrays, V: int):
     wanted = -(-size // limit)
     blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)
         return x.reshape(blocks, B * T // blocks, *x.shape[3:])
 

@@ -110,23 +110,15 @@ def _look(tokens: _Tokens, parts: _Parts, terms: Terms) -> _Seen:
         targets_SNX = jnp.where(tokens.targets_N[:, None] == ids_S1X, logits_SNX, 0.0)
         summed = [targets_SNX, logits_SNX] if terms.smoothing else [targets_SNX]
         if ceiling is not None:
-            summed = [jnp.exp(logits_SNX - ceiling), *summed]
-            largest, total, target, *sum_ = _largest_and_sums(logits_SNX, *summed)
-            return _Seen(
-                jnp.maximum(seen.largest, largest),
-                seen.total + total,
-                seen.target + target,
-                seen.sum + sum_[0] if terms.smoothing else None,
-            )
-        largest = jnp.maximum(seen.largest, jnp.max(logits_SNX, axis=2))
-        total = jnp.sum(jnp.exp(logits_SNX - largest[..., None]), axis=2)
-        target, *sum_ = (jnp.sum(x, axis=2) for x in summed)
-        return _Seen(
-            largest,
-            seen.total * jnp.exp(seen.largest - largest) + total,
-            seen.target + target,
-            seen.sum + sum_[0] if terms.smoothing else None,
-        )
+            summed = [*summed, jnp.exp(logits_SNX - ceiling)]
+            largest, target, *sum_, total = _largest_and_sums(logits_SNX, *summed)
+            largest, total = jnp.maximum(seen.largest, largest), seen.total + total
+        else:
+            largest = jnp.maximum(seen.largest, jnp.max(logits_SNX, axis=2))
+            total = seen.total * jnp.exp(seen.largest - largest)
+            total = total + jnp.sum(jnp.exp(logits_SNX - largest[..., None]), axis=2)
+            target, *sum_ = (jnp.sum(x, axis=2) for x in summed)
+        return _Seen(largest, total, seen.target + target, None if seen.sum is None else seen.sum + sum_[0])
 
     V = parts.head_SPV.shape[2]
     none = jnp.zeros((len(parts.head_SPV), len(tokens.hidden_ND)))

@@ -111,11 +111,23 @@ def _form(head_VD: jax.Array, layout: Layout) -> Callable[..., tuple[jax.Array, 
     return by_tokens.loss_and_gradients
 
 
+# By the hidden states, by the head, and an empty array of the head's dtype.
+_Gradients = tuple[jax.Array, jax.Array | None, jax.Array]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: Layout, terms: Terms, softmax: Softmax):
+def _loss(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    layout: Layout,
+    terms: Terms,
+    softmax: Softmax,
+) -> tuple[jax.Array, jax.Array]:
     """The loss and the first LossSums [4 or 5]."""
 
-    def local(hidden_BTD, head_VD, targets_BT, weights_BT):
+    def local(hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
         return by_tokens.loss_sums(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax)[None]
 
     places, head, per_shard = specs(layout)
@@ -126,10 +138,20 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: Layout, terms: Te
     return terms.total(sums), sums
 
 
-def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax):
+def _loss_forward(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    layout: Layout,
+    terms: Terms,
+    softmax: Softmax,
+) -> tuple[tuple[jax.Array, jax.Array], _Gradients]:
     form = _form(head_VD, layout)
 
-    def local(hidden_BTD, head_VD, targets_BT, weights_BT):
+    def local(
+        hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return form(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax)
 
     places, head, per_shard = specs(layout)
@@ -143,7 +165,9 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, so
     return (terms.total(sums), sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
 
-def _loss_backward(layout, terms, softmax, gradients, upstream):
+def _loss_backward(
+    layout: Layout, terms: Terms, softmax: Softmax, gradients: _Gradients, upstream: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array | None, None, None]:
     del layout, terms, softmax
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD, like_head = gradients
@@ -157,20 +181,26 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: Layout, softmax: Softmax) -> jax.Array:
-    def local(hidden_BTD, head_VD, targets_BT):
+def _log_probabilities(
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, layout: Layout, softmax: Softmax
+) -> jax.Array:
+    def local(hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         return by_tokens.token_log_probabilities(hidden_BTD, head_VD, targets_BT, layout, softmax)
 
     places, head, _ = specs(layout)
     return on_shards(local, layout, (places, head, places), places)(hidden_BTD, head_VD, targets_BT)
 
 
-def _log_probabilities_forward(hidden_BTD, head_VD, targets_BT, layout, softmax):
+def _log_probabilities_forward(
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, layout: Layout, softmax: Softmax
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     kept = hidden_BTD, head_VD, targets_BT
     return _log_probabilities(*kept, layout, softmax), kept
 
 
-def _log_probabilities_backward(layout, softmax, kept, upstream_BT):
+def _log_probabilities_backward(
+    layout: Layout, softmax: Softmax, kept: tuple[jax.Array, jax.Array, jax.Array], upstream_BT: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
     _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, Terms(), softmax)
     return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(kept[1].dtype), None
 

@@ -48,15 +48,16 @@ class Layout(NamedTuple):
 def layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> Layout:
     """The layout on the active mesh."""
     row_axes, time_axes = _loss_axes(*targets_BT.shape)
-    mesh, rules = sharding.active() or (None, None)
-    head_axes = _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1])
-    shards = math.prod(mesh.shape[axis] for axis in rules.vocab) if mesh else 1
+    active = sharding.active()
+    mesh = active[0] if active else None
+    head_axes = _head_axes(*active, row_axes + time_axes, head_VD.shape[1]) if active else ()
+    shards = math.prod(active[0].shape[axis] for axis in active[1].vocab) if active else 1
     return Layout(mesh, row_axes, time_axes, head_axes, shards if len(head_VD) % shards == 0 else 1, trains_head)
 
 
-def _head_axes(mesh: Mesh | None, rules: Rules | None, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+def _head_axes(mesh: Mesh, rules: Rules, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Those axes of the loss that shard the head's D too."""
-    kept = tuple(axis for axis in rules.embed if axis in axes) if mesh else ()
+    kept = tuple(axis for axis in rules.embed if axis in axes)
     return kept if size % math.prod(mesh.shape[axis] for axis in kept) == 0 else ()
 
 
@@ -66,9 +67,10 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
     The stages have finished all rows by then, so they share the rows too, where these divide evenly. Axes of one device
     are left out: the partitioner fails on such a manual axis beside a tensor axis.
     """
-    mesh, rules = sharding.active() or (None, None)
-    if mesh is None:
+    active = sharding.active()
+    if active is None:
         return (), ()
+    mesh, rules = active
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     row_axes = tuple(axis for axis in rules.batch if axis in sizes)
     stages = tuple(axis for axis in rules.act_stage if axis in sizes)

@@ -76,12 +76,12 @@ class Softmax(NamedTuple):
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return logits if self.usable is None else jnp.where(self._can_be(logits, ids), logits, -jnp.inf)
+        return logits if self.usable is None else jnp.where(_ids_of(logits, ids) < self.usable, logits, -jnp.inf)
 
     def gradient(self, inputs: jax.Array, dinputs: jax.Array, ids: jax.Array | None = None) -> jax.Array:
         """By the logits, of that by the softmax's inputs."""
         if self.usable is not None:
-            inputs = jnp.where(self._can_be(inputs, ids), inputs, 0.0)  # their gradient is 0 already
+            inputs = jnp.where(_ids_of(inputs, ids) < self.usable, inputs, 0.0)  # their gradient is 0 already
         if self.temperature != 1.0:
             inputs, dinputs = inputs * self.temperature, dinputs / self.temperature
         return dinputs if self.soft_cap is None else dinputs * (1.0 - jnp.square(inputs / self.soft_cap))
@@ -93,6 +93,7 @@ class Softmax(NamedTuple):
             return None
         return self.soft_cap / self.temperature
 
-    def _can_be(self, logits: jax.Array, ids: jax.Array | None) -> jax.Array:
-        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) if ids is None else ids
-        return ids < self.usable
+
+def _ids_of(logits: jax.Array, ids: jax.Array | None) -> jax.Array:
+    """The ids of the last dimension, to compare with each logit."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) if ids is None else ids
