@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -110,6 +111,67 @@ def small_disk(tmp_path):
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+def _load(path: str):
+    """A module of these tests by its path: they are no package."""
+    spec = importlib.util.spec_from_file_location(f"of_{path.replace('/', '_')}", CHECKOUT / "tests" / f"{path}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def flaky():
+    """The module tests/storage/flaky_bucket.py, for faults of `gs`."""
+    return _load("storage/flaky_bucket")
+
+
+@pytest.fixture(scope="module")
+def bucket_server(flaky):
+    """A FlakyBucket before the emulator of Google Cloud Storage, with the bucket gs://bucket."""
+    server = pytest.importorskip("gcp_storage_emulator.server")
+    from capibara.jobs.local import free_address
+
+    host, _, port = free_address().rpartition(":")
+    emulator = server.create_server(host, int(port), in_memory=True, default_bucket="bucket")
+    emulator.start()
+    made = flaky.FlakyBucket(f"{host}:{port}")
+    yield made
+    made.shutdown()
+    made.server_close()
+    emulator.stop()
+
+
+@pytest.fixture
+def gs(bucket_server, monkeypatch):
+    """The same server for this process."""
+    for name, value in bucket_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return bucket_server
+
+
+@pytest.fixture(scope="session")  # etils keeps the first connection for good
+def s3_server():
+    """The emulator of S3, with the bucket s3://bucket."""
+    for package in ("moto.server", "s3fs"):
+        pytest.importorskip(package)
+    made = _load("storage/s3").S3Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """The same server for this process, whose faults of other tests are over."""
+    import s3fs
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.faults[:], s3_server.refuses = [], None
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield s3_server
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ VERBS = {
 MODEL_VERBS = {"infer", "serve", "convert"}
 ANYTHING = VERBS | {"cli", "__main__"}
 # Third-party package -> where it may be imported.
-ONLY_IN = {"flax": ("models",), "gin": ("config",)}
+ONLY_IN = {"flax": ("models",), "gin": ("config",), **dict.fromkeys(("fsspec", "gcsfs", "s3fs"), ("storage",))}
 # Modules of these rooms are loaded before anybody knows whether JAX is needed; those that need it are named.
 LIGHT = ("core", "storage", "config", "cli")
 # A room where nothing depends on what the program is for, and the names that would ask: kernels/ knows.

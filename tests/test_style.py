@@ -34,6 +34,7 @@ GIVEN_UP = {
     r"\bcarr(y|ies|ied|ying) (no )?loss\b": "has loss",
     r"\bin the midst\b": "in the middle of",
     r"quantis": "quantize, as the field spells it",
+    r"\bis_remote\b": "what stores.of(path) says of it: has_local_paths, appends, renames, verifies",
 }
 
 

@@ -27,7 +27,7 @@ from capibara.checkpoints.encryption import Key
 from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.core import limits, tree
 from capibara.core.types import PyTree
-from capibara.storage import durable
+from capibara.storage import hashing, stores
 
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
@@ -133,10 +133,10 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
       Corrupted: what this process needs is not what was saved.
     """
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
-    arrays = durable.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
+    arrays = hashing.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
     placed = []
     for together in _by_bytes(arrays, lambda array: array.bytes):
-        durable.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
+        hashing.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
         placed += [array.placed() for array in together]
     return jax.tree.unflatten(jax.tree.structure(target), placed)
 
@@ -161,14 +161,14 @@ def write(folder: epath.Path, arrays: PyTree, *, key: Key | None = None, compres
     for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True):
         cut = Layout(leaf.shape, _chunk_shape(leaf), np.dtype(leaf.dtype), COMPRESSOR if compress else None)
         inner = folder / folder_of(name)
-        inner.mkdir(parents=True, exist_ok=True)
+        stores.of(inner).make_folder(inner)
         if first:
             (inner / LAYOUT).write_bytes(cut.text())
         jobs += _held(name, leaf, cut)
     if first and key is None:
         _write_orbax_metadata(folder / FOLDER, arrays)
     together = _by_bytes(jobs, lambda job: job.host_bytes(key))
-    files = [file for group in together for file in durable.each(lambda job: job.write(folder, key), group)]
+    files = [file for group in together for file in hashing.each(lambda job: job.write(folder, key), group)]
     return [file for file in files if file is not None]
 
 
@@ -204,7 +204,7 @@ class _Chunk:
         about = {"array": self.array, "chunk": self.index}
         if key is None and self.cut.compressor is None:
             content = _bytes(plain)
-            digest = durable.write_hashed(folder / inner, content) if self.is_ours else durable.hash_of(content)
+            digest = self._written(folder / inner, content)
             return File(inner, content.nbytes, digest, **about)
         if key is not None and not self.is_ours:
             return None
@@ -213,11 +213,13 @@ class _Chunk:
             data = np.frombuffer(encode(plain, self.cut), np.uint8)
         if key is not None:
             data = np.frombuffer(key.seal(data, _seal(int(folder.name), inner)), np.uint8)
-        on_disk = durable.write_hashed(folder / inner, data) if self.is_ours else durable.hash_of(data)
-        file = File(inner, data.nbytes, on_disk, content=digest, **about)
+        file = File(inner, data.nbytes, self._written(folder / inner, data), content=digest, **about)
         if key is None and content_hash(decode(data, self.cut, file), None) != digest:
             raise Corrupted(f"{file.describe()} does not hold what was to be saved")
         return file
+
+    def _written(self, path: epath.Path, data: np.ndarray) -> str:
+        return stores.of(path).write_hashed(path, data) if self.is_ours else hashing.hash_of(data)
 
 
 def _chunk_shape(array: jax.Array) -> tuple[int, ...]:
@@ -265,7 +267,7 @@ def _write_orbax_metadata(folder: epath.Path, arrays: PyTree) -> None:
         values[str(tuple(names))] = {"key_metadata": keys, "value_metadata": about}
     whole = {"tree_metadata": values, "use_ocdbt": False, "use_zarr3": False}
     whole |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
-    folder.mkdir(parents=True, exist_ok=True)
+    stores.of(folder).make_folder(folder)
     (folder / "_METADATA").write_bytes(json.dumps(whole).encode())
     (folder / "_sharding").write_bytes(json.dumps(shardings).encode())
 
@@ -305,7 +307,7 @@ def seal_run(step: int, content: bytes, key: Key) -> bytes:
 
 def content_hash(array: np.ndarray, key: Key | None) -> str:
     """Of what a chunk holds, uncompressed."""
-    return durable.hash_of(_bytes(array)) if key is None else key.content_hash(_bytes(array))
+    return hashing.hash_of(_bytes(array)) if key is None else key.content_hash(_bytes(array))
 
 
 def region(array: jax.Array, bounds: Bounds) -> np.ndarray | None:
@@ -417,7 +419,7 @@ class _Array:
         return all(start % size == 0 and stop - start == size for (start, stop), size in sizes)
 
     def _empty(self, shape: list[int]) -> np.ndarray:
-        return durable.empty(math.prod(shape) * self._cut.dtype.itemsize).view(self._cut.dtype).reshape(shape)
+        return hashing.empty(math.prod(shape) * self._cut.dtype.itemsize).view(self._cut.dtype).reshape(shape)
 
 
 def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:

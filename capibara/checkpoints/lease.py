@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -23,14 +22,14 @@ from etils import epath
 from capibara.core import processes
 from capibara.core.multihost import hosts
 from capibara.core.types import UserError
-from capibara.storage import durable, versions
+from capibara.storage import stores
+from capibara.storage.stores import Changed, Locked
 
 NAME = "lease.json"
 _STALE_AFTER_S = 60.0  # without a sign of life from another host
 _RENEWALS = 6  # in that time
 _LOOK_S = 1.0
 _LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
-_LOCK_LOOK_S = 0.05
 _JOIN_S = 5.0  # more than that for the thread that renews it
 _SEEN_S = 20.0  # in which what process 0 writes must be seen everywhere: network disks remember for some seconds
 _MOST_BYTES = 1 << 16  # of a record, which has some hundred
@@ -55,6 +54,7 @@ class Lease:
 
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
         self._folder, self._path, self._stale_after_s = folder, folder / NAME, stale_after_s
+        self._store = stores.of(folder)
         self.nonce = secrets.token_hex(8)
         self._ended, self._said = threading.Event(), False
         self._take()
@@ -73,19 +73,16 @@ class Lease:
         self._ended.set()
         self._renewing.join(_LOCK_S + _JOIN_S)
         # The folder may be gone by now, its lock held, or the bucket closed to us: then the lease runs out.
-        with contextlib.suppress(Exception), _alone(self._folder):
+        with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
             holder, version = _read(self._path)
             if (holder or {}).get("nonce") != self.nonce:
                 return
-            if durable.is_remote(self._path):
-                versions.remove(self._path, version)
-            else:
-                self._path.unlink()
+            self._store.remove_version(self._path, version)
 
     def _take(self) -> None:
         begin_s, first = time.monotonic(), _read(self._path)[0]
         while True:
-            with _lock_explained(self._folder), _alone(self._folder):
+            with _lock_explained(self._folder), self._store.lock(self._folder, _LOCK_S):
                 holder, version = _read(self._path)
                 unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
                 if holder is None or unchanged or self._is_dead(holder):
@@ -102,15 +99,12 @@ class Lease:
             if not self._ended.wait(min(_LOOK_S, self._stale_after_s / _RENEWALS)):
                 self._say_once(holder)
 
-    def _write(self, seen: int) -> bool:
+    def _write(self, seen: str) -> bool:
         """Whether the file has our record now: in a bucket it stays as it is where it is not at the version `seen`."""
         record = json.dumps(self._record()).encode()
         try:
-            if durable.is_remote(self._path):
-                versions.write(self._path, record, seen)
-            else:
-                durable.write(self._path, record)
-        except versions.Changed:
+            self._store.write_version(self._path, record, seen)
+        except Changed:
             return False
         except IsADirectoryError:
             raise UserError(f"{self._path} is a folder, must be a file or not there: remove it") from None
@@ -137,7 +131,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
             # Whatever is wrong, and buckets have errors of their own, the next renewal may succeed.
-            with contextlib.suppress(Exception), _alone(self._folder):
+            with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
                 holder, version = _read(self._path)
                 if (holder or {}).get("nonce") == self.nonce:
                     self._write(version)
@@ -158,50 +152,12 @@ def _here() -> dict[str, str | None]:
     return {"host": socket.gethostname(), "boot": processes.boot_id(), "pid_namespace": processes.pid_namespace()}
 
 
-class _Locked(TimeoutError):
-    """Another process holds the folder's lock and does not give it back."""
-
-
-@contextlib.contextmanager
-def _alone(folder: epath.Path) -> Iterator[None]:
-    """Within it no other process of this host (or of those that share the disk's locks) is within it.
-
-    Raises:
-      _Locked: one has been for longer than it takes.
-    """
-    if durable.is_remote(folder):
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    import fcntl
-
-    limit_s = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= limit_s:
-                raise _Locked(processes.lock_holder(descriptor)) from None
-        except OSError:  # a file system without locks: the lease's nonce is all there is
-            return
-        time.sleep(_LOCK_LOOK_S)
-
-
 @contextlib.contextmanager
 def _lock_explained(folder: epath.Path) -> Iterator[None]:
     """Makes the lock that is not given back a mistake of the user's, with the name of who holds it."""
     try:
         yield
-    except _Locked as locked:
+    except Locked as locked:
         (pid,), host, record = locked.args, socket.gethostname(), _read(folder / NAME)[0] or {}
         # No process of ours: of another container, or of a host that shares the disk.
         pid, host = (pid, host) if pid is not None else (record.get("pid"), record.get("host"))
@@ -238,27 +194,15 @@ def _is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
     return True
 
 
-def _read(path: epath.Path) -> tuple[dict[str, Any] | None, int]:
+def _read(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
     """The record of a lease, None where there is none that can be read; and the file's version in a bucket.
 
     Raises:
       OSError: the bucket cannot be read.
     """
-    content, version = _versioned(path)
+    content, version = stores.of(path).read_version(path, _MOST_BYTES)
     try:
         record = json.loads(content)
     except ValueError:
         record = None
     return (record if isinstance(record, dict) else None), version
-
-
-def _versioned(path: epath.Path) -> tuple[bytes, int]:
-    if durable.is_remote(path):
-        return versions.read(path)
-    try:
-        # Without waiting for whoever writes into a pipe of that name.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            return (file.read(_MOST_BYTES) if regular else b""), versions.NONE
-    except OSError:
-        return b"", versions.NONE

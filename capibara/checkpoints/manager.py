@@ -33,7 +33,7 @@ from capibara.core.background import Task, before_exit
 from capibara.core.multihost import peers
 from capibara.core.tree import byte_count
 from capibara.core.types import UserError
-from capibara.storage import durable
+from capibara.storage import hashing, stores
 from capibara.storage.full_disk import check_room, disk_full_explained, not_writable_explained
 
 
@@ -60,7 +60,7 @@ class Checkpoints(CheckpointReader):
         self._lease: Lease | None = None
         self._parent: int | None = None  # the step that the next one comes after
         with self._disk_errors(), contextlib.ExitStack() as undo:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            stores.of(self._folder).make_folder(self._folder)
             if jax.process_index() == 0:
                 self._lease = Lease(self._folder)
                 undo.callback(self._lease.release)
@@ -101,7 +101,7 @@ class Checkpoints(CheckpointReader):
                 check_room(self._folder, byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": restoring.shapes_of(arrays)}
         about = self._about | {"date": _now(), "score": score, "parent": self._parent}
-        about["data"] = durable.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
+        about["data"] = hashing.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
         if self._writer.key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
         run = json.dumps(values).encode()  # now: what it is made of may change

@@ -24,7 +24,7 @@ from etils import epath
 import capibara
 from capibara.core import extras, limits
 from capibara.core.types import UserError
-from capibara.storage import durable
+from capibara.storage import hashing, stores
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
@@ -124,10 +124,10 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
             "fewer devices (Plan.fsdp, Plan.tensor), or loop over layers (layer_loop = 'scan')"
         )
     values = _values(manifest)
-    values["xxh128"] = durable.hash_of(_canonical(values))
+    values["xxh128"] = hashing.hash_of(_canonical(values))
     # A line a file: indent= would leave the C encoder aside. No byte follows the last brace: each that is cut off counts.
     files = ",\n".join(map(json.dumps, values.pop("files")))
-    durable.write(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}'.encode())
+    stores.of(folder).write_atomic(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}'.encode())
 
 
 def exists(folder: epath.Path) -> bool:
@@ -142,13 +142,13 @@ def read(folder: epath.Path) -> Manifest:
       Corrupted: there is none, it has changed since it was written, or it is of another step.
       Unreadable: the disk does not give it.
     """
-    text = _patiently(NAME, folder / NAME, lambda: durable.read_bounded(folder / NAME, _MOST_BYTES))
+    text = _patiently(NAME, folder / NAME, lambda: stores.of(folder).read(folder / NAME, _MOST_BYTES))
     try:
         values = limits.parse_json(text, values=_MOST_VALUES, finite=False)
         if len(values.get("files", ())) > _MOST_FILES:
             raise ValueError(f"it names more than {_MOST_FILES:,} files")
         digest = values.pop("xxh128")
-        if digest != durable.hash_of(_canonical(values)):
+        if digest != hashing.hash_of(_canonical(values)):
             raise Corrupted(f"{NAME} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Corrupted(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
@@ -176,13 +176,13 @@ def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool
       Unreadable: the disk does not give them.
     """
     files = [file for file in manifest.files if wanted(file)]
-    return [line for line in durable.each(lambda file: _fault(folder, file), files) if line]
+    return [line for line in hashing.each(lambda file: _fault(folder, file), files) if line]
 
 
 def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
     """Files in a step's folder that are none of it, and harm it no more than that (.DS_Store, .nfs...)."""
     own = {file.path for file in manifest.files if file.step is None}
-    return [path for path in durable.files_below(folder) if path not in own and path != NAME]
+    return [path for path in stores.of(folder).list(folder) if path not in own and path != NAME]
 
 
 def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
@@ -200,8 +200,8 @@ def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: Tru
 
 def of_disk(folder: epath.Path, paths: Sequence[str]) -> list[File]:
     """Files as they are on the disk."""
-    return durable.each(
-        lambda path: File(path, durable.size_of(folder / path), durable.file_hash(folder / path)), paths
+    return hashing.each(
+        lambda path: File(path, stores.of(folder).size(folder / path), hashing.file_hash(folder / path)), paths
     )
 
 
@@ -213,7 +213,7 @@ def place(folder: epath.Path, file: File) -> epath.Path:
 def is_there(folder: epath.Path, file: File) -> bool:
     """Whether a file of a step's folder exists in its size; says nothing of what it holds."""
     try:
-        return durable.size_of(place(folder, file)) == file.size
+        return stores.of(folder).size(place(folder, file)) == file.size
     except OSError:
         return False
 
@@ -233,7 +233,7 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
 
     def once() -> np.ndarray:
         _check_size(path, file)
-        found, digest = durable.read_hashed(path, file.size)
+        found, digest = hashing.read_hashed(path, file.size)
         _check_hash(digest if check else file.xxh128, file)
         return found
 
@@ -245,7 +245,7 @@ def _fault(folder: epath.Path, file: File) -> str | None:
 
     def once() -> None:
         _check_size(path, file)
-        _check_hash(durable.file_hash(path), file)
+        _check_hash(hashing.file_hash(path), file)
 
     try:
         return _patiently(file.describe(), path, once)
@@ -254,7 +254,7 @@ def _fault(folder: epath.Path, file: File) -> str | None:
 
 
 def _check_size(path: epath.Path, file: File) -> None:
-    if (size := durable.size_of(path)) != file.size:
+    if (size := stores.of(path).size(path)) != file.size:
         raise Corrupted(f"{file.describe()} has {size} bytes, not {file.size}")
 
 

@@ -12,7 +12,7 @@ from etils import epath
 from capibara.checkpoints import manifest, step_folders
 from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
-from capibara.storage import durable
+from capibara.storage import hashing, stores
 
 
 def expendable(
@@ -62,7 +62,7 @@ def prunable(
       kept, dropped: steps.
       written: the one that this process has just written: what a bucket has taken of it is not fetched again.
     """
-    sent = written if durable.is_remote(folder) else None
+    sent = written if stores.of(folder).verifies else None
     if not any(
         _is_sent(folder / str(s)) if s == sent else step_folders.is_whole(folder / str(s))
         for s in sorted(kept, reverse=True)
@@ -72,7 +72,9 @@ def prunable(
 
 
 def _is_sent(folder: epath.Path) -> bool:
-    return all(durable.each(functools.partial(manifest.is_there, folder), manifest.read(folder).files))
+    there = stores.of(folder).list(folder)
+    others = [file for file in manifest.read(folder).files if there.get(file.path) != file.size]  # of older steps
+    return all(hashing.each(functools.partial(manifest.is_there, folder), others))
 
 
 def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:

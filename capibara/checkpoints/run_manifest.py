@@ -25,7 +25,7 @@ from capibara.checkpoints.manifest import Corrupted
 from capibara.core import bucket_faults, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.storage import durable, outputs
+from capibara.storage import hashing, stores
 
 NAME = "manifest.json"
 CONFIG = "config.gin"
@@ -87,7 +87,7 @@ def read(folder: epath.Path) -> RunManifest | None:
     if not path.exists():
         return None
     try:
-        values = limits.parse_json(durable.read_bounded(path, _MOST_BYTES), values=_MOST_VALUES, finite=False)
+        values = limits.parse_json(stores.of(path).read(path, _MOST_BYTES), values=_MOST_VALUES, finite=False)
         digest = values.pop("xxh128")
         if digest != _digest(values):
             raise Corrupted(f"{path} has changed since it was written")
@@ -127,12 +127,12 @@ def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
       OSError: the folder cannot be written.
     """
     with _LOCK:
-        new = {path: Entry(path, len(data), durable.hash_of(data), Role.CONFIG) for path, data in files.items()}
+        new = {path: Entry(path, len(data), hashing.hash_of(data), Role.CONFIG) for path, data in files.items()}
         old = {path: _hash_or_nothing(folder / path) for path in files}
         _change(folder, lambda m: {**m.entries, **{p: dataclasses.replace(e, before=old[p]) for p, e in new.items()}})
         for path, data in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            durable.write(folder / path, data)
+            stores.of(folder).make_folder((folder / path).parent)
+            stores.of(folder).write_atomic(folder / path, data)
         _change(folder, lambda m: {**m.entries, **new})
 
 
@@ -244,8 +244,7 @@ def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
     path, steps = folder / METRICS, set()
     if not path.exists():
         return frozenset()
-    lines = path.read_bytes().split(b"\n") if outputs.is_remote(path) else (line for _, line in limits.lines(path))
-    for line in lines:
+    for line in stores.of(path).lines(path):
         if b'"event"' not in line:
             continue
         try:
@@ -287,11 +286,11 @@ def _present_or_raise(folder: epath.Path) -> list[str]:
     for path in sorted(folder.iterdir()):
         if path.name in (CHECKPOINTS, NAME):
             continue
-        if outputs.is_remote(path) or not os.path.islink(path):
-            inner = [f"{path.name}/{name}" for name in durable.files_below(path)] if path.is_dir() else [path.name]
-        else:  # to a folder: what is there is not the run's
+        if stores.of(path).is_link(path):  # to a folder: what is there is not the run's
             inner = [path.name] * path.exists()
-        found += [name for name in inner if not name.endswith(durable.PARTIAL)]
+        else:
+            inner = [f"{path.name}/{name}" for name in stores.of(path).list(path)] if path.is_dir() else [path.name]
+        found += [name for name in inner if not name.endswith(stores.PARTIAL)]
     return found
 
 
@@ -313,28 +312,28 @@ def _entries_of(folder: epath.Path, paths: Iterable[str]) -> dict[str, Entry]:
             if _role(path) is Role.CONFIG:
                 raise UserError(f"{folder / path} is a link to a folder: put a copy in its place")
             continue
-        size, digest = durable.first_hash(folder / path, durable.size_of(folder / path))
+        size, digest = hashing.first_hash(folder / path, stores.of(folder).size(folder / path))
         found[path] = Entry(path, size, digest, _role(path))
     return found
 
 
 def _hash_or_nothing(path: epath.Path) -> str:
-    return durable.file_hash(path) if path.exists() else ""
+    return hashing.file_hash(path) if path.exists() else ""
 
 
 def _fault(folder: epath.Path, entry: Entry) -> str | None:
     path = folder / entry.path
     try:
-        size = durable.size_of(path)
+        size = stores.of(path).size(path)
         if path.is_dir():
             return f"{entry.path} is a folder"
         if entry.role is Role.CONFIG and size > limits.TEXT_BYTES:
             return f"{entry.path} has {size:,} bytes, more than any file that a run is read by"
-        if entry.before is not None and durable.file_hash(path) == entry.before:
+        if entry.before is not None and hashing.file_hash(path) == entry.before:
             return None
         if size < entry.size or (size != entry.size and entry.role is not Role.LOG):
             return f"{entry.path} has {size} bytes, not {entry.size}"
-        digest = durable.first_hash(path, entry.size)[1]
+        digest = hashing.first_hash(path, entry.size)[1]
     except (FileNotFoundError, NotADirectoryError):
         return None if entry.before == "" else f"{entry.path} is gone"
     except OSError as error:
@@ -363,14 +362,14 @@ def _write(folder: epath.Path, found: RunManifest) -> None:
     entries = [found.entries[path] for path in sorted(found.entries)]
     files = [{k: v for k, v in dataclasses.asdict(entry).items() if v is not None} for entry in entries]
     values = {"format": _FORMAT, "steps": sorted(found.steps), "files": files}
-    folder.mkdir(parents=True, exist_ok=True)
-    durable.write(folder / NAME, json.dumps(values | {"xxh128": _digest(values)}, indent=1).encode())
+    stores.of(folder).make_folder(folder)
+    stores.of(folder).write_atomic(folder / NAME, json.dumps(values | {"xxh128": _digest(values)}, indent=1).encode())
 
 
 def _digest(values: Mapping[str, object]) -> str:
-    return durable.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    return hashing.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def folder_of(model_dir: str | os.PathLike[str]) -> epath.Path:
     """A run folder as a path."""
-    return durable.folder_of(os.fspath(model_dir))
+    return stores.folder_of(os.fspath(model_dir))

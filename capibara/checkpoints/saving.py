@@ -29,7 +29,7 @@ from capibara.core.background import Task
 from capibara.core.multihost import peers
 from capibara.core.types import PyTree, TryAgain, UserError
 from capibara.sharding.replicas import SilentCorruption
-from capibara.storage import durable
+from capibara.storage import stores
 from capibara.storage.full_disk import is_disk_full
 
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
@@ -171,16 +171,16 @@ class Writer:
         if jax.process_index() == 0:
             check()
             step_folders.make_room(folder)
-            folder.mkdir()
+            stores.of(folder).make_folder(folder)
             sealed = run if self.key is None else array_files.seal_run(int(folder.name), run, self.key)
-            durable.write(folder / manifest.RUN, sealed)
+            stores.of(folder).write_atomic(folder / manifest.RUN, sealed)
         peers.together("begun")
         carried = [] if base is None else self._carried(folder, base, arrays)
         if carried:
             kept = {file.array for file in carried}
             arrays = tree.map_with_names(lambda name, leaf: None if name in kept else leaf, arrays)
         files = array_files.write(folder, arrays, key=self.key, compress=self.compress)
-        durable.sync(folder)
+        stores.of(folder).sync(folder)
         told = _exchanged(folder, "files", [dataclasses.asdict(file) for file in files])
         if jax.process_index() > 0:
             return []
@@ -207,7 +207,7 @@ class Writer:
                     f"silent data corruption: two processes hold {file.describe()}, and they differ: this run's state is "
                     "not worth keeping; start it again from its last checkpoint"
                 )
-        there = durable.files_below(folder)
+        there = stores.of(folder).list(folder)
         for file in known.values():
             if there.get(file.path) != file.size:
                 raise Corrupted(f"{file.describe()} was not written whole")
@@ -248,8 +248,8 @@ class Writer:
             content = None if file.chunk is None else array_files.region(leaf, cut.bounds(file.chunk))
             if content is not None and array_files.content_hash(content, self.key) == (file.content or file.xxh128):
                 found.append(file)
-        # What a step refers to is as good as what it writes. A bucket keeps what it has taken.
-        if durable.is_remote(folder):
+        # What a step refers to is as good as what it writes.
+        if stores.of(folder).verifies:
             return [file for file in found if manifest.is_there(folder, file)]
         return [] if manifest.faults(folder, base, set(found).__contains__) else found
 
@@ -258,9 +258,9 @@ def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
     """Every process's JSON value, by files in the step's folder."""
     if jax.process_count() == 1:
         return [value]
-    durable.write(folder / f"{_MESSAGE}{topic}.{jax.process_index()}", json.dumps(value).encode())
-    peers.together(topic)
     paths = [folder / f"{_MESSAGE}{topic}.{index}" for index in range(jax.process_count())]
+    stores.of(folder).write_atomic(paths[jax.process_index()], json.dumps(value).encode())
+    peers.together(topic)
     found = [json.loads(path.read_bytes()) for path in paths]
     peers.together(f"{topic} read")
     return found

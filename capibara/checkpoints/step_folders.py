@@ -9,7 +9,7 @@ from etils import epath
 from capibara.checkpoints import manifest, run_manifest
 from capibara.checkpoints.manifest import Corrupted
 from capibara.core.types import UserError
-from capibara.storage import durable
+from capibara.storage import stores
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renamed to it in earlier versions
 # They end the names of steps that were quarantined. FORMERLY ended those that are CORRUPTED now.
@@ -18,7 +18,7 @@ CORRUPTED, UNFINISHED, ROLLED_BACK, FORMERLY = ".corrupted", ".unfinished", ".ro
 
 def folder_of(model_dir: str) -> epath.Path:
     """Where a run folder has its steps."""
-    return durable.folder_of(model_dir) / "checkpoints"
+    return stores.folder_of(model_dir) / "checkpoints"
 
 
 def is_step(name: str) -> bool:
@@ -56,15 +56,10 @@ def remove(folder: epath.Path) -> None:
     if not folder.exists():
         return
     _forget(folder)
-    durable.remove(folder / manifest.NAME)
-    # Half of it must not be taken for what another program wrote.
-    if durable.is_remote(folder):
-        durable.each(
-            lambda path: (folder / path).unlink(), [p for p in durable.files_below(folder) if p != manifest.RUN]
-        )
-    else:
-        folder = quarantine(folder, UNFINISHED)
-    folder.rmtree()
+    store = stores.of(folder)
+    store.remove(folder / manifest.NAME)
+    # Half of it must not be taken for what another program wrote: it is called unfinished, or has a run.json to the end.
+    store.remove_folder(folder, aside=folder.with_name(f"{folder.name}{UNFINISHED}"), last=manifest.RUN)
 
 
 def quarantine(folder: epath.Path, ending: str) -> epath.Path:
@@ -134,7 +129,7 @@ def remove_leftovers(folder: epath.Path) -> None:
                 quarantine(path, UNFINISHED)
         elif committed and path.name.endswith(UNFINISHED):
             path.rmtree()
-        elif path.name.endswith(durable.PARTIAL):
+        elif path.name.endswith(stores.PARTIAL):
             path.unlink(missing_ok=True)  # the thread that renews the lease has just renamed its own
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from capibara.core import fields
 from capibara.core.types import UserError
-from capibara.storage import outputs
+from capibara.storage import stores
 
 _MOST_HINTS = 3
 _SHOWN = 400  # characters of a line that an error shows
@@ -36,7 +36,7 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
     Raises:
       UserError: no folder has it; the message lists the folders and the most similar names.
     """
-    if outputs.is_remote(name):
+    if not stores.of(name).has_local_paths:
         return _copied(os.fspath(name))
     path = pathlib.Path(name).expanduser()
     for folder in folders:

@@ -37,7 +37,7 @@ from capibara.interop.t5x import read as t5x_read
 from capibara.interop.t5x import states as t5x_states
 from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
-from capibara.storage import outputs, partial
+from capibara.storage import outputs, partial, stores
 
 _STORED = ("hf", "gguf", "pytorch", "t5x")
 _PEFT = ("peft", "peft_fused")
@@ -176,7 +176,7 @@ def convert(
         raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
     if isinstance(path, Sum):
         return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
-    if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
+    if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not runs.is_run(path)):
         path = open_model.local_model(path)
     if adapters.is_adapter(path):
         return _of_adapter(path, target, form, dtype, base, gin, runs, how, show)
@@ -262,7 +262,7 @@ def _check_unquantized(how: Quantize | None) -> None:
 
 
 def _check_target(target: str, form: str, dtype: str | None) -> None:
-    if outputs.is_remote(target):
+    if not stores.of(target).has_local_paths:
         raise UserError(f"--to={target} must be a local path: write it there, then copy it")
     if (form in _FILES) != os.path.normpath(target).endswith(".gguf"):
         must = "must end in .gguf" if form in _FILES else "must not end in .gguf, which is read as a file"

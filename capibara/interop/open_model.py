@@ -26,7 +26,7 @@ from capibara.interop.hf import tables
 from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.models.api import Adapter, Model
 from capibara.optim import OptimizerConfig
-from capibara.storage import copies, outputs
+from capibara.storage import copies
 
 # Size of the buffers that are filled at a time. A shard is never split, so a larger one is filled by itself.
 _BUFFER_BYTES = 4 * 2**30
@@ -181,8 +181,6 @@ def local_model(path: str) -> str:
     Raises:
       UserError: it does not exist, cannot be read, or does not fit the disk.
     """
-    if not outputs.is_remote(path):
-        return path
     return copies.local_file(path) if path.endswith(".gguf") else copies.local_folder(path)
 
 

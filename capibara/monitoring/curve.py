@@ -16,7 +16,7 @@ from capibara.core.types import UserError
 from capibara.monitoring import chart
 from capibara.monitoring.progress import make_console, quantity
 from capibara.monitoring.trackers.loggers import folder_error, metrics_path, read_metrics
-from capibara.storage.outputs import is_remote, replacing
+from capibara.storage import outputs
 from capibara.training.callbacks import Callback, RunInfo
 
 if TYPE_CHECKING:
@@ -154,14 +154,8 @@ def save_png(curves: Curves, path: str) -> None:
 
     picture = io.BytesIO()
     FigureCanvasAgg(_figure(curves)).print_png(picture)
-    if is_remote(path):
-        from etils import epath
-
-        epath.Path(path).write_bytes(picture.getvalue())
-        return
     try:
-        with replacing(path) as partial, open(partial, "wb") as file:
-            file.write(picture.getvalue())
+        outputs.replace(path, picture.getvalue())
     except IsADirectoryError as error:
         raise folder_error(error.filename2 or error.filename) from None
 

@@ -37,7 +37,7 @@ from capibara.objectives.base import Metrics, Objective, Totals, log_probabiliti
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.loss import Loss
 from capibara.sharding import Plan, RematPolicy
-from capibara.storage import durable
+from capibara.storage import stores
 
 _AHEAD = 8  # batches that may be queued on the devices
 _TOLD_EVERY_S = 10.0
@@ -208,7 +208,7 @@ class ReferenceTables(BatchProvider):
             first = functools.cache(lambda: params if step == 0 else self._first_params())
             for split in ("train", "validation") if run.evaluates else ("train",):
                 key = {"weights": self._weights, "data": _data_fingerprint(run.dataset, split)}
-                path = durable.folder_of(run.model_dir) / f"reference.{split}.npz"
+                path = stores.folder_of(run.model_dir) / f"reference.{split}.npz"
                 table = _read(path, key)
                 known = hosts.gathered(table is not None)  # a collective: all processes call it
                 if table is None or not all(known):
@@ -376,5 +376,5 @@ def _read(path: epath.Path, key: Mapping[str, Any]) -> np.ndarray | None:
 def _write(path: epath.Path, key: Mapping[str, Any], table: np.ndarray) -> None:
     content = io.BytesIO()
     np.savez(content, table=table, key=np.array(json.dumps(key)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(path, content.getvalue())
+    stores.of(path).make_folder(path.parent)
+    stores.of(path).write_atomic(path, content.getvalue())

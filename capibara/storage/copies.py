@@ -20,8 +20,8 @@ from typing import IO
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.storage import outputs, remote
-from capibara.storage.remote import Entry
+from capibara.storage import outputs, remote, stores
+from capibara.storage.stores import Entry
 
 _PIECE_BYTES = 16 << 20  # of a request
 _THREADS = 8
@@ -47,11 +47,13 @@ def cache_folder(name: str) -> str:
 
 
 def local_file(url: str) -> str:
-    """The path of a copy of one file.
+    """The path of a copy of one file; one on this machine is its own.
 
     Raises:
       UserError: it does not exist, cannot be read, or does not fit the disk.
     """
+    if stores.of(url).has_local_paths:
+        return url
     found = remote.listed(url)
     if not found:
         raise UserError(f"{url} does not exist, or its bucket does not")
@@ -72,7 +74,7 @@ def local_files(entries: Sequence[Entry]) -> list[str]:
 
 
 def local_folder(url: str, names: Collection[str] | None = None) -> str:
-    """The path of a copy of a folder.
+    """The path of a copy of a folder; one on this machine is its own.
 
     Args:
       url: the folder.
@@ -84,6 +86,8 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
     Raises:
       UserError: nothing is below it, it cannot be read, or does not fit the disk.
     """
+    if stores.of(url).has_local_paths:
+        return url
     url = remote.address(url.rstrip("/"))
     found = remote.below(url)
     if not found:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from capibara.core.types import UserError
-from capibara.storage.outputs import is_remote
+from capibara.storage import stores
 
 _NOT_WRITABLE = {
     getattr(errno, name)
@@ -27,8 +26,9 @@ def disk_full_explained(folder: str) -> Iterator[None]:
     except Exception as error:
         if not is_disk_full(error):
             raise
+        free = stores.of(folder).free_bytes(folder) or 0
         raise UserError(
-            f"disk full while saving to {folder} ({free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
+            f"disk full while saving to {folder} ({free / 2**20:.0f} MiB free): make room, lower "
             "Checkpointing.keep, or set another MODEL_DIR; run the command again to resume"
         ) from error
 
@@ -64,13 +64,6 @@ def check_room(folder: os.PathLike[str], size: int) -> None:
     Raises:
       OSError: the disk has less room than `size` bytes.
     """
-    if not is_remote(folder) and free_bytes(os.fspath(folder)) < size:
+    free = stores.of(folder).free_bytes(folder)
+    if free is not None and free < size:
         raise OSError(errno.ENOSPC, f"a checkpoint takes about {size / 2**20:.0f} MiB")
-
-
-def free_bytes(folder: str) -> int:
-    """Bytes that can still be written to a local folder, or to where it would be."""
-    folder = os.path.abspath(folder)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return shutil.disk_usage(folder).free

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import os
@@ -11,7 +10,6 @@ import pathlib
 import re
 import secrets
 import socket
-import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -19,6 +17,7 @@ from typing import IO, Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.storage import disk, stores
 
 
 def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
@@ -41,7 +40,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
                 why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
                 raise UserError(f"{why}: name another file for what is written")
             taken[real] = "is named for two outputs"
-            if is_remote(path):
+            if not stores.of(path).has_local_paths:
                 raise UserError(f"{path} must be a local file: name one, and copy it there")
             with unwritable_told(path):
                 file = pathlib.Path(real)
@@ -74,18 +73,6 @@ def save(path: str, text: str) -> None:
             file.write(text)
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in a bucket (gs://): there a file is there whole or not at all, and nothing can be locked."""
-    return "://" in os.fspath(path)
-
-
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises OSError where a local path is a pipe, a socket or a device: to open it may block, to read it never end."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-
-
 def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
     """The text of a file, also of one in a bucket (gs://); None where there is none.
 
@@ -93,11 +80,9 @@ def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
       UserError: it is no text in UTF-8, no regular file, or has more than `most` bytes.
     """
     try:
-        if is_remote(path):
-            from etils import epath
-
-            return epath.Path(path).read_text()
-        check_regular(path)
+        if not stores.of(path).has_local_paths:
+            return stores.of(path).read(path).decode()
+        disk.check_regular(path)
         if os.path.isfile(path):
             limits.check_file(path, most)
         with open(path, encoding="utf-8") as file:
@@ -112,16 +97,17 @@ def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
         raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
 
 
-def replace(path: str, text: str) -> None:
-    """Puts a whole file in place of what was there, also in a bucket."""
-    if is_remote(path):
+def replace(path: str, content: str | bytes) -> None:
+    """Puts a whole file in place of what was there, also in a bucket; other processes may write it meanwhile."""
+    data = content.encode() if isinstance(content, str) else content
+    if not stores.of(path).has_local_paths:
         from etils import epath
 
-        epath.Path(path).write_text(text)
+        stores.of(path).write_atomic(epath.Path(path), data)
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
+    with replacing(path) as partial, open(partial, "wb") as file:
+        file.write(data)
 
 
 @contextlib.contextmanager
@@ -132,10 +118,8 @@ def replacing(path: str) -> Iterator[str]:
     where the process is killed, the next writer of the path on this host removes it, whose lock nobody holds then.
     """
     _remove_left(path)
-    partial = f"{path}.{_host()}{secrets.token_hex(4)}.partial"
-    with open(partial, "xb") as alive:
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.ExitStack() as stack:
+        partial = _made(path, stack)
         try:
             yield partial
             os.replace(partial, path)
@@ -143,6 +127,24 @@ def replacing(path: str) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
+
+
+def _made(path: str, stack: contextlib.ExitStack) -> str:
+    """A file beside the path, locked by this process until the stack is left; nobody takes it for a killed writer's."""
+    while True:
+        partial = f"{path}.{_host()}{secrets.token_hex(4)}.partial"
+        alive = open(partial, "xb")
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.stat(partial), os.fstat(alive.fileno()))
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        except OSError:  # a file system without locks: then nobody removes it
+            mine = True
+        if mine:
+            stack.enter_context(alive)
+            return partial
+        alive.close()  # another process took it for a left-over, between its making and its lock
 
 
 def _host() -> str:
@@ -178,12 +180,3 @@ def lock(file: IO[Any], name: str) -> None:
         raise UserError(f"{name} is being written by another process: wait for its end, or name another file") from None
     except OSError:  # a file system without locks
         return
-
-
-def sync_entry(path: str | os.PathLike[str]) -> None:
-    """Waits until a local file, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 
 from capibara.core.types import UserError
-from capibara.storage import outputs
+from capibara.storage import disk, outputs
 
 _ENDING = ".partial"
 _MARK = ".capibara-convert"  # in each folder, locked by its writer; its text is the host
@@ -37,11 +37,11 @@ def whole(folder: str) -> Iterator[str]:
         yield partial
         for above, _, names in os.walk(partial):
             for path in (above, *(os.path.join(above, name) for name in names)):
-                outputs.sync_entry(path)
+                disk.sync_entry(path)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder)
         os.rename(partial, folder)
-        outputs.sync_entry(os.path.dirname(os.path.abspath(folder)))
+        disk.sync_entry(os.path.dirname(os.path.abspath(folder)))
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from capibara.core import extras, limits
 from capibara.core.bucket_faults import Denied
 from capibara.core.types import TryAgain, UserError
+from capibara.storage.stores import Entry
 
 ATTEMPTS = 6
 TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again
@@ -40,20 +41,6 @@ _OPTIONS = {"s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}}}  # 
 _LIBRARIES = ("aiohttp", "botocore", "gcsfs", "google", "requests", "urllib3")  # whose faults are the network's
 
 T = TypeVar("T")
-
-
-class Entry(NamedTuple):
-    """A file of a store.
-
-    Attributes:
-      url: its address, or its path on this machine.
-      size: its bytes.
-      version: changes when its content is replaced, as far as the store tells; may be empty.
-    """
-
-    url: str
-    size: int
-    version: str
 
 
 def listed(pattern: str) -> list[Entry]:

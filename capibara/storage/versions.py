@@ -1,76 +1,153 @@
-"""Files in a bucket that change only where nobody else has changed them: Google Cloud Storage numbers every version.
+"""Files in a bucket that change only where nobody else has changed them.
 
-A request may name the version that it expects (ifGenerationMatch), and the bucket refuses it where there is another: of
-several writers at once exactly one wins, which no order of looking and waiting gives.
+A request may name the version that it expects, and the bucket refuses it where there is another: of several writers at once
+exactly one wins, which no order of looking and waiting gives. Google Cloud Storage numbers every version
+(ifGenerationMatch); S3 gives it an ETag (If-Match, and If-None-Match where there must be none).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from etils import epath
 
-from capibara.core.types import TryAgain
+from capibara.core.types import TryAgain, UserError
+from capibara.storage.stores import NONE, Changed
 
-NONE = 0  # the version of a file that is not there
-_MOST_BYTES = 1 << 16  # of a file: those that are written so have some hundred
 _TRIES = 5  # to read a file that is being written over and over
 
 
-class Changed(Exception):
-    """The file is not at the version that was expected: another has written or removed it."""
+class Versions(Protocol):
+    """As of the methods of `stores.Store`."""
+
+    def read(self, path: epath.Path, most: int) -> tuple[bytes, str]:
+        """`read_version`."""
+        ...
+
+    def write(self, path: epath.Path, data: bytes, expected: str) -> str:
+        """`write_version`."""
+        ...
+
+    def remove(self, path: epath.Path, expected: str) -> None:
+        """`remove_version`."""
+        ...
 
 
-def read(path: epath.Path) -> tuple[bytes, int]:
-    """A file's content and its version; b"" and NONE where there is none, b"" of one that is larger than any of ours.
+def of(scheme: str) -> Versions:
+    """Those of the buckets of a scheme.
 
     Raises:
-      OSError: the bucket cannot be read.
-      TryAgain: others write it so often that it cannot be read whole.
+      UserError: it has none.
     """
-    files, bucket, key = _split(path)
-    for _ in range(_TRIES):
+    if scheme not in _KINDS:
+        raise UserError(f"{scheme}:// keeps no versions of files: name a folder in gs://, s3:// or on a disk")
+    return _KINDS[scheme]()
+
+
+class GoogleVersions:
+    """Google Cloud Storage's generations."""
+
+    def read(self, path: epath.Path, most: int) -> tuple[bytes, str]:
+        files, bucket, key = _split(path)
+        for _ in range(_TRIES):
+            try:
+                about = files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+                version = str(about["generation"])
+                if int(about["size"]) > most:
+                    return b"", version
+                _, content = files.call("GET", "b/{}/o/{}", bucket, key, alt="media", generation=version)
+                return content, version
+            except FileNotFoundError:
+                if not self._is_there(files, bucket, key):
+                    return b"", NONE
+        raise TryAgain(f"{path} is being written by others all the time: end all but one, and run the command again")
+
+    def write(self, path: epath.Path, data: bytes, expected: str) -> str:
+        files, bucket, key = _split(path)
+        where = f"{files._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
+        options = {"uploadType": "media", "name": key, "ifGenerationMatch": expected or "0"}
+        headers = {"Content-Type": "application/octet-stream"}
         try:
-            about = files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
-            version = int(about["generation"])
-            if int(about["size"]) > _MOST_BYTES:
-                return b"", version
-            _, content = files.call("GET", "b/{}/o/{}", bucket, key, alt="media", generation=str(version))
-            return content, version
+            done = files.call("POST", where, data=data, headers=headers, json_out=True, **options)
+            return str(done["generation"])
+        except FileExistsError:  # what gcsfs makes of status 412
+            return _own(self, path, data)
+
+    def remove(self, path: epath.Path, expected: str) -> None:
+        files, bucket, key = _split(path)
+        try:
+            files.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=expected or "0")
+        except (FileNotFoundError, FileExistsError):  # gone, or another's
+            return
+
+    def _is_there(self, files: Any, bucket: str, key: str) -> bool:
+        try:
+            files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
         except FileNotFoundError:
-            if not _is_there(files, bucket, key):
-                return b"", NONE
-    raise TryAgain(f"{path} is being written by others all the time: end all but one, and run the command again")
+            return False
+        return True
 
 
-def write(path: epath.Path, content: bytes, expected: int) -> int:
-    """Writes a file that is at the version `expected`; returns the new one.
+class S3Versions:
+    """S3's ETags, of files that never hold again what they held before."""
+
+    def read(self, path: epath.Path, most: int) -> tuple[bytes, str]:
+        from fsspec import asyn
+
+        files, bucket, key = _split(path)
+
+        async def get() -> tuple[bytes, str]:
+            answer = await files._call_s3("get_object", Bucket=bucket, Key=key)
+            async with answer["Body"] as body:
+                content = b"" if answer["ContentLength"] > most else await body.read()
+                return content, answer["ETag"]
+
+        try:
+            return asyn.sync(files.loop, get)
+        except FileNotFoundError:
+            return b"", NONE
+
+    def write(self, path: epath.Path, data: bytes, expected: str) -> str:
+        files, bucket, key = _split(path)
+        condition = {"IfMatch": expected} if expected else {"IfNoneMatch": "*"}
+        try:
+            return files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)["ETag"]
+        except OSError as error:
+            if not (_is_refused(error) or expected and isinstance(error, FileNotFoundError)):
+                raise
+            return _own(self, path, data)
+
+    def remove(self, path: epath.Path, expected: str) -> None:
+        files, bucket, key = _split(path)
+        try:
+            files.call_s3("delete_object", Bucket=bucket, Key=key, **({"IfMatch": expected} if expected else {}))
+        except FileNotFoundError:  # gone
+            return
+        except OSError as error:
+            if not _is_refused(error):  # another's
+                raise
+
+
+_KINDS = {"gs": GoogleVersions, "s3": S3Versions}
+
+
+def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
+    """The version of a file that was refused: our own, where the answer to it was lost, and it was sent again.
 
     Raises:
-      Changed: it is at another, and stays as it is.
-      OSError: the bucket cannot be written.
+      Changed: it is another's.
     """
-    files, bucket, key = _split(path)
-    where = f"{files._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
-    options = {"uploadType": "media", "name": key, "ifGenerationMatch": str(expected)}
-    headers = {"Content-Type": "application/octet-stream"}
-    try:
-        return int(files.call("POST", where, data=content, headers=headers, json_out=True, **options)["generation"])
-    except FileExistsError:  # what gcsfs makes of status 412
-        found, version = read(path)
-        if found == content:  # our own: the answer to it was lost, and it was sent again
-            return version
-        raise Changed(f"{path} was written by another") from None
+    found, version = versions.read(path, len(data))
+    if found == data and version:
+        return version
+    raise Changed(f"{path} was written by another") from None
 
 
-def remove(path: epath.Path, expected: int) -> None:
-    """Removes a file that is at the version `expected`; another is left alone."""
-    files, bucket, key = _split(path)
-    try:
-        files.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=str(expected))
-    except (FileNotFoundError, FileExistsError):  # gone, or another's
-        return
+def _is_refused(error: OSError) -> bool:
+    """Whether S3 refused a request because the file is not at the version that it names."""
+    answer = getattr(error.__cause__, "response", {})
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412)  # 409: another writes just now
 
 
 def _split(path: epath.Path) -> tuple[Any, str, str]:
@@ -79,11 +156,3 @@ def _split(path: epath.Path) -> tuple[Any, str, str]:
     files, name = fsspec.core.url_to_fs(path.as_posix())
     bucket, _, key = name.partition("/")
     return files, bucket, key
-
-
-def _is_there(files: Any, bucket: str, key: str) -> bool:
-    try:
-        files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
-    except FileNotFoundError:
-        return False
-    return True

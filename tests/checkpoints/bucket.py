@@ -36,7 +36,7 @@ def newest(folder, **options):
 
 
 def main(folder: str, part: str, step: str = "") -> None:
-    files = fsspec.filesystem("gs")
+    files = fsspec.filesystem(folder.partition(":")[0])
     match part:
         case "save":
             assert save(folder, (1, 2, 3)) == [2, 3]
@@ -64,7 +64,7 @@ def main(folder: str, part: str, step: str = "") -> None:
             with Checkpoints(folder, Checkpointing()) as checkpoints:
                 checkpoints.steps()  # gcsfs remembers the size of what it lists
                 record = '{"pid": 1, "host": "elsewhere", "nonce": "another"}'.ljust(1000)
-                code = "import sys, fsspec; fsspec.filesystem('gs').pipe_file(sys.argv[1], sys.argv[2].encode())"
+                code = "import sys, fsspec; fsspec.core.url_to_fs(sys.argv[1])[0].pipe_file(sys.argv[1], sys.argv[2].encode())"
                 subprocess.run([sys.executable, "-c", code, path, record], check=True)
                 checkpoints.save(9, saver.state_of(9), {}, {})
                 try:

@@ -1,4 +1,4 @@
-"""The tiny run and the bucket of tests/training."""
+"""The tiny run of tests/training."""
 
 from __future__ import annotations
 
@@ -17,4 +17,3 @@ def _training():
 
 training = _training()
 corpus, make_trainer, train = training.corpus, training.make_trainer, training.train  # fixtures
-bucket_server, gs, flaky = training.bucket_server, training.gs, training.flaky

@@ -16,7 +16,7 @@ from capibara.checkpoints.encryption import Key
 from capibara.checkpoints.manifest import Corrupted, Manifest
 from capibara.core import tree
 from capibara.sharding import Plan
-from capibara.storage import durable
+from capibara.storage import hashing, stores
 
 KEY = Key(bytes(range(32)))
 LAYOUTS = [
@@ -51,7 +51,7 @@ def write(folder, values, key=None, compress=False):
     """Writes them; returns the manifest."""
     files = arrays.write(folder, values, key=key, compress=compress)
     known = {file.path for file in files}
-    others = [path for path in durable.files_below(folder) if path not in known]
+    others = [path for path in stores.of(folder).list(folder) if path not in known]
     encryption = None if key is None else {"cipher": "AES-256-GCM", "key": key.id}
     return Manifest(7, (*files, *manifest.of_disk(folder, others)), encryption=encryption)
 
@@ -143,7 +143,7 @@ def test_all_chunks_are_hashed_in_memory_and_are_the_files(mesh, tmp_path):
     assert {tmp_path / file.path for file in files} == on_disk
     for file in files:
         content = (tmp_path / file.path).read_bytes()
-        assert (len(content), durable.hash_of(content)) == (file.size, file.xxh128)
+        assert (len(content), hashing.hash_of(content)) == (file.size, file.xxh128)
     by_array = {name: [f for f in files if f.array == name] for name in {f.array for f in files}}
     assert set(by_array) == {"step", "params/kernel", "params/norm", "opt_state/0", "opt_state/2/flag"}
     assert len(by_array["params/kernel"]) == 8 and {f.chunk for f in by_array["step"]} == {()}

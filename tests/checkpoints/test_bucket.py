@@ -1,4 +1,4 @@
-"""Checkpoints in Google Cloud Storage, as its emulator has it."""
+"""Run folders in Google Cloud Storage and S3, as their emulators have them."""
 
 from __future__ import annotations
 
@@ -7,50 +7,112 @@ import os
 import pathlib
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from etils import epath
 
-from capibara.checkpoints import run_manifest
+from capibara.checkpoints import manifest, run_manifest, step_folders
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.cli import convert
 from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.sharding import Plan
 
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def bucket(bucket_server):
-    """The environment of a program whose bucket gs://bucket is the emulator's."""
-    return {**os.environ, **bucket_server.environment, "PYTHONPATH": str(HERE.parents[1])}
+HEAVY_ON_S3 = ["gs", pytest.param("s3", marks=pytest.mark.heavy)]
+
+
+@pytest.fixture
+def bucket(bucket_server, s3_server):
+    """The environment of a program whose buckets gs://bucket and s3://bucket are the emulators'."""
+    s3_server.faults[:], s3_server.refuses = [], None
+    servers = {**bucket_server.environment, **s3_server.environment}
+    return {**os.environ, **servers, "PYTHONPATH": str(HERE.parents[1])}
 
 
 def run(bucket, *command):
     return subprocess.run([sys.executable, *command], env=bucket, capture_output=True, text=True, timeout=300)
 
 
-def part(bucket, name, folder="gs://bucket/run"):
+def part(bucket, name, folder):
     done = run(bucket, str(HERE / "bucket.py"), folder, name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_what_is_saved_in_a_bucket_comes_back(bucket):
-    part(bucket, "save")
+@pytest.mark.parametrize("scheme", HEAVY_ON_S3)
+def test_what_is_saved_in_a_bucket_comes_back(bucket, scheme):
+    part(bucket, "save", f"{scheme}://bucket/saved")
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.heavy), "s3"])
+def test_an_interrupted_run_resumes_with_the_bits_of_a_disk(make_trainer, train, request, scheme, tmp_path):
+    request.getfixturevalue(scheme)
+    found, devices, plan = [], jax.devices()[:2], Plan(batch_size=8, fsdp=2)
+    for folder in (str(tmp_path / "disk"), f"{scheme}://bucket/{secrets.token_hex(4)}"):
+        trainer = make_trainer(model_dir=folder, steps=4, checkpointing=Checkpointing(every=2, keep=1), plan=plan)
+        at_3 = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        stopped, resumed = train(trainer, devices, after_step=at_3), train(trainer, devices)
+        assert (stopped.outcome.step, stopped.outcome.reason, resumed.start_step) == (3, "interrupted", 3)
+        last = manifest.verify(step_folders.folder_of(folder) / "4")
+        losses = [*stopped.losses.items(), *resumed.losses.items()]
+        found.append((losses, {file.path: file.xxh128 for file in last.files if file.path != manifest.RUN}))
+        assert step_folders.steps(step_folders.folder_of(folder)) == [4]
+    assert found[0] == found[1] and len(found[0][0]) == 4
+
+
+@pytest.mark.fault(66)
+def test_what_s3_refuses_is_one_line(s3, capfd):
+    """No permission, and a bucket that is not there, which is not made."""
+
+    def told(ask):
+        code = exits.run_verb(lambda argv: ask() and None, [])
+        return code, [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+
+    folder = f"s3://bucket/{secrets.token_hex(4)}"
+    with Checkpoints(folder, Checkpointing()):
+        pass
+    s3.refuses = "AccessDenied"
+    for ask in (lambda: convert.main(["list", folder]), lambda: Checkpoints(folder, Checkpointing())):
+        code, lines = told(ask)
+        assert code == 2 and len(lines) == 1 and "error: permission denied in a bucket of S3 (" in lines[0], lines
+    s3.refuses = None
+    for _ in range(2):
+        code, lines = told(lambda: Checkpoints("s3://none/run", Checkpointing()))
+        assert code == 2 and lines == [
+            "error: a bucket of S3 is not there (The specified bucket does not exist): make it, or name another path"
+        ]
+
+
+@pytest.mark.parametrize("scheme, library, extra", [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
+def test_without_what_reads_a_bucket_it_is_said_what_to_install(monkeypatch, scheme, library, extra):
+    monkeypatch.setitem(sys.modules, library, None)
+    why = rf'^{library} is not installed \(needed for {scheme}://bucket/run\): pip install "capibara\[{extra}\]"$'
+    with pytest.raises(UserError, match=why):
+        Checkpoints(f"{scheme}://bucket/run", Checkpointing())
 
 
 @pytest.mark.heavy
-def test_a_bucket_is_as_good_as_a_disk(bucket):
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_bucket_is_as_good_as_a_disk(bucket, scheme):
     for name in ("save", "damage", "two writers", "taken over", "options"):
-        part(bucket, name, "gs://bucket/another")
+        part(bucket, name, f"{scheme}://bucket/another")
 
 
 @pytest.mark.fault(1)
 @pytest.mark.heavy
-def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucket, tmp_path):
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucket, tmp_path, scheme):
+    part(bucket, "save", folder := f"{scheme}://bucket/run")
     for step, delay_s in enumerate((0.0, 0.1, 0.3), 6):
         child = subprocess.Popen(
-            [sys.executable, str(HERE / "bucket.py"), "gs://bucket/run", "killed", str(step)],
+            [sys.executable, str(HERE / "bucket.py"), folder, "killed", str(step)],
             env=bucket, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert child.stdout.readline() == "saving\n"
@@ -58,36 +120,31 @@ def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucke
         child.kill()
         saved = "saved" in child.communicate()[0]
         table = tmp_path / "verdict.json"
-        done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/run", f"--json={table}")
+        done = run(bucket, "-m", "capibara", "convert", "verify", folder, f"--json={table}")
         listed = step in [row["step"] for row in json.loads(table.read_text())]
         # It may be killed after the commit and before it says so, but what it said was saved is there.
         assert done.returncode == 0 and saved <= listed, done.stdout + done.stderr
 
 
 @pytest.mark.heavy
-def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_run_lives_in_a_bucket(bucket, tmp_path, scheme):
     """Trained, stopped, resumed, listed, pruned and asked; a folder is read where there is no bucket's library."""
-    train = (
-        "-m",
-        "capibara",
-        "train",
-        "--gin_file=quickstart.gin",
-        "--emulate=2",
-        "--gin.MODEL_DIR='gs://bucket/tiny'",
-    )
+    folder = f"{scheme}://bucket/tiny"
+    train = ("-m", "capibara", "train", "--gin_file=quickstart.gin", "--emulate=2", f"--gin.MODEL_DIR='{folder}'")
     small = ("--gin.Trainer.log_every=1", "--gin.DecoderConfig.num_layers=1", "--gin.DecoderConfig.embed_dim=64")
     for steps in (2, 4):
         done = run(bucket, *train, *small, f"--gin.TRAIN_STEPS={steps}", "--gin.Checkpointing.every=1")
         assert done.returncode == 0, done.stderr[-3000:]
     assert "resuming from step 2" in done.stdout
-    done = run(bucket, "-m", "capibara", "convert", "list", "gs://bucket/tiny", f"--json={tmp_path / 'list.json'}")
+    done = run(bucket, "-m", "capibara", "convert", "list", folder, f"--json={tmp_path / 'list.json'}")
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in json.loads((tmp_path / "list.json").read_text())] == [2, 3, 4]
-    done = run(bucket, "-m", "capibara", "convert", "prune", "gs://bucket/tiny", "--keep=1")
+    done = run(bucket, "-m", "capibara", "convert", "prune", folder, "--keep=1")
     assert done.returncode == 0, done.stderr
-    done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/tiny")
+    done = run(bucket, "-m", "capibara", "convert", "verify", folder)
     assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
-    done = run(bucket, "-m", "capibara", "infer", "--model_dir=gs://bucket/tiny", "--prompt=def ")
+    done = run(bucket, "-m", "capibara", "infer", f"--model_dir={folder}", "--prompt=def ")
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stdout + done.stderr
 
 

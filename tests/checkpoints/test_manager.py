@@ -19,7 +19,7 @@ from capibara.checkpoints import arrays, manifest, run_manifest, step_folders
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.checkpoints.verification import RestoredFromCorruption
 from capibara.core.types import UserError
-from capibara.storage import durable, full_disk
+from capibara.storage import full_disk, hashing, stores
 from capibara.training.stability.anomalies import LossWindow
 from capibara.training.stability.loss_scale import LossScale
 from capibara.training.state import TrainState, with_shardings
@@ -309,7 +309,7 @@ def test_a_disk_that_refuses_is_asked_again_and_is_no_damage(tmp_path, monkeypat
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {}, {})
     monkeypatch.setattr(manifest, "_PAUSE_S", 0.0)
-    left, read = [times], durable.read_hashed
+    left, read = [times], hashing.read_hashed
 
     def refusing(path, size):
         if "/2/" in str(path) and left[0]:
@@ -317,7 +317,7 @@ def test_a_disk_that_refuses_is_asked_again_and_is_no_damage(tmp_path, monkeypat
             raise OSError(number, os.strerror(number), str(path))
         return read(path, size)
 
-    monkeypatch.setattr(durable, "read_hashed", refusing)
+    monkeypatch.setattr(hashing, "read_hashed", refusing)
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         if times == 1 or number == errno.EIO:
             restored, _ = checkpoints.restore(target_of(state_of(0)))
@@ -449,6 +449,6 @@ def test_keep_every_is_checked():
 
 def test_a_leftover_that_goes_by_itself_is_no_fault(tmp_path, monkeypatch):
     """The thread that renews the lease renames its own."""
-    folder = durable.folder_of(str(tmp_path))
+    folder = stores.folder_of(str(tmp_path))
     monkeypatch.setattr(type(folder), "iterdir", lambda self: iter([self / "lease.json.partial"]))
     step_folders.remove_leftovers(folder)

@@ -22,7 +22,6 @@ def _load(path: str):
 matrix = _load("matrix.py")
 _training, _integration = _load("../training/conftest.py"), _load("../integration/conftest.py")
 corpus, make_trainer, train = _training.corpus, _training.make_trainer, _training.train  # fixtures
-bucket_server, gs, flaky = _training.bucket_server, _training.gs, _training.flaky
 shell, here, made_here = _integration.shell, _integration.here, _integration.made_here
 
 _outcomes: dict[int, list[tuple[str, str]]] = defaultdict(list)

@@ -19,7 +19,7 @@ from capibara.checkpoints import lease, manifest, saving
 from capibara.checkpoints import manager as module
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.core.types import UserError
-from capibara.storage import durable
+from capibara.storage.disk import DiskStore
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -220,7 +220,7 @@ def test_a_power_cut_right_after_the_commit(tmp_path, monkeypatch, synced):
         monkeypatch.setattr(os, "fsync", recording)
         monkeypatch.setattr(os, "replace", commit)
         if not synced:
-            monkeypatch.setattr(durable, "sync", lambda folder: None)
+            monkeypatch.setattr(DiskStore, "sync", lambda store, folder: None)
         checkpoints.save(2, saver.state_of(2), {}, {})
         checkpoints.wait()
         step = tmp_path / "checkpoints" / "2"

@@ -16,7 +16,7 @@ from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkp
 from capibara.checkpoints.manifest import Corrupted
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.storage import durable, outputs
+from capibara.storage import hashing, outputs
 from capibara.training.state import TrainState
 
 pytestmark = pytest.mark.fault(63)
@@ -49,7 +49,7 @@ def signed(path, change):
     values = json.loads(path.read_text())
     del values["xxh128"]
     change(values)
-    digest = durable.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    digest = hashing.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps(values | {"xxh128": digest}))
 
 
@@ -57,7 +57,7 @@ def written(run, name, content):
     """A file of the step with another content (an int: so many bytes of nothing), and the hash that fits."""
     path = run / "checkpoints" / "1" / name
     os.truncate(path, content) if isinstance(content, int) else path.write_text(content)
-    digest = "0" if isinstance(content, int) else durable.hash_of(content.encode())
+    digest = "0" if isinstance(content, int) else hashing.hash_of(content.encode())
 
     def change(values):
         next(file for file in values["files"] if file["path"] == name).update(size=path.stat().st_size, xxh128=digest)
@@ -128,9 +128,9 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_hostile_step_is_corrupted(run, name, monkeypatch):
-    read, most = durable.read_hashed, 1 << 20
+    read, most = hashing.read_hashed, 1 << 20
     monkeypatch.setattr(
-        durable, "read_hashed", lambda path, size: read(path, size) if size < most else pytest.fail(path)
+        hashing, "read_hashed", lambda path, size: read(path, size) if size < most else pytest.fail(path)
     )
     STEPS[name](run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -206,9 +206,9 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_hostile_run_folder_is_refused(run, name, monkeypatch):
-    read = durable.read_hashed
+    read = hashing.read_hashed
     monkeypatch.setattr(
-        durable, "read_hashed", lambda path, size: read(path, size) if size < 1e6 else pytest.fail(path)
+        hashing, "read_hashed", lambda path, size: read(path, size) if size < 1e6 else pytest.fail(path)
     )
     RUNS[name](run)
     with pytest.raises(UserError) as found:

@@ -23,7 +23,7 @@ from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkp
 from capibara.cli import convert
 from capibara.core import exits
 from capibara.core.types import UserError
-from capibara.storage import durable
+from capibara.storage import stores
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import saver  # noqa: E402
@@ -299,7 +299,8 @@ def test_an_old_step_of_another_form_is_read_and_not_referred_to(tmp_path, key):
         checkpoints.save(2, saver.sharded(frozen(2)), {"rows": ["the data"]}, {})
     assert {file.step for file in manifest.read(epath.Path(tmp_path / "checkpoints" / "2")).files} == {None}
     assert newest(tmp_path, OPTIONS["all"], frozen) == (2, {})
-    assert durable.files_below(epath.Path(tmp_path / "checkpoints" / "2"))
+    folder = epath.Path(tmp_path / "checkpoints" / "2")
+    assert stores.of(folder).list(folder)
 
 
 def test_keys_are_replaced_and_encryption_ends(tmp_path, key, monkeypatch):

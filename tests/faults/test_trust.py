@@ -235,26 +235,26 @@ def test_another_tokenizer_at_its_first_place_changes_nothing_and_ends_training(
 @pytest.mark.fault(53)
 def test_a_crash_between_two_writes_leaves_a_whole_folder(tmp_path, monkeypatch):
     """Of the manifest, of a file, and of the manifest again: after each the folder is as it was, or as it was to be."""
-    from capibara.storage import durable
+    from capibara.storage.disk import DiskStore
 
     folder = run_manifest.folder_of(tmp_path)
     run_manifest.replace(folder, {"config.gin": b"A = 1\n", "paths.json": b"{}\n"})
-    write = durable.write
+    write = DiskStore.write_atomic
     for stops_after in range(5):
         left = [stops_after]
 
-        def crashing(path, data):
+        def crashing(store, path, data):
             if not left[0]:
                 raise KeyboardInterrupt
             left[0] -= 1
-            write(path, data)
+            write(store, path, data)
 
-        monkeypatch.setattr(durable, "write", crashing)
+        monkeypatch.setattr(DiskStore, "write_atomic", crashing)
         new = {"config.gin": b"A = 2\n", "paths.json": b"{} \n", "tokenizer/tokenizer.json": b"{}"}
         with pytest.raises(KeyboardInterrupt):
             run_manifest.replace(folder, new)
         run_manifest.check(folder)
-    monkeypatch.setattr(durable, "write", write)
+    monkeypatch.setattr(DiskStore, "write_atomic", write)
     run_manifest.replace(folder, new)
     assert run_manifest.faults(folder, run_manifest.read(folder)) == []
     (tmp_path / "config.gin").write_bytes(b"A = 1\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 import sys
@@ -16,17 +15,6 @@ import pytest
 hosts = sys.modules["of_hosts_conftest"]
 METRICS = "metrics.jsonl"
 TRAIN = ("--gin_file=tiny.gin", "--gin.Checkpointing.every=2")
-
-
-def _load():
-    file = pathlib.Path(__file__).parent / "../training/conftest.py"
-    spec = importlib.util.spec_from_file_location("of_training_conftest_for_hosts", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bucket_server = _load().bucket_server  # fixture
 
 
 class Bucket:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Iterator
 
 import fsspec
@@ -48,15 +45,3 @@ def store(monkeypatch, tmp_path) -> Iterator[FlakyStore]:
     yield made
     made.store.clear()
     remote._filesystem.cache_clear()
-
-
-def _training():
-    file = pathlib.Path(__file__).parents[1] / "training" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("of_training_conftest_for_storage", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-training = _training()
-bucket_server, gs, flaky = training.bucket_server, training.gs, training.flaky  # fixtures

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+import urllib.request
 from collections.abc import Iterator
 
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -27,8 +29,9 @@ class S3Server:
         self.faults: list[str | None] = []
         self.refuses: str | None = None
         self.requests = self.reads = 0
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/bucket", method="PUT")).close()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -57,7 +60,11 @@ class S3Server:
             content = b"" if environ["REQUEST_METHOD"] == "HEAD" else _ERROR.format(code=code).encode()
             start_response(f"{_STATUS[code]} {code}", [("Content-Type", "application/xml")])
             return iter([content])
-        content = b"".join(self._app(environ, start_response))
+        conditional = "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ
+        with (
+            self._writing if conditional else contextlib.nullcontext()
+        ):  # from the look to the write nobody else writes so
+            content = b"".join(self._app(environ, start_response))
         return iter([content[: len(content) // 2] if fault == "cut" else content])
 
 

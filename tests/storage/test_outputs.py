@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pathlib
 import subprocess
 import sys
@@ -86,6 +88,25 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     finally:
         alive.kill()
         alive.wait()
+
+
+def test_a_file_that_is_taken_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """By a process that takes it for what a killed writer left."""
+    path, lock, taken = str(tmp_path / "a"), fcntl.flock, []
+
+    def late(file, how):
+        if not taken:
+            taken.append(file.name)
+            outputs._remove_left(path)
+            assert not os.path.exists(taken[0])
+        return lock(file, how)
+
+    monkeypatch.setattr(outputs.fcntl, "flock", late)
+    with outputs.replacing(path) as partial:
+        assert partial != taken[0] and os.path.exists(partial)
+        outputs._remove_left(path)
+        pathlib.Path(partial).write_text("whole")
+    assert [one.name for one in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "whole"
 
 
 def test_a_file_that_is_appended_to_is_one_process_s(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -10,53 +9,29 @@ import pathlib
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pytest
 
 from capibara.core.types import TryAgain, UserError
 from capibara.storage import copies, remote
 
-pytest.importorskip("moto.server")
-pytest.importorskip("s3fs")
-
 HERE = pathlib.Path(__file__).parent
 
 
-def _load():
-    spec = importlib.util.spec_from_file_location("of_storage_s3", HERE / "s3.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def server():
-    made = _load().S3Server()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def s3(server, monkeypatch, tmp_path):
-    """(name in the bucket, content) -> puts it there; s3:// is the emulator for this process, no fault is left over."""
-    import s3fs
-
-    for name, value in {**server.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
+def put(s3, monkeypatch, tmp_path):
+    """(name in the bucket, content) -> puts it there, and gives its address; reads are repeated at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)
-    server.faults[:], server.refuses = [], None
-    s3fs.S3FileSystem.clear_instance_cache()
     remote._filesystem.cache_clear()
-    files = s3fs.S3FileSystem()
-    if not files.exists("bucket"):
-        files.mkdir("bucket")
+    files = fsspec.filesystem("s3")
 
     def put(name: str, content: bytes) -> str:
         files.pipe_file(f"bucket/{name}", content)
         return f"s3://bucket/{name}"
 
     yield put
-    s3fs.S3FileSystem.clear_instance_cache()
     remote._filesystem.cache_clear()
 
 
@@ -70,7 +45,7 @@ def write_corpus(folder: pathlib.Path, put, name: str) -> tuple[str, str]:
     return f"{folder}/*.jsonl", f"s3://bucket/{name}/*.jsonl"
 
 
-def test_shards_give_the_rows_of_a_disk_whatever_fails_in_between(server, s3, tmp_path):
+def test_shards_give_the_rows_of_a_disk_whatever_fails_in_between(s3, put, tmp_path):
     from capibara.data.dataset import Dataset
     from capibara.data.pipeline.loader import make_loader
     from capibara.data.shards.source import ShardedSource
@@ -84,86 +59,86 @@ def test_shards_give_the_rows_of_a_disk_whatever_fails_in_between(server, s3, tm
         loader.close()
         return found
 
-    disk, there = write_corpus(tmp_path / "corpus", s3, "rows")
+    disk, there = write_corpus(tmp_path / "corpus", put, "rows")
     wanted = batches(disk)
-    server.faults[:], before = ["SlowDown", "cut", "InternalError", None, "cut"], server.reads
+    s3.faults[:], before = ["SlowDown", "cut", "InternalError", None, "cut"], s3.reads
     found = batches(there)
-    assert not server.faults and server.reads - before > 10
+    assert not s3.faults and s3.reads - before > 10
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         for key in one:
             np.testing.assert_array_equal(one[key], other[key])
 
 
-def test_a_model_is_copied_whole_and_again_when_it_has_changed(server, s3, tmp_path):
+def test_a_model_is_copied_whole_and_again_when_it_has_changed(s3, put, tmp_path):
     from safetensors.numpy import save
 
     from capibara.interop import open_model
 
     weights = np.arange(6, dtype=np.float32).reshape(2, 3)
-    s3("model/config.json", b'{"model_type": "llama"}')
-    s3("model/model.safetensors", save({"w": weights}))
+    put("model/config.json", b'{"model_type": "llama"}')
+    put("model/model.safetensors", save({"w": weights}))
     for factor in (1, 2):
         open_model.local_model.cache_clear()
-        s3("model/model.safetensors", save({"w": factor * weights}))
-        server.faults[:] = ["cut"]
+        put("model/model.safetensors", save({"w": factor * weights}))
+        s3.faults[:] = ["cut"]
         foreign = open_model.open_model("s3://bucket/model")
         assert foreign.config == {"model_type": "llama"}
         np.testing.assert_array_equal(foreign.read("w"), factor * weights)
-    before = server.reads
+    before = s3.reads
     open_model.local_model.cache_clear()
     open_model.open_model("s3://bucket/model")
-    assert server.reads == before
+    assert s3.reads == before
 
 
-def test_the_copy_of_a_file_is_read_in_pieces(server, s3, monkeypatch):
+def test_the_copy_of_a_file_is_read_in_pieces(s3, put, monkeypatch):
     monkeypatch.setattr(copies, "_PIECE_BYTES", 1000)
-    content, before = np.random.default_rng(0).bytes(10_500), server.reads
-    with open(copies.local_file(s3("large", content)), "rb") as file:
+    content, before = np.random.default_rng(0).bytes(10_500), s3.reads
+    with open(copies.local_file(put("large", content)), "rb") as file:
         assert file.read() == content
-    assert server.reads - before == 11
+    assert s3.reads - before == 11
 
 
-def test_no_permission_is_one_line_at_once(server, s3):
-    url = s3("private", b"0123")
-    server.refuses, before = "AccessDenied", server.requests
+def test_no_permission_is_one_line_at_once(s3, put):
+    url = put("private", b"0123")
+    s3.refuses, before = "AccessDenied", s3.requests
     for ask in (lambda: remote.read(url, 0, 4), lambda: remote.listed(url), lambda: remote.below("s3://bucket")):
         with pytest.raises(UserError, match="s3://bucket.* may not be read with this machine's credentials") as raised:
             ask()
         assert "\n" not in str(raised.value)
-    assert server.requests - before < 10
-    server.refuses, before = "ExpiredToken", server.requests
+    assert s3.requests - before < 10
+    s3.refuses, before = "ExpiredToken", s3.requests
     with pytest.raises(UserError, match="s3://bucket.* may not be read with this machine's credentials"):
         remote.read(url, 0, 4)
-    assert server.requests == before + 1
+    assert s3.requests == before + 1
 
 
-def test_no_credentials_are_one_line_at_once(server, s3, monkeypatch, tmp_path):
+def test_no_credentials_are_one_line_at_once(s3, put, monkeypatch, tmp_path):
     import s3fs
 
-    url = s3("private", b"0123")
+    url = put("private", b"0123")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     s3fs.S3FileSystem.clear_instance_cache()
     remote._filesystem.cache_clear()
-    before = server.requests
+    before = s3.requests
     with pytest.raises(UserError, match="s3://bucket/private may not be read with this machine's credentials"):
         remote.read(url, 0, 4)
-    assert server.requests == before
+    assert s3.requests == before
 
 
-def test_what_will_not_pass_is_told_at_once(server, s3):
-    url = s3("a", b"0123")
-    server.faults[:], before = ["InvalidRequest"] * 20, server.reads
+def test_what_will_not_pass_is_told_at_once(s3, put):
+    url = put("a", b"0123")
+    s3.faults[:], before = ["InvalidRequest"] * 20, s3.reads
     with pytest.raises(UserError, match="s3://bucket/a cannot be read .OSError: .*as told"):
         remote.read(url, 0, 4)
-    assert server.reads == before + 1
-    server.refuses = "InvalidRequest"
+    assert s3.reads == before + 1
+    s3.refuses = "InvalidRequest"
     with pytest.raises(UserError, match="s3://bucket/a cannot be read .OSError: .*Bad Request"):
         remote.listed(url)
-    server.refuses = None
-    server.faults[:] = []
+    s3.refuses = None
+    s3.faults[:] = []
     for what in ("s3://bucket/none", "s3://none/a"):
         with pytest.raises(UserError, match=f"{what} does not exist, or its bucket does not"):
             remote.read(what, 0, 4)
@@ -171,26 +146,26 @@ def test_what_will_not_pass_is_told_at_once(server, s3):
 
 
 @pytest.mark.parametrize("start", [2, 4, 9])
-def test_a_file_that_has_fewer_bytes_is_called_cut_short(s3, start):
+def test_a_file_that_has_fewer_bytes_is_called_cut_short(put, start):
     with pytest.raises(UserError, match="s3://bucket/short is cut short"):
-        remote.read(s3("short", b"0123"), start, 12)
+        remote.read(put("short", b"0123"), start, 12)
 
 
-def test_a_store_that_never_answers_is_given_up(server, s3):
-    url = s3("a", b"0123")
-    server.faults[:] = ["InternalError"] * 100
+def test_a_store_that_never_answers_is_given_up(s3, put):
+    url = put("a", b"0123")
+    s3.faults[:] = ["InternalError"] * 100
     with pytest.raises(TryAgain, match="s3://bucket/a cannot be read: 6 attempts failed"):
         remote.read(url, 0, 4)
-    server.faults[:] = []
+    s3.faults[:] = []
 
 
 @pytest.mark.heavy
-def test_a_run_trains_from_s3_and_resumes(server, s3, tmp_path):
+def test_a_run_trains_from_s3_and_resumes(s3, put, tmp_path):
     """The verb, with reads that fail; stopped and resumed, it has the losses of the run on the disk."""
     losses = {}
-    for name, files in zip(("disk", "s3"), write_corpus(tmp_path / "corpus", s3, "corpus"), strict=True):
+    for name, files in zip(("disk", "s3"), write_corpus(tmp_path / "corpus", put, "corpus"), strict=True):
         for steps in (2, 4):
-            server.faults[:] = ["SlowDown", "cut"] if name == "s3" else []
+            s3.faults[:] = ["SlowDown", "cut"] if name == "s3" else []
             gin = {
                 "FILES": f"('{files}',)",
                 "MODEL_DIR": f"'{tmp_path / name}'",
@@ -209,7 +184,7 @@ def test_a_run_trains_from_s3_and_resumes(server, s3, tmp_path):
                 text=True,
                 timeout=300,
             )
-            assert done.returncode == 0 and not server.faults, done.stderr[-2000:]
+            assert done.returncode == 0 and not s3.faults, done.stderr[-2000:]
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
     assert len(losses["disk"]) == 4 and losses["s3"] == losses["disk"]

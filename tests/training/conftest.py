@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
-import pathlib
 import signal
-import sys
 
 import jax
 import numpy as np
@@ -19,7 +16,6 @@ from capibara.checkpoints.manager import Checkpointing
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import JsonlSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.jobs.local import free_address
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
@@ -27,45 +23,6 @@ from capibara.training import loop
 from capibara.training.callbacks import Callback
 from capibara.training.evaluation import Evaluator
 from capibara.training.trainer import Evaluation, Trainer
-
-
-def _flaky_bucket():
-    file = pathlib.Path(__file__).parent / "flaky_bucket.py"
-    spec = importlib.util.spec_from_file_location("of_training_flaky_bucket", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-flaky_bucket = _flaky_bucket()
-
-
-@pytest.fixture(scope="module")
-def bucket_server():
-    """A FlakyBucket before the emulator, with the bucket gs://bucket."""
-    server = pytest.importorskip("gcp_storage_emulator.server")
-    host, _, port = free_address().rpartition(":")
-    emulator = server.create_server(host, int(port), in_memory=True, default_bucket="bucket")
-    emulator.start()
-    flaky = flaky_bucket.FlakyBucket(f"{host}:{port}")
-    yield flaky
-    flaky.shutdown()
-    flaky.server_close()
-    emulator.stop()
-
-
-@pytest.fixture
-def gs(bucket_server, monkeypatch):
-    """The same server for this process."""
-    for name, value in bucket_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return bucket_server
-
-
-@pytest.fixture
-def flaky():
-    """The module flaky_bucket."""
-    return flaky_bucket
 
 
 @pytest.fixture(scope="session")

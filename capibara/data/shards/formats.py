@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from capibara.core.types import UserError
-from capibara.storage import outputs, remote
-from capibara.storage.remote import Entry
+from capibara.storage import stores
+from capibara.storage.stores import Entry
 
 SLACK_BYTES = 1 << 16  # read after a block's end, for the record that extends beyond it
 Record = bytes | Mapping[str, Any]
@@ -63,15 +61,4 @@ def read(shard: Entry, start: int, stop: int) -> bytes:
     Raises:
       UserError: it is shorter than when it was listed, or cannot be read.
     """
-    if outputs.is_remote(shard.url):
-        return remote.read(shard.url, start, stop)
-    try:
-        with open(shard.url, "rb") as file:
-            content = os.pread(file.fileno(), stop - start, start)
-    except OSError as error:
-        raise UserError(f"{shard.url} cannot be read ({error.strerror}): copy it again") from None
-    if len(content) != stop - start:
-        raise UserError(
-            f"{shard.url} is cut short ({len(content):,} of {stop - start:,} bytes at {start:,}): copy it again"
-        )
-    return content
+    return stores.of(shard.url).read_range(shard.url, start, stop)

@@ -19,9 +19,8 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.data.shards.formats import ShardFormat
-from capibara.data.sources import disk
-from capibara.storage import copies, outputs, remote
-from capibara.storage.remote import Entry
+from capibara.storage import copies, outputs, stores
+from capibara.storage.stores import Entry
 
 _THREADS = 32  # shards that are indexed at a time; the threads mostly wait
 
@@ -65,21 +64,13 @@ def listed(parameter: str, patterns: Sequence[str]) -> list[Entry]:
         patterns = (patterns,)
     found: list[Entry] = []
     for pattern in patterns:
-        if outputs.is_remote(pattern):
-            entries = remote.listed(pattern)
-            if not entries:
-                raise UserError(f"{parameter} ({pattern!r}) matches no file")
-            found += entries
-        else:
-            found += map(_local, disk.expand(parameter, [pattern]))
+        entries = stores.of(pattern).matching(pattern)
+        if not entries:
+            raise UserError(f"{parameter} ({pattern!r}) matches no file")
+        found += entries
     if not found:
         raise UserError(f"{parameter} is empty: name at least one file or glob")
     return list(dict.fromkeys(found))
-
-
-def _local(path: str) -> Entry:
-    about = os.stat(path)
-    return Entry(path, about.st_size, str(about.st_mtime_ns))
 
 
 def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
@@ -110,7 +101,7 @@ def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
 def _path(shards: Sequence[Entry], shard_format: ShardFormat) -> str:
     digest = hashlib.blake2b(repr(shard_format).encode(), digest_size=8)
     for shard in shards:
-        digest.update(f"{os.path.abspath(shard.url) if not outputs.is_remote(shard.url) else shard.url}\0".encode())
+        digest.update(f"{stores.of(shard.url).absolute(shard.url)}\0".encode())
     return os.path.join(copies.cache_folder("indexes"), f"{digest.hexdigest()}.npz")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.storage import copies, outputs, remote
+from capibara.storage import copies, stores
+from capibara.storage.stores import Entry
 
 SPLITS = ("train", "validation")
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
@@ -91,23 +91,17 @@ def expand(name: str, patterns: Sequence[str]) -> list[str]:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     for pattern in patterns:
-        if outputs.is_remote(pattern):
-            paths += _copies(name, pattern)
-            continue
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [path for path in found if os.path.isfile(path)]
-        if not found:
+        store = stores.of(pattern)
+        entries = store.matching(pattern)
+        if not entries:
             raise UserError(f"{name} ({pattern!r}) matches no file")
-        paths += found
+        paths += [entry.url for entry in entries] if store.has_local_paths else _copies(name, pattern, entries)
     return list(dict.fromkeys(paths))
 
 
-def _copies(name: str, pattern: str) -> list[str]:
+def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:
     """Copies the files that an address or glob matches in a bucket to this machine."""
-    entries = remote.listed(pattern)
     size = sum(entry.size for entry in entries)
-    if not entries:
-        raise UserError(f"{name} ({pattern!r}) matches no file")
     if size > _COPY_BYTES:
         most = _COPY_BYTES >> 30
         raise UserError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.storage import copies, outputs, remote
+from capibara.storage import copies, remote, stores
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -49,7 +49,7 @@ def local(path: str) -> str:
     Raises:
       UserError: it cannot be read.
     """
-    if not outputs.is_remote(path):
+    if stores.of(path).has_local_paths:
         return path
     if any(entry.url == remote.address(path) for entry in remote.listed(path)):  # a file, not a folder
         folder, _, name = path.rpartition("/")

@@ -17,7 +17,7 @@ from typing import Any
 from capibara.checkpoints.run_manifest import METRICS as METRICS_FILE
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.storage.outputs import is_remote
+from capibara.storage import stores
 from capibara.training.callbacks import Callback, RunInfo
 
 _SECONDS_BETWEEN_FLUSHES = 120.0
@@ -50,7 +50,7 @@ class MetricsFile(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._run = run
-        self._lines = (_RemoteLines if is_remote(run.model_dir) else _LocalLines)(metrics_path(run.model_dir))
+        self._lines = (_LocalLines if stores.of(run.model_dir).appends else _RemoteLines)(metrics_path(run.model_dir))
         names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
         self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
 
@@ -236,7 +236,7 @@ class _EventFile:
     def _forget(self) -> None:
         """Drops a failed writer so that it is not closed again when it is collected: a bucket's would upload, and fail."""
         writer, self._writer = self._writer, None
-        if is_remote(self._folder):
+        if not stores.of(self._folder).appends:
             writer._py_recordio_writer._writer.close = lambda: None
 
 
@@ -309,12 +309,7 @@ def _ends_with_newline(path: str) -> bool:
 
 def _read_text(path: str) -> str:
     try:
-        if is_remote(path):
-            from etils import epath
-
-            return epath.Path(path).read_text()
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return stores.of(path).read(path).decode("utf-8", errors="replace")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: name a run folder, or its {METRICS_FILE}") from None
     except IsADirectoryError:

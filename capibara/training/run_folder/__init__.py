@@ -24,7 +24,7 @@ from capibara.core.multihost import peers
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.sharding import Plan
-from capibara.storage import durable, outputs
+from capibara.storage import outputs, stores
 from capibara.storage.full_disk import not_writable_explained
 from capibara.training.run_folder import own_tokenizer
 from capibara.training.state import TrainState, with_shardings
@@ -56,7 +56,7 @@ class TrainedRun:
 
 def is_run(folder: str) -> bool:
     """Whether a folder is that of a run: it records its configuration, and is not one of Hugging Face or of T5X."""
-    path = durable.folder_of(folder)
+    path = stores.folder_of(folder)
     ours = (path / run_manifest.NAME).exists() or step_folders.folder_of(folder).exists()
     return ours and (path / CONFIG).exists() and not (path / _OF_OTHERS).exists()
 
@@ -75,7 +75,7 @@ def recorded(folder: str, *, trust: bool = False) -> config.Recorded:
     text = outputs.read(where)
     if text is None:
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
-    run_manifest.check(durable.folder_of(folder))
+    run_manifest.check(stores.folder_of(folder))
     return config.Recorded(text, where, trust)
 
 
@@ -190,7 +190,7 @@ def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[R
 
 def lora(folder: str) -> api.Lora | None:
     """The adapters of a run, as its config.gin has them; None: it has none."""
-    run_manifest.check(durable.folder_of(folder))
+    run_manifest.check(stores.folder_of(folder))
     bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
     values = {name: value for name, (_, value) in bound.items() if value is not None}
     if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
@@ -255,7 +255,7 @@ def _found(
 
 def check_resumable(model_dir: str) -> None:
     """Raises UserError where a run folder has lost what a run would resume from, or is not as its run wrote it."""
-    folder = durable.folder_of(model_dir)
+    folder = stores.folder_of(model_dir)
     if folder.exists():
         run_manifest.check(folder)
         step_folders.lost(step_folders.folder_of(model_dir))
@@ -280,10 +280,10 @@ def start_over(model_dir: str) -> None:
     Raises:
       UserError: another process writes there, or it is in a bucket.
     """
-    folder, permit = durable.folder_of(model_dir), os.environ.get(_PERMIT)
+    folder, permit = stores.folder_of(model_dir), os.environ.get(_PERMIT)
     is_permitted = permit is None or os.path.exists(permit)
     if jax.process_index() == 0 and is_permitted and folder.exists() and any(folder.iterdir()):
-        if outputs.is_remote(model_dir):
+        if not stores.of(model_dir).renames:
             raise UserError(
                 f"--start_over renames a local folder, and {model_dir} is in a bucket: set another MODEL_DIR"
             )
@@ -309,8 +309,8 @@ def save(folder: str, params: Params, gin: str) -> None:
       params: on devices.
       gin: its configuration.
     """
-    run_manifest.replace(durable.folder_of(folder), {CONFIG: gin.encode()})
-    run_manifest.seal(durable.folder_of(folder))
+    run_manifest.replace(stores.folder_of(folder), {CONFIG: gin.encode()})
+    run_manifest.seal(stores.folder_of(folder))
     step = jax.device_put(jnp.zeros((), jnp.int32), jax.tree.leaves(params)[0].sharding)
     with contextlib.closing(Checkpoints(folder, Checkpointing())) as checkpoints:
         checkpoints.save(0, TrainState(step=step, params=params, opt_state=(), ema=None), {}, {})

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from capibara.checkpoints import run_manifest
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.storage import durable
+from capibara.storage import stores
 from capibara.training.trainer import Trainer
 
 FOLDER = tokenizer_files.ORIGIN
@@ -30,8 +30,8 @@ class Described(Protocol):
 
 def read(model_dir: str) -> dict[str, bytes]:
     """The files of a run folder's origin, by name; none: its weights were drawn."""
-    folder = durable.folder_of(model_dir) / FOLDER
-    names = durable.files_below(folder) if folder.is_dir() else []
+    folder = stores.folder_of(model_dir) / FOLDER
+    names = stores.of(folder).list(folder) if folder.is_dir() else []
     return {name: (folder / name).read_bytes() for name in names if "/" not in name}
 
 
@@ -57,5 +57,5 @@ def write(model_dir: str, files: Mapping[str, bytes]) -> None:
     last = tokenizer_files.MODEL_FILE
     ordered = {name: files[name] for name in sorted(files, key=lambda name: name == last)}
     run_manifest.replace(
-        durable.folder_of(model_dir), {f"{FOLDER}/{name}": content for name, content in ordered.items()}
+        stores.folder_of(model_dir), {f"{FOLDER}/{name}": content for name, content in ordered.items()}
     )

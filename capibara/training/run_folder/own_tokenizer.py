@@ -24,7 +24,7 @@ from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE
 from capibara.data.tokenizers.vocabulary import OwnFiles
-from capibara.storage import durable, outputs
+from capibara.storage import outputs, stores
 from capibara.training.trainer import Trainer
 
 _T = TypeVar("_T", bound=Dataclass)
@@ -40,7 +40,7 @@ def keep(dataset: Dataset, model_dir: str) -> None:
     files, places, deciding = _taken(dataset)
     if not files:
         return
-    folder, known = durable.folder_of(model_dir), _paths(model_dir)
+    folder, known = stores.folder_of(model_dir), _paths(model_dir)
     own = folder / OWN
     if not any(place.split("/")[0] == OWN for place in known.values()):
         run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
@@ -131,7 +131,7 @@ def _paths(model_dir: str) -> dict[str, str]:
 
 def _local(model_dir: str, place: str) -> str:
     """A path that tokenizers are read from, of what a run folder has."""
-    if not outputs.is_remote(model_dir):
+    if stores.of(model_dir).has_local_paths:
         return os.path.join(model_dir, place)
     return os.path.join(_fetched(model_dir, OWN if place == OWN else os.path.dirname(place)), place)
 
@@ -142,7 +142,7 @@ def _fetched(model_dir: str, inner: str) -> str:
     target = tempfile.mkdtemp(prefix="capibara-tokenizer-")
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     os.makedirs(os.path.join(target, inner), exist_ok=True)
-    folder = durable.folder_of(model_dir) / inner
+    folder = stores.folder_of(model_dir) / inner
     names = [path.name for path in folder.iterdir()] if inner == OWN and folder.exists() else tokenizer_files.FILES
     for name in names:
         content = _read(folder / name)

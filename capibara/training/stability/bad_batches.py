@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from etils import epath
 from capibara.core.background import Worker
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Loader, Position
-from capibara.storage import durable
+from capibara.storage import stores
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
 
@@ -40,7 +39,7 @@ class BadBatches:
 
     def __init__(self, model_dir: str, anomalies: Anomalies, scaling: LossScaling | None, batches: Loader):
         index = jax.process_index()
-        self._path = durable.folder_of(model_dir) / f"bad_batches{f'.{index}' if index else ''}.jsonl"
+        self._path = stores.folder_of(model_dir) / f"bad_batches{f'.{index}' if index else ''}.jsonl"
         self._anomalies, self._scaling, self._batches = anomalies, scaling, batches
         self._pending: list[tuple[int, Position, dict[str, jax.Array]]] = []
         self._thread = Worker("capibara-bad-batches")
@@ -103,7 +102,7 @@ class BadBatches:
         except Exception as error:
             record |= {"first_row": None, "rows": None, "error": str(error)}
         try:
-            append(self._path, json.dumps(record))
+            stores.of(self._path).append(self._path, json.dumps(record))
         except OSError as error:
             logging.getLogger(__name__).warning("%s cannot be written: %s: %s", self._path, error, json.dumps(record))
 
@@ -117,20 +116,3 @@ def explained(numbers: Mapping[str, float], window: int) -> str:
     if not math.isfinite(loss):
         return f"loss is {loss}"
     return f"gradients are not finite (their norm is {numbers['grad_norm']}, the loss {loss:.4g})"
-
-
-def append(path: epath.Path, line: str) -> None:
-    """Appends a line to a file, which is created if needed; ends an incomplete line of a run that was killed.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if durable.is_remote(path):  # an object in a bucket cannot be appended to
-        path.write_text((path.read_text() if path.exists() else "") + line + "\n")
-        return
-    with open(path, "a+b") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode() + b"\n")

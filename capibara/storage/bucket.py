@@ -1,0 +1,126 @@
+"""The store of a bucket, by fsspec: gs:// and s3:// to read and write, whatever fsspec knows to read.
+
+There a file is there whole or not at all, nothing can be locked or renamed, and every file has a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+from etils import epath
+
+from capibara.storage import hashing, remote, versions
+from capibara.storage.stores import Entry, Path
+from capibara.storage.versions import Versions
+
+_OPTIONS = {"gs": {"finalize_on_close": True}}  # as etils opens it: what one has listed the other must not remember
+# Other processes write there, too. fsspec gives this to whoever opens the store, etils included.
+_DEFAULTS = {"s3": {"use_listings_cache": False}}
+
+
+class BucketStore:
+    """As of `stores.Store`.
+
+    Args:
+      scheme: of its addresses, such as gs.
+    """
+
+    has_local_paths = appends = renames = False
+    verifies = True
+
+    def __init__(self, scheme: str):
+        import fsspec
+
+        self._scheme = scheme
+        for name, value in _DEFAULTS.get(scheme, {}).items():
+            fsspec.config.conf.setdefault(scheme, {}).setdefault(name, value)
+
+    @functools.cached_property
+    def _versions(self) -> Versions:
+        return versions.of(self._scheme)
+
+    def _files(self) -> Any:
+        import fsspec
+
+        return fsspec.filesystem(self._scheme, **_OPTIONS.get(self._scheme, {}))
+
+    def read(self, path: Path, most: int | None = None) -> bytes:
+        return epath.Path(path).read_bytes()
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        return remote.read(path, start, stop)
+
+    def open(self, path: Path) -> BinaryIO:
+        return epath.Path(path).open("rb")
+
+    def lines(self, path: Path) -> Iterator[bytes]:
+        return iter(self.read(path).split(b"\n"))
+
+    def size(self, path: Path) -> int:
+        return epath.Path(path).stat().length
+
+    def make_folder(self, folder: epath.Path) -> None:
+        """A file's name has its folders in it."""
+
+    def write_atomic(self, path: epath.Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def write_hashed(self, path: epath.Path, data: np.ndarray) -> str:
+        self._files().pipe_file(os.fspath(path), data.tobytes())
+        return hashing.hash_of(data)
+
+    def append(self, path: epath.Path, line: str) -> None:
+        path.write_text((path.read_text() if path.exists() else "") + line + "\n")
+
+    def list(self, folder: epath.Path) -> dict[str, int]:
+        files = self._files()
+        root = files._strip_protocol(os.fspath(folder))
+        # One request for a thousand files. What it tells is not remembered: others write there, too.
+        files.invalidate_cache()
+        found = files.find(root, detail=True)
+        files.invalidate_cache()
+        sizes = {name.removeprefix(f"{root}/"): int(about["size"]) for name, about in found.items()}
+        return dict(sorted((name, size) for name, size in sizes.items() if not name.endswith("/")))
+
+    def matching(self, pattern: str) -> list[Entry]:
+        return remote.listed(pattern)
+
+    def is_link(self, path: epath.Path) -> bool:
+        return False
+
+    def absolute(self, path: str) -> str:
+        return path
+
+    def free_bytes(self, folder: Path) -> None:
+        return None
+
+    def remove(self, path: epath.Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
+        files = self._files()
+        hashing.each(
+            lambda path: files.rm_file(os.fspath(folder / path)), [path for path in self.list(folder) if path != last]
+        )
+        with contextlib.suppress(FileNotFoundError):  # that one is not in it
+            folder.rmtree()
+
+    def sync(self, folder: epath.Path) -> None:
+        """What a bucket has answered for it keeps."""
+
+    def lock(self, folder: epath.Path, within_s: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def read_version(self, path: epath.Path, most: int) -> tuple[bytes, str]:
+        return self._versions.read(path, most)
+
+    def write_version(self, path: epath.Path, data: bytes, expected: str) -> str:
+        return self._versions.write(path, data, expected)
+
+    def remove_version(self, path: epath.Path, expected: str) -> None:
+        self._versions.remove(path, expected)
