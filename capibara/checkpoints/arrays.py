@@ -27,7 +27,7 @@ from capibara.checkpoints.encryption import Key
 from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.core import limits, tree
 from capibara.core.types import PyTree
-from capibara.storage import hashing, stores
+from capibara.storage import hashing, stores, threads
 
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
@@ -133,10 +133,10 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
       Corrupted: what this process needs is not what was saved.
     """
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
-    arrays = hashing.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
+    arrays = threads.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
     placed = []
     for together in _by_bytes(arrays, lambda array: array.bytes):
-        hashing.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
+        threads.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
         placed += [array.placed() for array in together]
     return jax.tree.unflatten(jax.tree.structure(target), placed)
 
@@ -168,7 +168,7 @@ def write(folder: epath.Path, arrays: PyTree, *, key: Key | None = None, compres
     if first and key is None:
         _write_orbax_metadata(folder / FOLDER, arrays)
     together = _by_bytes(jobs, lambda job: job.host_bytes(key))
-    files = [file for group in together for file in hashing.each(lambda job: job.write(folder, key), group)]
+    files = [file for group in together for file in threads.each(lambda job: job.write(folder, key), group)]
     return [file for file in files if file is not None]
 
 

@@ -23,7 +23,7 @@ from capibara.core import processes
 from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.storage import stores
-from capibara.storage.stores import Changed, Locked
+from capibara.storage.store import Changed, Locked
 
 NAME = "lease.json"
 _STALE_AFTER_S = 60.0  # without a sign of life from another host

@@ -24,7 +24,7 @@ from etils import epath
 import capibara
 from capibara.core import extras, limits
 from capibara.core.types import UserError
-from capibara.storage import hashing, stores
+from capibara.storage import hashing, stores, threads
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
@@ -176,7 +176,7 @@ def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool
       Unreadable: the disk does not give them.
     """
     files = [file for file in manifest.files if wanted(file)]
-    return [line for line in hashing.each(lambda file: _fault(folder, file), files) if line]
+    return [line for line in threads.each(lambda file: _fault(folder, file), files) if line]
 
 
 def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
@@ -200,7 +200,7 @@ def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: Tru
 
 def of_disk(folder: epath.Path, paths: Sequence[str]) -> list[File]:
     """Files as they are on the disk."""
-    return hashing.each(
+    return threads.each(
         lambda path: File(path, stores.of(folder).size(folder / path), hashing.file_hash(folder / path)), paths
     )
 

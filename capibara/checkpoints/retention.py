@@ -12,7 +12,7 @@ from etils import epath
 from capibara.checkpoints import manifest, step_folders
 from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
-from capibara.storage import hashing, stores
+from capibara.storage import stores, threads
 
 
 def expendable(
@@ -74,7 +74,7 @@ def prunable(
 def _is_sent(folder: epath.Path) -> bool:
     there = stores.of(folder).list(folder)
     others = [file for file in manifest.read(folder).files if there.get(file.path) != file.size]  # of older steps
-    return all(hashing.each(functools.partial(manifest.is_there, folder), others))
+    return all(threads.each(functools.partial(manifest.is_there, folder), others))
 
 
 def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:

@@ -26,6 +26,7 @@ from capibara.core import bucket_faults, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.storage import hashing, stores
+from capibara.storage.store import PARTIAL
 
 NAME = "manifest.json"
 CONFIG = "config.gin"
@@ -290,7 +291,7 @@ def _present_or_raise(folder: epath.Path) -> list[str]:
             inner = [path.name] * path.exists()
         else:
             inner = [f"{path.name}/{name}" for name in stores.of(path).list(path)] if path.is_dir() else [path.name]
-        found += [name for name in inner if not name.endswith(stores.PARTIAL)]
+        found += [name for name in inner if not name.endswith(PARTIAL)]
     return found
 
 

@@ -10,6 +10,7 @@ from capibara.checkpoints import manifest, run_manifest
 from capibara.checkpoints.manifest import Corrupted
 from capibara.core.types import UserError
 from capibara.storage import stores
+from capibara.storage.store import PARTIAL
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renamed to it in earlier versions
 # They end the names of steps that were quarantined. FORMERLY ended those that are CORRUPTED now.
@@ -129,7 +130,7 @@ def remove_leftovers(folder: epath.Path) -> None:
                 quarantine(path, UNFINISHED)
         elif committed and path.name.endswith(UNFINISHED):
             path.rmtree()
-        elif path.name.endswith(stores.PARTIAL):
+        elif path.name.endswith(PARTIAL):
             path.unlink(missing_ok=True)  # the thread that renews the lease has just renamed its own
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 from etils import epath
 
-from capibara.storage import hashing, remote, versions
-from capibara.storage.stores import Entry, Path
+from capibara.storage import remote, threads, versions
+from capibara.storage.store import Entry, Path
 from capibara.storage.versions import Versions
 
 _OPTIONS = {"gs": {"finalize_on_close": True}}  # as etils opens it: what one has listed the other must not remember
@@ -50,7 +51,7 @@ class BucketStore:
         return fsspec.filesystem(self._scheme, **_OPTIONS.get(self._scheme, {}))
 
     def read(self, path: Path, most: int | None = None) -> bytes:
-        return epath.Path(path).read_bytes()
+        return self._files().cat_file(os.fspath(path))  # one request: never half of what another is writing
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         return remote.read(path, start, stop)
@@ -72,7 +73,7 @@ class BucketStore:
 
     def write_hashed(self, path: epath.Path, data: np.ndarray) -> str:
         self._files().pipe_file(os.fspath(path), data.tobytes())
-        return hashing.hash_of(data)
+        return xxhash.xxh3_128_hexdigest(data)
 
     def append(self, path: epath.Path, line: str) -> None:
         path.write_text((path.read_text() if path.exists() else "") + line + "\n")
@@ -104,7 +105,7 @@ class BucketStore:
 
     def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
         files = self._files()
-        hashing.each(
+        threads.each(
             lambda path: files.rm_file(os.fspath(folder / path)), [path for path in self.list(folder) if path != last]
         )
         with contextlib.suppress(FileNotFoundError):  # that one is not in it

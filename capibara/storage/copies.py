@@ -21,7 +21,7 @@ from typing import IO
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import outputs, remote, stores
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _PIECE_BYTES = 16 << 20  # of a request
 _THREADS = 8

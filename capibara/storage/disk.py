@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from capibara.core import limits, processes
 from capibara.core.types import UserError
-from capibara.storage.stores import NONE, PARTIAL, Entry, Locked, Path
+from capibara.storage import threads
+from capibara.storage.store import NONE, PARTIAL, Entry, Locked, Path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,15 +146,13 @@ class DiskStore:
         folder.rename(aside).rmtree()
 
     def sync(self, folder: epath.Path) -> None:
-        from capibara.storage import hashing
-
         folders, files = [os.fspath(folder.parent)], []
         for root, _, names in os.walk(folder, onerror=_raise):
             folders.append(root)
             # Another process may be writing one: it syncs it itself, and under that name it is gone in a moment.
             files += [os.path.join(root, name) for name in names if not name.endswith(PARTIAL)]
-        hashing.each(sync_entry, files)
-        hashing.each(sync_entry, folders[::-1])
+        threads.each(sync_entry, files)
+        threads.each(sync_entry, folders[::-1])
 
     @contextlib.contextmanager
     def lock(self, folder: epath.Path, within_s: float) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from capibara.core import extras, limits
 from capibara.core.bucket_faults import Denied
 from capibara.core.types import TryAgain, UserError
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 ATTEMPTS = 6
 TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again

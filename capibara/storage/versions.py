@@ -13,7 +13,7 @@ from urllib.parse import quote
 from etils import epath
 
 from capibara.core.types import TryAgain, UserError
-from capibara.storage.stores import NONE, Changed
+from capibara.storage.store import NONE, Changed
 
 _TRIES = 5  # to read a file that is being written over and over
 

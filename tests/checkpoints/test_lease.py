@@ -184,7 +184,7 @@ def test_in_a_bucket_another_that_wrote_between_look_and_write_keeps_it(bucket, 
     monkeypatch.setattr(BucketStore, "write_version", late)
     with pytest.raises(UserError, match=f"{bucket} is being written by process 1 on elsewhere"):
         Lease(bucket, stale_after_s=60.0)
-    assert json.loads((bucket / NAME).read_text())["nonce"] == "n"
+    assert json.loads(stores.of(bucket).read(bucket / NAME))["nonce"] == "n"
 
 
 def test_in_a_bucket_it_is_written_again_where_it_has_gone_meanwhile(bucket, monkeypatch):
@@ -276,9 +276,9 @@ def test_one_that_cannot_be_read_is_nobodys(folder, content):
 
 def test_it_is_renewed(folder):
     lease = Lease(folder, stale_after_s=0.6)
-    before = json.loads((folder / NAME).read_text())["renewed"]
+    before = json.loads(stores.of(folder).read(folder / NAME))["renewed"]
     time.sleep(0.5)
-    assert json.loads((folder / NAME).read_text())["renewed"] > before
+    assert json.loads(stores.of(folder).read(folder / NAME))["renewed"] > before
     lease.check()
     lease.release()
 
@@ -289,4 +289,4 @@ def test_a_holder_that_lost_it_writes_nothing_more_and_leaves_the_other_alone(fo
     with pytest.raises(UserError, match="was taken over by process 1 on elsewhere meanwhile"):
         lease.check()
     lease.release()
-    assert json.loads((folder / NAME).read_text())["nonce"] == "n"
+    assert json.loads(stores.of(folder).read(folder / NAME))["nonce"] == "n"

@@ -10,6 +10,15 @@ from capibara.core.types import TryAgain, UserError
 gcsfs = pytest.importorskip("gcsfs.retry")
 google = pytest.importorskip("google.api_core.exceptions")
 aiohttp = pytest.importorskip("aiohttp.client_exceptions")
+botocore = pytest.importorskip("botocore.exceptions")
+s3fs = pytest.importorskip("s3fs.errors")
+
+
+def s3(status, code, translated=True):
+    """What S3's answer becomes in botocore, and in s3fs."""
+    answer = {"Error": {"Code": code, "Message": "as told"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = botocore.ClientError(answer, "PutObject")
+    return s3fs.translate_boto_error(error) if translated else error
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,26 @@ aiohttp = pytest.importorskip("aiohttp.client_exceptions")
         (gcsfs.HttpError({"code": "503", "message": "busy"}), TryAgain, "does not answer"),
         (aiohttp.ServerDisconnectedError(), TryAgain, "does not answer"),
         (gcsfs.HttpError({"code": 400, "message": "bad"}), None, ""),
+        (
+            s3(403, "AccessDenied"),
+            UserError,
+            "permission denied in an S3 bucket (as told): let this machine's account",
+        ),
+        (s3(403, "403"), UserError, "permission denied in an S3 bucket ("),
+        (s3(403, "AccessDenied", translated=False), UserError, "permission denied in an S3 bucket ("),
+        (s3(400, "ExpiredToken"), UserError, "permission denied in an S3 bucket (as told)"),
+        (
+            botocore.NoCredentialsError(),
+            UserError,
+            "permission denied in an S3 bucket (Unable to locate credentials)",
+        ),
+        (s3(404, "NoSuchBucket"), UserError, "an S3 bucket does not exist (as told): create it, or name another path"),
+        (s3(503, "SlowDown"), TryAgain, "S3 does not answer, though it was asked several times ([Errno 16] as told)"),
+        (s3(500, "InternalError"), TryAgain, "S3 does not answer"),
+        (botocore.EndpointConnectionError(endpoint_url="http://s3"), TryAgain, "S3 does not answer"),
+        (botocore.ReadTimeoutError(endpoint_url="http://s3"), TryAgain, "S3 does not answer"),
+        (s3(404, "NoSuchKey"), None, ""),
+        (s3(400, "InvalidRequest"), None, ""),
         (PermissionError(errno.EACCES, "Permission denied", "/etc/x"), None, ""),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/b/x/o"), None, ""),
         (ValueError("Forbidden: nothing of a bucket"), None, ""),

@@ -10,9 +10,9 @@ import pytest
 from etils import epath
 
 from capibara.core.types import UserError
-from capibara.storage import disk, stores
+from capibara.storage import disk
 from capibara.storage.disk import DiskStore
-from capibara.storage.stores import Locked
+from capibara.storage.store import NONE, Locked
 
 STORE, MOST = DiskStore(), 1 << 16
 
@@ -42,7 +42,7 @@ def test_what_is_no_file_is_not_waited_for(folder, how):
         STORE.read(folder / "a")
     with pytest.raises(OSError):
         STORE.open(folder / "a")
-    assert STORE.read_version(folder / "a", MOST) == (b"", stores.NONE)
+    assert STORE.read_version(folder / "a", MOST) == (b"", NONE)
     assert STORE.matching(str(folder / "a")) == []
     if how != "pipe":  # what is listed is read in ranges, and no pipe is listed
         with pytest.raises(UserError, match="a cannot be read"):

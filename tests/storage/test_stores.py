@@ -12,7 +12,7 @@ from etils import epath
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import disk, hashing, stores
-from capibara.storage.stores import Changed, Locked
+from capibara.storage.store import NONE, PARTIAL, Changed, Locked
 
 MOST = 1 << 16
 
@@ -91,7 +91,7 @@ def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path, monkeypa
     synced = []
     monkeypatch.setattr(disk, "sync_entry", synced.append)
     (tmp_path / "step").mkdir()
-    for name in ("whole", f"hashes.1{stores.PARTIAL}"):
+    for name in ("whole", f"hashes.1{PARTIAL}"):
         (tmp_path / "step" / name).touch()
     stores.of(tmp_path).sync(epath.Path(tmp_path / "step"))
     assert {epath.Path(path).name for path in synced} == {tmp_path.name, "step", "whole"}
@@ -106,9 +106,9 @@ def test_what_cannot_be_written_to_is_no_folder_of_a_run():
 
 def test_a_file_is_written_and_removed_at_the_version_that_was_seen_alone(path):
     store = stores.of(path)
-    assert store.read_version(path, MOST) == (b"", stores.NONE)
-    first = store.write_version(path, b"one", stores.NONE)
-    for expected in (stores.NONE, f"{first}1"):
+    assert store.read_version(path, MOST) == (b"", NONE)
+    first = store.write_version(path, b"one", NONE)
+    for expected in (NONE, f"{first}1"):
         with pytest.raises(Changed):
             store.write_version(path, b"another", expected)
     assert store.read_version(path, MOST) == (b"one", first)
@@ -117,7 +117,7 @@ def test_a_file_is_written_and_removed_at_the_version_that_was_seen_alone(path):
     assert store.read_version(path, MOST) == (b"two", second)
     store.remove_version(path, second)
     store.remove_version(path, second)
-    assert store.read_version(path, MOST) == (b"", stores.NONE)
+    assert store.read_version(path, MOST) == (b"", NONE)
     with pytest.raises(Changed):
         store.write_version(path, b"three", second)
 
@@ -131,7 +131,7 @@ def test_of_several_at_once_one_wins(path):
         except Changed:
             return None
 
-    version = stores.NONE
+    version = NONE
     for first in (0, 6):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = [one for one in pool.map(tried, range(first, first + 6), [version] * 6) if one]
@@ -142,5 +142,5 @@ def test_of_several_at_once_one_wins(path):
 
 def test_a_file_that_is_larger_than_any_of_ours_is_not_read(path):
     store = stores.of(path)
-    version = store.write_version(path, b"x" * (MOST + 1), stores.NONE)
+    version = store.write_version(path, b"x" * (MOST + 1), NONE)
     assert store.read_version(path, MOST) == (b"", version)

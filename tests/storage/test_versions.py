@@ -6,7 +6,7 @@ import pytest
 from etils import epath
 
 from capibara.storage import versions
-from capibara.storage.stores import NONE
+from capibara.storage.store import NONE
 
 VERSIONS, MOST = versions.of("gs"), 1 << 16
 

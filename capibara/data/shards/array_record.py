@@ -18,7 +18,7 @@ from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
 from capibara.data.shards.protobuf import Malformed, fields, varint
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _PAGE, _PAGE_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.storage import stores
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 SLACK_BYTES = 1 << 16  # read after a block's end, for the record that extends beyond it
 Record = bytes | Mapping[str, Any]

@@ -20,7 +20,7 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.data.shards.formats import ShardFormat
 from capibara.storage import copies, outputs, stores
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _THREADS = 32  # shards that are indexed at a time; the threads mostly wait
 

@@ -12,7 +12,7 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _MOST_BYTES = 1 << 30  # largest unpacked size of the needed columns of a row group
 _BATCH_ROWS = 1024  # rows unpacked at a time

@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _HEAD, _FRAME = 12, 16  # bytes before a record's content, and in total around it
 _MOST_BYTES = 256 << 20  # largest size of a record

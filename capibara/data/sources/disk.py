@@ -12,7 +12,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import copies, stores
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access

@@ -25,7 +25,7 @@ from capibara.data.shards import index as indexes
 from capibara.data.shards.tfrecord import TfRecords
 from capibara.data.sources.readers import GROUP, block_pool, position_in_epoch, positions_of
 from capibara.data.tasks import tasks
-from capibara.storage.stores import Entry
+from capibara.storage.store import Entry
 
 _TOGETHER = 4  # blocks in a group
 _LEAST_GROUPS = 16  # groups of each stream, if the cache is large enough

@@ -184,7 +184,13 @@ class _EventFile:
         record_writer.directory_check(folder)
         # The name begins with the time: if the clock has gone back, it must still differ from an older file's.
         suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
-        self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
+        self._writer = None
+        try:
+            self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
+        except ImportError as error:  # boto3, which s3fs does without
+            logging.getLogger(__name__).warning(
+                "%s is not written (%s); metrics.jsonl has the same numbers", folder, error
+            )
         atexit.register(self._close_after_fault)
         self._write(purge_step, file_version="brain.Event:2")
         self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
