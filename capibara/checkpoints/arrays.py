@@ -157,16 +157,22 @@ def write(folder: epath.Path, arrays: PyTree, *, key: Key | None = None, compres
     Raises:
       Corrupted: what was compressed does not decompress to what it was.
     """
-    first, jobs = jax.process_index() == 0, []
+    first = jax.process_index() == 0
+    layouts: dict[epath.Path, bytes] = {}
+    jobs: list[_Chunk] = []
     for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True):
         cut = Layout(leaf.shape, _chunk_shape(leaf), np.dtype(leaf.dtype), COMPRESSOR if compress else None)
         inner = folder / folder_of(name)
         stores.of(inner).make_folder(inner)
         if first:
-            (inner / LAYOUT).write_bytes(cut.text())
+            layouts[inner / LAYOUT] = cut.text()
         jobs += _held(name, leaf, cut)
     if first and key is None:
-        _write_orbax_metadata(folder / FOLDER, arrays)
+        layouts |= {folder / FOLDER / name: text for name, text in _orbax_metadata(arrays).items()}
+    stores.of(folder).make_folder(folder / FOLDER)
+    threads.each(
+        lambda file: stores.of(folder).write_hashed(file[0], np.frombuffer(file[1], np.uint8)), layouts.items()
+    )
     together = _by_bytes(jobs, lambda job: job.host_bytes(key))
     files = [file for group in together for file in threads.each(lambda job: job.write(folder, key), group)]
     return [file for file in files if file is not None]
@@ -249,8 +255,8 @@ def _held(name: str, array: jax.Array, cut: Layout) -> list[_Chunk]:
     return list(found.values())
 
 
-def _write_orbax_metadata(folder: epath.Path, arrays: PyTree) -> None:
-    """The two files by which Orbax reads the arrays of `folder`, in the form of its version 0.12."""
+def _orbax_metadata(arrays: PyTree) -> dict[str, bytes]:
+    """The two files by which Orbax reads the arrays beside them, in the form of its version 0.12."""
     values, shardings = {}, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays, is_leaf=_is_empty):
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -267,9 +273,7 @@ def _write_orbax_metadata(folder: epath.Path, arrays: PyTree) -> None:
         values[str(tuple(names))] = {"key_metadata": keys, "value_metadata": about}
     whole = {"tree_metadata": values, "use_ocdbt": False, "use_zarr3": False}
     whole |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
-    stores.of(folder).make_folder(folder)
-    (folder / "_METADATA").write_bytes(json.dumps(whole).encode())
-    (folder / "_sharding").write_bytes(json.dumps(shardings).encode())
+    return {"_METADATA": json.dumps(whole).encode(), "_sharding": json.dumps(shardings).encode()}
 
 
 def _is_empty(node: Any) -> bool:

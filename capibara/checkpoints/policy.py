@@ -8,6 +8,7 @@ import enum
 from capibara.checkpoints.encryption import Encryption
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.storage.store import Store
 
 
 class Verify(enum.StrEnum):
@@ -48,6 +49,7 @@ class Checkpointing:
         step then refers to the older one that holds them, which is kept as long as it is needed.
       compression: of arrays.
       encryption: the key with which to encrypt all files except manifest and layouts; None: no encryption.
+      store: reads, writes, lists and locks the files; None: the store of MODEL_DIR's address, a disk or a bucket.
     """
 
     every: int = 1000
@@ -60,6 +62,7 @@ class Checkpointing:
     incremental: bool = False
     compression: Compression = Compression.NONE
     encryption: Encryption | None = None
+    store: Store | None = None
 
     def __post_init__(self):
         if self.every < 0:

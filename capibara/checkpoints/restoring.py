@@ -19,6 +19,7 @@ from capibara.core import limits, tree
 from capibara.core.background import Task
 from capibara.core.multihost import hosts
 from capibara.core.types import PyTree, UserError
+from capibara.storage import stores
 
 _RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # limits of a run.json
 TASK_LIMIT_S = 3600.0  # for a save or a verification; hosts wait that long for each other's
@@ -192,6 +193,7 @@ class CheckpointReader:
 
     def __init__(self, model_dir: str, config: Checkpointing):
         self._folder, self._config = step_folders.folder_of(model_dir), config
+        stores.assign(self._folder, config.store)
         self._reader = StepReader(self._folder, config)
         self._verifying: Task | None = None
         self.corrupted: dict[int, str] = {}  # step -> why it was skipped

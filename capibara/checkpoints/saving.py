@@ -261,6 +261,6 @@ def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
     paths = [folder / f"{_MESSAGE}{topic}.{index}" for index in range(jax.process_count())]
     stores.of(folder).write_atomic(paths[jax.process_index()], json.dumps(value).encode())
     peers.together(topic)
-    found = [json.loads(path.read_bytes()) for path in paths]
+    found = [json.loads(stores.of(folder).read(path)) for path in paths]
     peers.together(f"{topic} read")
     return found

@@ -71,9 +71,7 @@ def _refused_by_s3(error: BaseException) -> UserError | TryAgain | None:
             f"({_S3_RIGHTS}), or name another path"
         )
     if status in _BUSY or code in _S3_BUSY or "Connect" in name or "Timeout" in name:
-        return TryAgain(
-            f"S3 does not answer, though it was asked several times ({_text(error) or name}): run the command again"
-        )
+        return TryAgain(f"S3 does not answer after several tries ({_text(error) or name}): run the command again")
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -88,7 +88,7 @@ class BucketStore:
         sizes = {name.removeprefix(f"{root}/"): int(about["size"]) for name, about in found.items()}
         return dict(sorted((name, size) for name, size in sizes.items() if not name.endswith("/")))
 
-    def matching(self, pattern: str) -> list[Entry]:
+    def matching(self, pattern: str) -> Sequence[Entry]:
         return remote.listed(pattern)
 
     def is_link(self, path: epath.Path) -> bool:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from capibara.core import limits, processes
@@ -116,7 +116,7 @@ class DiskStore:
                         found[f"{prefix}{entry.name}"] = entry.stat().st_size
         return dict(sorted(found.items()))
 
-    def matching(self, pattern: str) -> list[Entry]:
+    def matching(self, pattern: str) -> Sequence[Entry]:
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         entries = []
         for path in filter(os.path.isfile, found):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # verbs come here before they know what they need
     import numpy as np
@@ -42,6 +42,7 @@ class Locked(TimeoutError):
     """Another process holds a folder's lock and does not give it back; its argument is that process's id, if known."""
 
 
+@runtime_checkable
 class Store(Protocol):
     """Operations on files that lie together; all paths that it is given are its own.
 
@@ -118,7 +119,7 @@ class Store(Protocol):
         """
         ...
 
-    def matching(self, pattern: str) -> list[Entry]:
+    def matching(self, pattern: str) -> Sequence[Entry]:
         """The files that a path or a glob names, sorted; empty: none is there. Raises as `read_range`."""
         ...
 

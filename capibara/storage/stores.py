@@ -24,9 +24,24 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 _LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> what reads it, and the extra that has that
 
 
+_assigned: dict[str, Store] = {}  # folder -> its own
+
+
 def of(path: Path) -> Store:
     """The store of a path, or of an address in any store that fsspec knows."""
+    name = os.fspath(path)
+    for folder, store in _assigned.items():
+        if name == folder or name.startswith(f"{folder}/"):
+            return store
     return _store(scheme_of(path))
+
+
+def assign(folder: Path, store: Store | None) -> None:
+    """Gives a folder, and what is in it, a store of its own in this process; None: that of its address."""
+    if store is None:
+        _assigned.pop(os.fspath(folder), None)
+    else:
+        _assigned[os.fspath(folder)] = store
 
 
 def scheme_of(path: Path) -> str:

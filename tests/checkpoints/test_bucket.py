@@ -81,12 +81,12 @@ def test_what_s3_refuses_is_one_line(s3, capfd):
     s3.refuses = "AccessDenied"
     for ask in (lambda: convert.main(["list", folder]), lambda: Checkpoints(folder, Checkpointing())):
         code, lines = told(ask)
-        assert code == 2 and len(lines) == 1 and "error: permission denied in a bucket of S3 (" in lines[0], lines
+        assert code == 2 and len(lines) == 1 and "error: permission denied in an S3 bucket (" in lines[0], lines
     s3.refuses = None
     for _ in range(2):
         code, lines = told(lambda: Checkpoints("s3://none/run", Checkpointing()))
         assert code == 2 and lines == [
-            "error: a bucket of S3 is not there (The specified bucket does not exist): make it, or name another path"
+            "error: an S3 bucket does not exist (The specified bucket does not exist): create it, or name another path"
         ]
 
 

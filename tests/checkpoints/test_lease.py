@@ -207,15 +207,15 @@ def test_in_a_bucket_it_is_written_again_where_it_has_gone_meanwhile(bucket, mon
 @pytest.mark.fault(66)
 def test_in_a_bucket_it_is_renewed_and_what_another_wrote_is_not(bucket):
     lease = Lease(bucket, stale_after_s=0.6)
-    before = json.loads((bucket / NAME).read_bytes())["renewed"]
+    before = json.loads(stores.of(bucket).read(bucket / NAME))["renewed"]
     time.sleep(0.5)
-    assert json.loads((bucket / NAME).read_bytes())["renewed"] > before
+    assert json.loads(stores.of(bucket).read(bucket / NAME))["renewed"] > before
     forge(bucket)
     time.sleep(0.4)
     with pytest.raises(UserError, match="was taken over by process 1 on elsewhere"):
         lease.check()
     lease.release()
-    assert json.loads((bucket / NAME).read_bytes())["nonce"] == "n"
+    assert json.loads(stores.of(bucket).read(bucket / NAME))["nonce"] == "n"
 
 
 @pytest.mark.fault(66)
@@ -236,7 +236,7 @@ def test_in_a_bucket_it_is_left_to_who_took_it_over_since_the_look(bucket, monke
         time.sleep(0.3)
     else:
         lease.release()
-    assert json.loads((bucket / NAME).read_bytes())["nonce"] == "n"
+    assert json.loads(stores.of(bucket).read(bucket / NAME))["nonce"] == "n"
     lease.release()
 
 

@@ -54,7 +54,7 @@ def s3(status, code, translated=True):
             "permission denied in an S3 bucket (Unable to locate credentials)",
         ),
         (s3(404, "NoSuchBucket"), UserError, "an S3 bucket does not exist (as told): create it, or name another path"),
-        (s3(503, "SlowDown"), TryAgain, "S3 does not answer, though it was asked several times ([Errno 16] as told)"),
+        (s3(503, "SlowDown"), TryAgain, "S3 does not answer after several tries ([Errno 16] as told)"),
         (s3(500, "InternalError"), TryAgain, "S3 does not answer"),
         (botocore.EndpointConnectionError(endpoint_url="http://s3"), TryAgain, "S3 does not answer"),
         (botocore.ReadTimeoutError(endpoint_url="http://s3"), TryAgain, "S3 does not answer"),

@@ -164,6 +164,22 @@ def test_tokenizer(train, run, tmp_path, monkeypatch):
     assert run("infer", *asked, "--trust_config").startswith("import")
 
 
+def test_store(train, tmp_path):
+    """What the first disk loses, the second has; a step that is removed is on neither."""
+    from capibara.checkpoints.manager import Checkpointing, CheckpointReader
+
+    mirror = f"--gin.MirroredStore.mirror={tmp_path / 'mirror'}"
+    train("my_store", 4, mirror)
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(folder / "4" / "state")
+    with CheckpointReader(str(tmp_path / "run"), Checkpointing()) as alone:
+        assert alone.verified_step() == 2 and "is gone" in alone.corrupted[4]
+    found = losses(train("my_store", 6, mirror, "--gin.Checkpointing.keep=1"))
+    assert sorted(path.name for path in folder.glob("[0-9]*")) == ["6"]
+    assert [path.name for path in pathlib.Path(f"{tmp_path / 'mirror'}{folder}").glob("[0-9]*")] == ["6"]
+    assert found == losses(train("my_store", 6, mirror, folder="whole")) and len(found) == 6
+
+
 def test_tracker(resumed, tmp_path):
     told = resumed("my_tracker")
     lines = (tmp_path / "run" / "table.csv").read_text().splitlines()

@@ -242,7 +242,7 @@ class _EventFile:
     def _forget(self) -> None:
         """Drops a failed writer so that it is not closed again when it is collected: a bucket's would upload, and fail."""
         writer, self._writer = self._writer, None
-        if not stores.of(self._folder).appends:
+        if writer is not None and not stores.of(self._folder).appends:
             writer._py_recordio_writer._writer.close = lambda: None
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from etils import epath
 
 from capibara.core.background import Worker
 from capibara.core.types import UserError
