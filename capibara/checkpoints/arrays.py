@@ -207,19 +207,19 @@ class _Chunk:
         """Writes it where it is ours; None: there is nothing to say of it."""
         plain = np.asarray(self.shard)[self.part]
         inner = f"{folder_of(self.array)}/{name_of(self.index)}"
-        about = {"array": self.array, "chunk": self.index}
         if key is None and self.cut.compressor is None:
             content = _bytes(plain)
             digest = self._written(folder / inner, content)
-            return File(inner, content.nbytes, digest, **about)
+            return File(inner, content.nbytes, digest, array=self.array, chunk=self.index)
         if key is not None and not self.is_ours:
             return None
         data, digest = _bytes(plain), content_hash(plain, key)
         if self.cut.compressor is not None:
             data = np.frombuffer(encode(plain, self.cut), np.uint8)
         if key is not None:
-            data = np.frombuffer(key.seal(data, _seal(int(folder.name), inner)), np.uint8)
-        file = File(inner, data.nbytes, self._written(folder / inner, data), content=digest, **about)
+            data = np.frombuffer(key.seal(data.data, _seal(int(folder.name), inner)), np.uint8)
+        on_disk = self._written(folder / inner, data)
+        file = File(inner, data.nbytes, on_disk, array=self.array, chunk=self.index, content=digest)
         if key is None and content_hash(decode(data, self.cut, file), None) != digest:
             raise Corrupted(f"{file.describe()} does not hold what was to be saved")
         return file
@@ -399,11 +399,15 @@ class _Array:
     def placed(self) -> jax.Array:
         """The array on the devices; to be asked once."""
         parts, self._parts = self._parts, {}
-        shape, sharding = self._target.shape, self._target.sharding
-        dtype = self._target.dtype
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: parts[_bounds(index, shape)].astype(dtype, copy=False)
-        )
+        shape, sharding, dtype = self._target.shape, self._target.sharding, self._target.dtype
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "of a part of this process"
+            values = parts[_bounds(index, shape)]
+            assert values is not None, "all its chunks were read"
+            return values.astype(dtype, copy=False)
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     def _check_bytes(self, file: File) -> None:
         """Before they are read: compressed or encrypted, a chunk may be a little longer."""
@@ -428,7 +432,8 @@ class _Array:
 
 def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
     """The items in groups that the host's memory has room for."""
-    group, held = [], 0
+    group: list[_T] = []
+    held = 0
     for item in items:
         if group and held + size(item) > _TOGETHER_BYTES:
             yield group

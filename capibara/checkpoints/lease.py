@@ -158,9 +158,9 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
     try:
         yield
     except Locked as locked:
-        (pid,), host, record = locked.args, socket.gethostname(), _read(folder / NAME)[0] or {}
+        (pid,), record = locked.args, _read(folder / NAME)[0] or {}
         # No process of ours: of another container, or of a host that shares the disk.
-        pid, host = (pid, host) if pid is not None else (record.get("pid"), record.get("host"))
+        pid, host = (pid, socket.gethostname()) if pid is not None else (record.get("pid"), record.get("host"))
         who = "another process" if pid is None else f"process {pid} on {host}"
         stopped = host == socket.gethostname() and processes.is_stopped(pid)
         raise UserError(

@@ -106,6 +106,11 @@ class Checkpoints(CheckpointReader):
             values["config"] = about.pop("config", None)
         run = json.dumps(values).encode()  # now: what it is made of may change
         parent, verifying = self._parent, self._verifying
+
+        def verified() -> None:
+            if verifying is not None:
+                verifying.wait(restoring.TASK_LIMIT_S)
+
         save = Save(
             folder=self._folder / str(step),
             config=self._config,
@@ -116,7 +121,7 @@ class Checkpoints(CheckpointReader):
             check_lease=self._check_lease,
         )
         self._parent = step
-        self._saving = save.begin(arrays, lambda: verifying and verifying.wait(restoring.TASK_LIMIT_S))
+        self._saving = save.begin(arrays, verified)
 
     def _base(self, parent: int | None) -> manifest.Manifest | None:
         """What an incremental step refers to; None: nothing."""
@@ -124,6 +129,7 @@ class Checkpoints(CheckpointReader):
             return None
         with contextlib.suppress(Corrupted):
             return self._reader.manifest(parent)
+        return None
 
     def score(self, step: int, score: float) -> None:
         """Gives a committed step the score of an evaluation that was made later; every process calls it."""
@@ -132,7 +138,7 @@ class Checkpoints(CheckpointReader):
             with self._disk_errors(), contextlib.suppress(Corrupted):  # of which another verification tells
                 self._check_lease()
                 found = self._reader.manifest(step)
-                scored = dataclasses.replace(found, about=found.about | {"score": score})
+                scored = dataclasses.replace(found, about={**found.about, "score": score})
                 writer = Writer(key=self._reader.key_of(found))  # which may be the key before this run's
                 manifest.write(self._folder / str(step), writer.signed(scored))
         peers.together("scored")
@@ -175,13 +181,13 @@ class Checkpoints(CheckpointReader):
           UserError: the disk was full, or what this run was restored from is not what was saved.
         """
         with self._disk_errors():
-            if self._saving is not None:
-                self._end_save()
+            self._end_save()
             super().check()
 
     def _end_save(self) -> None:
         saving, self._saving = self._saving, None
-        saving.wait(restoring.TASK_LIMIT_S)
+        if saving is not None:
+            saving.wait(restoring.TASK_LIMIT_S)
 
     def close(self) -> None:
         """Waits, then gives the folder back."""

@@ -282,6 +282,7 @@ def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
                     f"{path} cannot be read ({error.strerror or one_line(error)}): nothing was changed; see to it that it "
                     "can be, and run the command again"
                 ) from error
+    raise AssertionError("unreachable")
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
@@ -314,7 +315,7 @@ def _file(values: Mapping[str, Any]) -> File:
 
 def _check_types(manifest: Manifest) -> None:
     about, encryption = manifest.about, manifest.encryption
-    wanted = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
+    wanted: dict[str, tuple[type, ...]] = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
     wanted |= {"score": (int, float, type(None)), "parent": (int, type(None)), "run": (dict, type(None))}
     right = isinstance(about, dict) and all(isinstance(about.get(name), kinds) for name, kinds in wanted.items())
     for values in (about.get("run") or {}, encryption or {}) if right else ():

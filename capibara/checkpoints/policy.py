@@ -64,7 +64,7 @@ class Checkpointing:
     encryption: Encryption | None = None
     store: Store | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.every < 0:
             raise UserError(f"Checkpointing.every is {self.every}, must be at least 0 (0: only at the end): try 1000")
         if self.keep < 1:

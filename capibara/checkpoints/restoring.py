@@ -110,8 +110,8 @@ class StepReader:
             raise Corrupted(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
         content = manifest.contents(self._folder / str(step), file)
         try:
-            content = arrays.opened(content, found, file, self.key_of(found)).tobytes()
-            values = limits.parse_json(content, values=_RUN_VALUES, finite=False)
+            text = arrays.opened(content, found, file, self.key_of(found)).tobytes()
+            values = limits.parse_json(text, values=_RUN_VALUES, finite=False)
             parts = {name: values[name] for name in ("data", "progress", "shapes")}
             if not all(isinstance(part, dict) for part in parts.values()):
                 raise ValueError("its parts are not JSON objects")
@@ -151,7 +151,8 @@ class StepReader:
     def part(self, restored: Restored, keep: Callable[[str], bool]) -> PyTree:
         """Parameters selected by name; see `CheckpointReader.newest_part`."""
         here = SingleDeviceSharding(jax.local_devices()[0])
-        saved, wanted = restored.shapes, {}
+        saved = restored.shapes
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
         for path, shape in saved.items():
             part, _, name = path.partition("/")
             has_average = part == "params" and f"ema/{name}" in saved
@@ -357,16 +358,17 @@ def newest_whole(
     for step in lost[-_LOGGED:]:
         pass_over(step, step_folders.why_lost(folder, step))
     for step in steps:
-        found, fault = None, None
+        found: list[T] = []
+        fault = None
         try:
-            found = attempt(step)
+            found = [attempt(step)]
         except Corrupted as error:
             fault = str(error)
         fault = next(filter(None, hosts.gathered(fault)), None)
         if fault is None:
             for other in passed if not read_only and jax.process_index() == 0 else ():
                 _quarantine(folder, other)
-            return step, found
+            return step, found[0]
         passed.append(step)
         pass_over(step, fault)
     if corrupted:

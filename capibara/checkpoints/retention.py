@@ -38,8 +38,8 @@ def expendable(
     kept = set(steps[-keep:]) | set(milestones)
     if keep_every is not None:
         kept |= {step for step in steps if step % keep_every == 0}
-    scored = [step for step in steps if scores and step in scores]
-    kept |= set(sorted(scored, key=lambda step: (scores[step], -step))[:keep_best])
+    scored = sorted((score, -step) for step, score in (scores or {}).items() if step in steps)
+    kept |= {-step for _, step in scored[:keep_best]}
     return [step for step in steps if step not in kept]
 
 

@@ -17,6 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -106,7 +107,7 @@ def read(folder: epath.Path) -> RunManifest | None:
         raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
-def _entry(values: Mapping[str, object]) -> Entry:
+def _entry(values: Mapping[str, Any]) -> Entry:
     """A file as a manifest has it, which anyone may have written."""
     entry = Entry(**{**values, "role": Role(values["role"])})
     if not all(isinstance(text, str) for text in (entry.path, entry.xxh128, entry.before or "")):
@@ -242,7 +243,7 @@ def lost_steps(folder: epath.Path) -> list[int]:
 
 def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
     """The newest checkpoint that metrics.jsonl records, of those that no later start or roll-back made void."""
-    path, steps = folder / METRICS, set()
+    path, steps = folder / METRICS, set[int]()
     if not path.exists():
         return frozenset()
     for line in stores.of(path).lines(path):

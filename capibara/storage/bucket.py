@@ -9,14 +9,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 from etils import epath
 
 from capibara.storage import remote, threads, versions
-from capibara.storage.store import Entry, Path
+from capibara.storage.store import Entry, OpenFile, Path
 from capibara.storage.versions import Versions
 
 _OPTIONS = {"gs": {"finalize_on_close": True}}  # as etils opens it: what one has listed the other must not remember
@@ -56,7 +56,7 @@ class BucketStore:
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         return remote.read(path, start, stop)
 
-    def open(self, path: Path) -> BinaryIO:
+    def open(self, path: Path) -> OpenFile:
         return epath.Path(path).open("rb")
 
     def lines(self, path: Path) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ class BucketStore:
 
     def write_hashed(self, path: epath.Path, data: np.ndarray) -> str:
         self._files().pipe_file(os.fspath(path), data.tobytes())
-        return xxhash.xxh3_128_hexdigest(data)
+        return xxhash.xxh3_128_hexdigest(data.data)
 
     def append(self, path: epath.Path, line: str) -> None:
         path.write_text((path.read_text() if path.exists() else "") + line + "\n")

@@ -117,7 +117,7 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
     os.makedirs(folder, exist_ok=True)
     with _locked(f"{folder}.lock"):
         record = _record(folder)
-        if gone := [] if there is None else [name for name in record if name not in there]:
+        if there is not None and (gone := [name for name in record if name not in there]):
             for name in gone:
                 with contextlib.suppress(OSError):
                     os.unlink(limits.inside(folder, name, url))

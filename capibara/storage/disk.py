@@ -11,12 +11,12 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from capibara.core import limits, processes
 from capibara.core.types import UserError
 from capibara.storage import threads
-from capibara.storage.store import NONE, PARTIAL, Entry, Locked, Path
+from capibara.storage.store import NONE, PARTIAL, Entry, Locked, OpenFile, Path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +52,7 @@ class DiskStore:
             )
         return content
 
-    def open(self, path: Path) -> BinaryIO:
+    def open(self, path: Path) -> OpenFile:
         check_regular(path)
         return open(path, "rb", buffering=0)
 
@@ -82,7 +82,7 @@ class DiskStore:
     def write_hashed(self, path: epath.Path, data: np.ndarray) -> str:
         import xxhash
 
-        view, digest = memoryview(data), xxhash.xxh3_128()
+        view, digest = memoryview(data.data), xxhash.xxh3_128()
         with open(path, "wb", buffering=0) as file:
             for begin in range(0, len(view), _WRITTEN):
                 left = view[begin : begin + _WRITTEN]

@@ -16,7 +16,7 @@ _ALIGNED = 64  # bytes: what JAX takes over on a CPU without a copy
 
 def hash_of(data: bytes | memoryview | np.ndarray) -> str:
     """XXH3 with 128 bits, as the command xxh128sum prints it: hashed faster than read, it finds what chance does."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data if isinstance(data, np.ndarray) else data)
 
 
 def file_hash(path: Path) -> str:
@@ -28,7 +28,7 @@ def first_hash(path: Path, size: int | None) -> tuple[int, str]:
     """How many of a file's first `size` bytes (None: of all) there are, and their hash; little of it is held."""
     digest, piece, left = (
         xxhash.xxh3_128(),
-        memoryview(np.empty(_PIECE, np.uint8)),
+        memoryview(bytearray(_PIECE)),
         sys.maxsize if size is None else size,
     )
     begun = left
@@ -50,7 +50,7 @@ def read_hashed(path: Path, size: int) -> tuple[np.ndarray, str]:
       uint8 [size], or shorter where the file is, aligned for the devices; and the hash.
     """
     content, digest, begin = empty(size), xxhash.xxh3_128(), 0
-    view = memoryview(content)
+    view = memoryview(content.data)
     with stores.of(path).open(path) as file:
         while begin < size and (count := file.readinto(view[begin : begin + _PIECE])):
             digest.update(view[begin : begin + count])

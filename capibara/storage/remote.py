@@ -191,7 +191,7 @@ def _waits() -> Iterator[float]:
 def _code(error: BaseException) -> int | None:
     for name in ("code", "status", "status_code"):
         with contextlib.suppress(TypeError, ValueError):
-            return int(getattr(error, name, None))
+            return int(getattr(error, name, ""))
     return None
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:  # verbs come here before they know what they need
     import numpy as np
@@ -40,6 +41,20 @@ class Changed(Exception):
 
 class Locked(TimeoutError):
     """Another process holds a folder's lock and does not give it back; its argument is that process's id, if known."""
+
+
+class OpenFile(Protocol):
+    """A file that is being read."""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fills a buffer, or a part of it; the bytes that came, 0 at the end."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None, /
+    ) -> None: ...
 
 
 @runtime_checkable
@@ -76,7 +91,7 @@ class Store(Protocol):
         """
         ...
 
-    def open(self, path: Path) -> BinaryIO:
+    def open(self, path: Path) -> OpenFile:
         """A file to read, without a buffer where that costs nothing; raises OSError as `read`."""
         ...
 

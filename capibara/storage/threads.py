@@ -18,7 +18,7 @@ R = TypeVar("R")
 def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
     """`fn` of every item, in threads; a fault is raised when all that were under way have ended, and no more begin."""
     items = list(items)
-    found: list[R | None] = [None] * len(items)
+    found: dict[int, R] = {}
     left, failed = iter(range(len(items))), threading.Event()
 
     def some() -> None:
@@ -41,7 +41,7 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
         concurrent.futures.wait(begun)
     for helper in begun:
         helper.result()
-    return found
+    return [found[index] for index in range(len(items))]
 
 
 @functools.cache

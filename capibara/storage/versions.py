@@ -40,9 +40,12 @@ def of(scheme: str) -> Versions:
     Raises:
       UserError: it has none.
     """
-    if scheme not in _KINDS:
-        raise UserError(f"{scheme}:// keeps no versions of files: name a folder in gs://, s3:// or on a disk")
-    return _KINDS[scheme]()
+    match scheme:
+        case "gs":
+            return GoogleVersions()
+        case "s3":
+            return S3Versions()
+    raise UserError(f"{scheme}:// keeps no versions of files: name a folder in gs://, s3:// or on a disk")
 
 
 class GoogleVersions:
@@ -127,9 +130,6 @@ class S3Versions:
         except OSError as error:
             if not _is_refused(error):  # another's
                 raise
-
-
-_KINDS = {"gs": GoogleVersions, "s3": S3Versions}
 
 
 def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
