@@ -67,9 +67,8 @@ def test_the_glossary_names_places_that_are_there():
     assert len(each) == len({*each}), "a term is there twice"
 
 
-# Lines of a class, a function and a file, and files of a folder, at most; and what is above that until it is divided.
+# Lines of a class, a function and a file, and files of a folder, at most.
 LIMITS = {"class": 200, "function": 60, "file": 700, "folder": 14}
-STILL_ABOVE = {"folder capibara/training": 17}
 
 
 def sizes_of(path: pathlib.Path) -> dict[str, int]:
@@ -93,9 +92,5 @@ def test_classes_functions_files_and_folders_are_short():
         files = [path for path in paths if path.parent == folder and path.name != "__init__.py"]
         sizes[f"folder {folder.relative_to(ROOT)}"] = len(files)
     assert {name.split()[0] for name in sizes} == LIMITS.keys()
-    above = [
-        f"{name}: {size}"
-        for name, size in sizes.items()
-        if size > max(LIMITS[name.split()[0]], STILL_ABOVE.get(name, 0))
-    ]
+    above = [f"{name}: {size}" for name, size in sizes.items() if size > LIMITS[name.split()[0]]]
     assert not above, f"divide by concepts what has more than {LIMITS}: {above}"
