@@ -1,1 +1,1 @@
-"""Ways to train that are more than steps on given batches."""
+"""Training strategies in which the model generates its own data, such as GRPO."""

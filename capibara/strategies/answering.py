@@ -1,4 +1,4 @@
-"""Answers to prompts, with their rewards: each process makes its share, and all of them know all."""
+"""Generates answers to prompts and computes their rewards; the processes split the work and exchange the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.objectives.batches import RunParts
 
-_ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop, and who has work left
+_ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Answer:
     """One answer to a prompt.
 
     Attributes:
-      prompt, tokens: ids of both; the answer's with the token that ended it.
-      drawn: of each of its tokens the log-probability in what the engine drew it from.
-      reward: the sum of its rewards.
-      parts: each of them.
+      prompt, tokens: token ids of the prompt and of the answer, including its end token.
+      drawn: the log-probability of each of its tokens in the distribution from which the engine sampled it.
+      reward: the weighted sum of its rewards.
+      parts: the rewards.
       truncated: whether it was cut off.
     """
 
@@ -47,20 +47,20 @@ class Answer:
     truncated: bool
 
     def packed(self) -> dict[str, Any]:
-        """As a JSON value, of which nothing is lost."""
+        """The answer as a JSON value, without loss of precision."""
         ids = {name: _text(getattr(self, name), np.int32) for name in ("prompt", "tokens")}
         return {**dataclasses.asdict(self), **ids, "drawn": _text(self.drawn, np.float32)}
 
     @staticmethod
     def of(packed: dict[str, Any]) -> Answer:
-        """What `packed` gave."""
+        """The answer from `packed`."""
         ids = {name: _numbers(packed[name], np.int32) for name in ("prompt", "tokens")}
         lists = {"drawn": _numbers(packed["drawn"], np.float32), "parts": tuple(packed["parts"])}
         return Answer(**{**packed, **ids, **lists})
 
 
 class Answering(Protocol):
-    """How prompts are answered, and what is rewarded: a `grpo.Grpo`."""
+    """Options of generation and rewards: a `grpo.Grpo`."""
 
     @property
     def engine(self) -> EngineConfig: ...
@@ -76,20 +76,20 @@ class Answering(Protocol):
 
 @runtime_checkable
 class PromptDocuments(Protocol):
-    """Documents of which rewards can read more than the prompt."""
+    """Documents whose records are available to rewards."""
 
     def __getitem__(self, i: int) -> str:
         """The prompt."""
 
     def record(self, i: int) -> Mapping[str, Any]:
-        """All that is known of it."""
+        """The record of document `i`."""
 
     def where(self, i: int) -> str:
-        """The file and the line, for errors."""
+        """The file and line, for errors."""
 
 
 class Prompt(NamedTuple):
-    """Of a batch: its row, its number among the documents of the split, and its tokens."""
+    """A prompt of a batch: its row, its number in the split, and its tokens."""
 
     row: int
     number: int
@@ -97,7 +97,7 @@ class Prompt(NamedTuple):
 
 
 def prompts_of(batch: Batch) -> list[Prompt]:
-    """The prompts of a batch; rows that fill it up have none."""
+    """The prompts of a batch, without rows of padding."""
     found = []
     for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
         ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
@@ -106,14 +106,14 @@ def prompts_of(batch: Batch) -> list[Prompt]:
 
 
 class Answerer:
-    """Answers prompts with the parameters at hand, and has the answers judged.
+    """Answers prompts with the current parameters, and computes the rewards of the answers.
 
-    Where they fit, each process has an engine on its own chips and answers its share; else all processes make every
-    token together. Every answer is judged by one process, and all take its word for it.
+    If the parameters fit its own chips, each process has an engine and answers its part of the prompts; otherwise all
+    processes generate together. One process computes the rewards of an answer and sends them to the others.
 
     Args:
-      run: of prompts.
-      grpo: how they are answered, and what is rewarded.
+      run: parts of a run on prompts.
+      grpo: options of generation and rewards.
     """
 
     def __init__(self, run: RunParts, grpo: Answering):
@@ -125,7 +125,7 @@ class Answerer:
         self._own: OwnChips | None = None
 
     def load(self, params: Params) -> None:
-        """Answers with these parameters from now on; all processes call it."""
+        """Loads parameters into the engine; all processes call it."""
         jax.block_until_ready(params)
         if self._engine is not None:
             self._engine.update(params if self._own is None else self._own(params))
@@ -146,7 +146,7 @@ class Answerer:
         return self._engine
 
     def _free_bytes(self) -> int | None:
-        """Of a device, on every process, beside the train step."""
+        """Free memory of a device, on every process, beside the train step."""
         free = hosts.gathered(own_chips.free_bytes(self._run.step_temp_bytes))
         return None if None in free else min(free)
 
@@ -157,12 +157,12 @@ class Answerer:
 
         Args:
           split, prompts: the prompts.
-          samplings: row of a prompt -> how each of its answers is drawn.
-          what: they are for.
+          samplings: row of a prompt -> sampling options of each of its answers.
+          what: their purpose, for the progress.
 
         Raises:
-          Interrupted: the run is to stop.
-          UserError: a reward is no number, on whichever process.
+          Interrupted: the run must stop.
+          UserError: a reward on any process is not a number.
         """
         mine = hosts.share(prompts)
         streams: dict[int, list[Stream]] = {}
@@ -173,7 +173,7 @@ class Answerer:
         return self._judged_by_turns(split, prompts, mine, streams, f"{what}: {{}} of {count} rewards")
 
     def _write(self, what: str, count: int) -> None:
-        """Until the engines of all processes have nothing left to do."""
+        """Generates until the engines of all processes have finished."""
         for turn in itertools.count():
             self._run.reporter.check(turn)
             found = hosts.each(self._worked)
@@ -183,7 +183,7 @@ class Answerer:
             self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
 
     def _worked(self) -> tuple[bool, int]:
-        """Whether this process's engine went on, and the answers that it still has to begin or to end."""
+        """Runs this process's engine; returns whether it had work, and the number of unfinished answers."""
         steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
         busy = all(self._loaded.step() for _ in range(steps))
         return busy, sum(self._loaded.load)
@@ -213,8 +213,8 @@ class Answerer:
             value = reward(text, said.text, record)
             if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
                 raise UserError(
-                    f"Grpo.rewards: {name_of(reward)} gave {value!r} for an answer to {documents.where(prompt.number)}: it "
-                    "must give a finite number"
+                    f"Grpo.rewards: {name_of(reward)} returned {value!r} for an answer to "
+                    f"{documents.where(prompt.number)}: it must return a finite number"
                 )
             parts.append(float(value))
         weights = grpo.reward_weights or (1.0,) * len(parts)
@@ -229,14 +229,14 @@ def _prompts(dataset: Dataset, split: str) -> PromptDocuments:
     found = dataset.documents(split)
     if not isinstance(found, PromptDocuments):
         raise UserError(
-            f"Dataset.source ({type(dataset.source).__name__}) has prompts without records, which rewards read: set "
+            f"Dataset.source ({type(dataset.source).__name__}) has no records, which rewards need: set "
             "Dataset.source = @PromptJsonlSource()"
         )
     return found
 
 
 def name_of(reward: object) -> str:
-    """Of a reward function."""
+    """The name of a reward function."""
     return getattr(reward, "__name__", type(reward).__name__)
 
 

@@ -1,6 +1,6 @@
-"""Group relative policy optimisation: answers that the model gives itself, judged within the group of their prompt.
+"""Group relative policy optimisation (GRPO): trains on the model's own answers, compared within the group of a prompt.
 
-There is no value model and no reward model: rewards are functions that can be verified (`strategies.rewards`).
+There is no value model and no reward model: rewards are functions, such as a check of the answer (`strategies.rewards`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from capibara.strategies.policy_loss import Variant, advantages, policy_loss
 from capibara.strategies.rewards import Reward, check_reward
 from capibara.strategies.rollouts import Rollouts
 
-ENTRIES = ("advantages", "drawn", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
+ENTRIES = ("advantages", "drawn", "old", "reference")  # additional entries of a batch of answers, float32 [B, T]
 
 
 @configurable
@@ -44,30 +44,29 @@ ENTRIES = ("advantages", "drawn", "old", "reference")  # of a batch of answers, 
 class Grpo(Loss):
     """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
 
-    A sample depends on Trainer.seed, the step and the prompt's place in the batch alone, not on the number of processes.
+    A sample only depends on Trainer.seed, the step and the prompt's row in the batch, not on the number of processes.
 
-    What is trained is what is drawn from: the model at Sampling.temperature. The engine's numbers are not those of
-    training to the last bit (other programs, other dtypes): each token's gain is weighted by its probability in training
-    over that in the engine, up to a cap (truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"; TRL's vllm_importance_sampling_correction, verl's rollout_is). The
-    metrics `engine_difference`, the mean of |ln| of that weight, and `importance_capped`, the share of tokens at the cap,
-    say how far they are apart.
+    The trained policy is the distribution from which answers are sampled: the model at Sampling.temperature. The engine's
+    probabilities differ slightly from those in training (other programs, other dtypes). So each token's loss is weighted by
+    its probability in training over that in the engine, up to a cap (truncated importance sampling: Yao et al. 2025, "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training"; TRL's vllm_importance_sampling_correction, verl's
+    rollout_is). Metrics of the difference are `engine_difference`, the mean of |ln| of this weight, and
+    `importance_capped`, the fraction of tokens at the cap.
 
     Attributes:
       rewards: functions of (prompt, answer, record) -> a number; in Gin (@exact_answer, ...), without ().
-      reward_weights: of their sum; None: 1 each.
-      group: answers to a prompt.
-      sampling: how they are drawn; its seed does not count. Limits and penalties are refused.
-      variant: what advantages and shares are.
-      clip_low, clip_high: the ratio of a token's probabilities, new to old, counts up to 1 - clip_low and 1 + clip_high.
-      kl: coefficient of the divergence from the reference, what the run begins from (Schulman's k3 estimator); 0: none,
-        and no reference is kept.
-      updates: steps on the answers of one rollout.
-      importance_cap: most that a token may weigh for having been likelier in training than in the engine; None: all
-        tokens weigh alike.
-      engine: how answers are batched.
-      where: whose chips answer: each process's own, its share of the prompts, or those of all together.
-      mesh: how an engine lies on a process's own chips.
+      reward_weights: weights of the rewards in their sum; None: 1 each.
+      group: number of answers to a prompt.
+      sampling: sampling options of the answers; its seed is ignored. Limits (top_k, ...) and penalties are refused.
+      variant: the advantages and the weights of tokens.
+      clip_low, clip_high: the ratio of a token's new to old probability is clipped to [1 - clip_low, 1 + clip_high].
+      kl: coefficient of the KL divergence from the reference, the initial weights of the run (Schulman's k3 estimator); 0:
+        none, and no reference is kept.
+      updates: number of steps on the answers of one rollout.
+      importance_cap: the largest importance weight of a token; None: no importance weights.
+      engine: options of the engine.
+      where: whether each process answers its part of the prompts on its own chips, or all processes work together.
+      mesh: the mesh of an engine on a process's own chips.
     """
 
     rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
@@ -96,7 +95,7 @@ class Grpo(Loss):
             )
         if self.group < 2:
             raise UserError(
-                f"Grpo.group is {self.group}, must be at least 2: one answer has nothing to be compared with"
+                f"Grpo.group is {self.group}, must be at least 2, since answers are compared with each other: try 8"
             )
         if self.updates < 1:
             raise UserError(f"Grpo.updates is {self.updates}, must be at least 1")
@@ -116,12 +115,12 @@ class Grpo(Loss):
             )
         if self.sampling.beams is not None or self.sampling.num_decodes > 1:
             name = "num_decodes" if self.sampling.beams is None else "beams"
-            raise UserError(f"Grpo's Sampling.{name} is set: every answer is drawn, and none chosen; leave it out")
+            raise UserError(f"Grpo's Sampling.{name} is set, but GRPO trains on all sampled answers: leave it out")
         for name, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
             if (value := getattr(self.sampling, name)) != nothing:
                 raise UserError(
-                    f"Grpo's Sampling.{name} is {value}: answers must be drawn from all that is trained, or the tokens left "
-                    "out are never learnt about: leave it out, and lower Sampling.temperature instead"
+                    f"Grpo's Sampling.{name} is {value}, but answers must be sampled from all tokens, or some are never "
+                    "trained: leave it out, and lower Sampling.temperature instead"
                 )
 
     @property
@@ -138,11 +137,11 @@ class Grpo(Loss):
             )
         if dataset.data_format is not DataFormat.PROMPTS:
             raise UserError(
-                f"Trainer.loss (@Grpo()) is for prompts, and Dataset.source holds {dataset.data_format}: set Dataset.source = "
+                f"Trainer.loss (@Grpo()) is for prompts, but Dataset.source has {dataset.data_format}: set Dataset.source = "
                 "@PromptJsonlSource(), or leave Trainer.loss out"
             )
         if dataset.packing is not Packing.NONE:
-            raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) cannot be with @Grpo(): set it to 'none'")
+            raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) must be 'none' with @Grpo(): set it to that")
         if batch_size % self.group:
             raise UserError(
                 f"Plan.batch_size ({batch_size}) must be a multiple of Grpo.group ({self.group}): try "
@@ -156,7 +155,7 @@ class Grpo(Loss):
         pages, size = self.engine.pages, self.engine.page_size
         if pages is not None and pages * size < dataset.length - 1:  # a row's last token is not read
             raise UserError(
-                f"EngineConfig.pages ({pages}) of {size} tokens have no place for a row of Dataset.length ({dataset.length}), "
+                f"EngineConfig.pages ({pages}) of {size} tokens are too few for a row of Dataset.length ({dataset.length}), "
                 f"prompt and answer: set EngineConfig.pages = {-(-(dataset.length - 1) // size)} or more"
             )
 
@@ -165,11 +164,11 @@ class Grpo(Loss):
         return self.group
 
     def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
-        """The reference, where there is one, and the engine with its copy of the parameters."""
+        """The reference, if there is one, and the engine with its copy of the parameters."""
         trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
         reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
         size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
-        # Where a process's own chips do not hold them they are spread as those that are trained.
+        # If they do not fit a process's own chips, they are sharded like the trained parameters.
         own = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
         return (
             *reference,
@@ -178,7 +177,7 @@ class Grpo(Loss):
         )
 
     def prompt_length(self, dataset: Dataset) -> int:
-        """Tokens of the longest prompt."""
+        """The largest number of tokens of a prompt."""
         return dataset.length - self.sampling.max_new_tokens
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
@@ -194,14 +193,14 @@ class Grpo(Loss):
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """What batches have besides the usual."""
+        """The additional entries of batches."""
         left_out = {*(() if self.updates > 1 else ("old",)), *(() if self.kl else ("reference",))}
         return tuple(name for name in ENTRIES if name not in left_out)
 
     def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom:
-        """What answers are drawn from, as arguments of `log_probabilities`: no id that the vocabulary has no token for."""
+        """The distribution of answers, as arguments of `log_probabilities`: without ids that stand for no token."""
         usable = model.config.vocab_size
-        with contextlib.suppress(UserError):  # a plan is made where the tokenizer need not be; a run has read it
+        with contextlib.suppress(UserError):  # the planner may run without the tokenizer; a run has read it already
             usable = dataset.get_vocabulary().size
         return {"temperature": self.sampling.temperature, "usable": usable}
 
@@ -214,7 +213,7 @@ class Grpo(Loss):
             batch = sharding.balanced(batch)
             log_p_BT, stats = log_probabilities(model, params, batch, remat, step, **drawn_from)
             loss, totals = self.totals(log_p_BT, batch)
-            # What balances experts is a sum over tokens, and the loss one over answers.
+            # The balancing loss of experts is a sum over tokens, the loss a sum over answers.
             loss = loss + model.layer_loss(stats) * (totals.weight / jnp.maximum(totals.tokens, 1.0))
             return loss, jax.lax.stop_gradient(totals), stats
 
@@ -232,5 +231,5 @@ class Grpo(Loss):
         return policy_loss(log_p_BT, batch, self.variant, *limits, self.kl, self.sampling.max_new_tokens)
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """Of rewards [prompts, group] how much better than their group each is, as `policy_loss.advantages`."""
+        """The advantages of rewards [prompts, group], as `policy_loss.advantages`."""
         return advantages(rewards, self.variant)

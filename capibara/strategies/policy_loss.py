@@ -1,4 +1,4 @@
-"""What answers gain by being better than others to the same prompt: advantages, and the clipped loss of the policy."""
+"""Advantages of answers within the group of a prompt, and the clipped policy loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from capibara.objectives.base import Totals
 
 
 class Variant(enum.StrEnum):
-    """What an answer's advantage and its tokens' shares are.
+    """The advantage of an answer and the weights of its tokens.
 
-    GRPO: the reward less its group's mean, over the group's standard deviation; every token has an equal share of its
-      answer (Shao et al. 2024, arXiv:2402.03300).
-    DR_GRPO: the reward less its group's mean; every token counts alike, in whatever answer (Liu et al. 2025,
-      arXiv:2503.20783): neither easy prompts nor short wrong answers gain.
+    GRPO: (reward - mean of the group) / standard deviation of the group; the loss is averaged over the tokens of an answer
+      (Shao et al. 2024, arXiv:2402.03300).
+    DR_GRPO: reward - mean of the group; all tokens have the same weight, without the biases to easy prompts and to long
+      wrong answers (Liu et al. 2025, arXiv:2503.20783).
     """
 
     GRPO = "grpo"
@@ -40,12 +40,11 @@ def policy_loss(
 
     Args:
       log_p_BT: log-probability of every target.
-      batch: rows of one answer each, with `advantages` and the log-probabilities `drawn`, of the engine, `old`, of the
-        model that gave the answers (where that is not the one at hand), and `reference` (where there is a divergence to
-        count).
-      variant: what the tokens' shares are.
-      clip_low, clip_high, importance_cap, kl: as of `Grpo`.
-      max_tokens: of an answer.
+      batch: rows of one answer each, with `advantages` and log-probabilities: `drawn`, of the engine; `old`, of the model
+        that generated the answers, if it is not the current one; `reference`, if `kl` is not 0.
+      variant: the weights of tokens.
+      clip_low, clip_high, importance_cap, kl: as in `Grpo`.
+      max_tokens: the largest number of tokens of an answer.
     """
     weights_BT, advantages_BT = batch["weights"], batch["advantages"]
     tokens_B1 = jnp.sum(weights_BT, axis=1, keepdims=True)
@@ -81,9 +80,9 @@ def policy_loss(
 
 
 def advantages(rewards: np.ndarray, variant: Variant) -> np.ndarray:
-    """Of rewards [prompts, group] how much better than their group each is, float32; 0 where all are equal."""
+    """The advantages of rewards [prompts, group], float32; 0 if all rewards of a group are equal."""
     gain = rewards - rewards.mean(axis=1, keepdims=True)
-    gain[np.ptp(rewards, axis=1) == 0] = 0.0  # not what rounding leaves of a mean
+    gain[np.ptp(rewards, axis=1) == 0] = 0.0  # instead of rounding errors of the mean
     if variant is Variant.GRPO:
         gain = gain / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4)
     return gain.astype(np.float32)

@@ -1,9 +1,10 @@
-"""Rewards that can be verified: functions of (prompt, answer, record) that Grpo.rewards names.
+"""Verifiable rewards: functions of (prompt, answer, record) for Grpo.rewards.
 
     Grpo.rewards = (@exact_answer, @matches_pattern)
     matches_pattern.pattern = r"<think>.*</think>.+"
 
-One of your own is such a function with `capibara.config.configurable` before it, in a module that the Gin file imports.
+A reward of your own is such a function, decorated with `capibara.config.configurable`, in a module that the Gin file
+imports.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from capibara.core.types import UserError
 
 
 class Reward(Protocol):
-    """What `Grpo.rewards` takes: examples/extend/my_reward.py is one."""
+    """The interface of a reward in `Grpo.rewards`; see examples/extend/my_reward.py."""
 
     def __call__(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-        """How good an answer is; finite.
+        """The reward of an answer, a finite number.
 
         Args:
-          prompt: what the model was asked, as the chat template writes it.
-          answer: what it said.
-          record: the line of the data.
+          prompt: the prompt as the chat template renders it.
+          answer: the model's answer.
+          record: the record of the prompt in the data.
         """
 
 
@@ -35,13 +36,13 @@ class Reward(Protocol):
 def exact_answer(
     prompt: str, answer: str, record: Mapping[str, Any], *, field: str = "answer", pattern: str | None = None
 ) -> float:
-    """1 where the answer is the record's, but for case and white space; else 0.
+    """1 if the answer equals the record's, ignoring case and white space; otherwise 0.
 
     Args:
-      prompt, answer, record: what was asked, what the model said, the line of the data.
-      field: of the record, its answer.
-      pattern: regular expression that finds the answer in what was said, its first group where it has one; None: all
-        that was said.
+      prompt, answer, record: as in `Reward`.
+      field: field of the record with the right answer.
+      pattern: regular expression that finds the answer in the model's text (its first group, if it has one); None: the
+        whole text.
     """
     del prompt
     said = answer if pattern is None else found(pattern, answer)
@@ -58,11 +59,11 @@ def numeric_answer(
     pattern: str | None = None,
     tolerance: float = 1e-6,
 ) -> float:
-    """1 where the last number of the answer is the last one of the record's, else 0.
+    """1 if the last number of the answer equals the last number of the record's answer, otherwise 0.
 
     Args:
-      prompt, answer, record, field, pattern: as of `exact_answer`.
-      tolerance: of the difference, as a share of the wanted number.
+      prompt, answer, record, field, pattern: as in `exact_answer`.
+      tolerance: the largest relative difference.
     """
     del prompt
     said = answer if pattern is None else found(pattern, answer) or ""
@@ -74,7 +75,7 @@ def numeric_answer(
 
 @configurable
 def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, pattern: str | None = None) -> float:
-    """1 where the whole answer has the form of a regular expression (. is any character), else 0."""
+    """1 if the whole answer matches a regular expression (. is any character), otherwise 0."""
     del prompt, record
     if pattern is None:
         raise UserError(
@@ -84,7 +85,7 @@ def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, patt
 
 
 def check_reward(reward: object) -> None:
-    """Raises UserError unless it can be called with a prompt, an answer and a record, and its patterns are some."""
+    """Raises UserError unless it accepts a prompt, an answer and a record, and its patterns are valid."""
     name = getattr(reward, "__name__", repr(reward))
     if not callable(reward):
         raise UserError(f"Grpo.rewards has {reward!r}, must have functions, in Gin (@exact_answer, ...) without ()")
@@ -92,10 +93,10 @@ def check_reward(reward: object) -> None:
     try:
         given = inspect.signature(inspect.unwrap(reward)).parameters.values()
     except (TypeError, ValueError):
-        return  # nothing is known of it
-    places = [one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    needed = [one for one in places if one.default is kinds.empty]
-    if len(needed) > 3 or (len(places) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in given)):
+        return  # its signature is unknown
+    positional = [one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    needed = [one for one in positional if one.default is kinds.empty]
+    if len(needed) > 3 or (len(positional) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in given)):
         raise UserError(
             f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
         )
@@ -104,7 +105,7 @@ def check_reward(reward: object) -> None:
 
 
 def found(pattern: str, text: str) -> str | None:
-    """What a pattern finds last in a text: its first group where it has one."""
+    """The last match of a pattern in a text, or its first group if it has one."""
     matches = list(_compiled(pattern).finditer(text))
     if not matches:
         return None

@@ -1,4 +1,4 @@
-"""Rollouts: batches of prompts become batches of the model's own answers, with their rewards."""
+"""Rollouts: the batch provider of GRPO, which turns prompts into batches of the model's own answers with advantages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from capibara.strategies.answering import Answer, Answerer, Answering, name_of, 
 
 
 class RollingOut(Answering, Protocol):
-    """What is done with the answers besides: a `grpo.Grpo`."""
+    """Options of rollouts: a `grpo.Grpo`."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -49,14 +49,14 @@ class RollingOut(Answering, Protocol):
 
 
 class Rollouts(BatchProvider):
-    """Answers prompts with the parameters at hand, and makes the step's batch of the answers.
+    """Answers prompts with the current parameters, and makes the step's batch from the answers.
 
-    In a run of several processes all of them read all prompts, each answers its share, and all have the same batch, of
-    which each takes its rows.
+    With several processes, each reads all prompts and answers its part of them; all then have the same batch, of which
+    each uses its rows.
 
     Args:
-      run: of prompts.
-      grpo: what is done with the answers.
+      run: parts of a run on prompts.
+      grpo: options of generation, rewards and loss.
     """
 
     def __init__(self, run: RunParts, grpo: RollingOut):
@@ -67,9 +67,9 @@ class Rollouts(BatchProvider):
                 "it to 'causal'"
             )
         self._run, self._grpo, self._answerer = run, grpo, Answerer(run, grpo)
-        self._step = 0  # at hand
-        self._rows: dict[str, np.ndarray] = {}  # what its batch is made of; empty: nothing yet
-        self._reference: Params | None = None  # the trained part of it
+        self._step = 0  # the current step
+        self._rows: dict[str, np.ndarray] = {}  # rows of its answers; empty: no rollout yet
+        self._reference: Params | None = None  # trained parameters of the reference
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
         drawn_from = grpo.drawn_from(run.model, run.dataset)
@@ -81,27 +81,27 @@ class Rollouts(BatchProvider):
         self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
         if step % self._grpo.updates and not {*self._grpo.entries} <= self._rows.keys():
             raise UserError(
-                f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) is not what it was when the answers of "
-                f"step {step} were given, which are not used up: set both back until a step that Grpo.updates divides"
+                f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) was changed within the rollout of step "
+                f"{step}: set both back until a step that Grpo.updates divides"
             )
         if not self._grpo.kl or self._reference is not None:
             return
         begin_s, run = time.perf_counter(), self._run
         if step:
-            run.reporter.status("reading what the run began from, its reference")
+            run.reporter.status("reading the initial weights of the run, its reference")
         first = jax.tree.map(jnp.copy, params) if step == 0 else run.initial_params()
         self._weights = weights_fingerprint(first)
         if saved is not None and saved["weights"] not in (None, self._weights):
             raise UserError(
-                f"Trainer.init_from ({run.init_from!r}) no longer holds the weights that this run began from, its "
-                "reference: restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"
+                f"Trainer.init_from ({run.init_from!r}) no longer has the initial weights of this run, its reference: "
+                "restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"
             )
         self._reference = run.model.trained(first)
         run.reporter.took("reference", time.perf_counter() - begin_s)
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"weights": self._weights}
-        if self._step % self._grpo.updates:  # the parameters that gave these answers are gone
+        if self._step % self._grpo.updates:  # the parameters that generated these answers are gone
             state["rows"] = {name: _packed(value) for name, value in self._rows.items()}
         return state
 
@@ -123,7 +123,7 @@ class Rollouts(BatchProvider):
                 given = ("validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}")
                 answers += self._answerer.answers(*given)
         if not answers:
-            raise UserError("the validation split has no prompt: give it more, or set Evaluation.every = 0")
+            raise UserError("the validation split has no prompt: add data, or set Evaluation.every = 0")
         told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])
         del told["reward_std"], told["groups_without_signal"]
         return {"loss": -told["reward"], **told, "answers": float(len(answers))}
@@ -155,7 +155,7 @@ class Rollouts(BatchProvider):
         return rows
 
     def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
-        """What there is to tell of rewards [prompts, group] and their answers."""
+        """Metrics of rewards [prompts, group] and their answers."""
         told = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
@@ -169,7 +169,7 @@ class Rollouts(BatchProvider):
         return told
 
     def _laid_out(self, answers: Sequence[Answer], advantages: np.ndarray) -> dict[str, np.ndarray]:
-        """A row for each answer, after its prompt."""
+        """Makes a row of each prompt and answer."""
         dataset = self._run.dataset
         rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
         rows |= {name: np.zeros((len(answers), dataset.length), np.float32) for name in ("advantages", "drawn")}
@@ -183,7 +183,7 @@ class Rollouts(BatchProvider):
         return rows
 
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The log-probability of the answers' tokens, 0 elsewhere; as many rows at a time as in a step."""
+        """The log-probabilities of the answers' tokens, 0 elsewhere; in batches of a step's size."""
         names, parts = self._run.dataset.batch_spec(1).keys() - {"numbers"}, self._run.plan.accumulation
         found = np.zeros_like(rows["weights"])
         for part in range(parts):
@@ -193,7 +193,7 @@ class Rollouts(BatchProvider):
         return np.where(rows["weights"] > 0, found, np.float32(0))
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
-        """This process's part of the rows of all."""
+        """This process's part of all rows."""
         index, count = self._share
         return rows[index * len(rows) // count : (index + 1) * len(rows) // count]
 
@@ -206,9 +206,9 @@ class Rollouts(BatchProvider):
 def make_log_probabilities(
     model: Model, plan: Plan, mesh: Mesh, *, temperature: float = 1.0, usable: int | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
-    """(params, batch) -> the log-probability of every target [B, T], whole on every process; jitted.
+    """Makes a jitted function (params, batch) -> the log-probability of every target [B, T], on every process.
 
-    `temperature`, `usable`: of the distribution that they are in, as for `log_probabilities`.
+    `temperature`, `usable`: the distribution of the targets, as in `log_probabilities`.
     """
 
     def log_p(params: Params, batch: Batch) -> jax.Array:

@@ -159,7 +159,7 @@ def test_the_reference_pass_and_the_harness_are_those_of_one(pair, alone):
     same_run(found[0], want)
     assert two["harness"] == [alone("harness")] * 2 and two["harness"][0]["apart"]
     assert two["failure"][0] == two["failure"][1]
-    assert "fails_on_one_host gave nan for an answer to" in two["failure"][0]["error"]
+    assert "fails_on_one_host returned nan for an answer to" in two["failure"][0]["error"]
     found, want = two["together"], alone("together")
     assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"]
     same_run(found[0], want)

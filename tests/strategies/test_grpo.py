@@ -340,7 +340,7 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
             return value
 
         with pytest.raises(
-            UserError, match=r"broken gave .* for an answer to .*prompts.jsonl:\d+: it must give a finite"
+            UserError, match=r"broken returned .* for an answer to .*prompts.jsonl:\d+: it must return a finite"
         ):
             train(make_trainer({"rewards": (broken,)}))
 
@@ -377,7 +377,7 @@ def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
 
 def test_answers_that_are_not_used_up_are_not_answers_of_other_options(make_trainer, train):
     train(make_trainer(steps=1))
-    with pytest.raises(UserError, match=r"Grpo.updates \(2\) or Grpo.kl .* is not what it was .* of step 1"):
+    with pytest.raises(UserError, match=r"Grpo.updates \(2\) or Grpo.kl .* was changed within the rollout of step 1"):
         train(make_trainer({"updates": 2}, steps=2))
 
 

@@ -31,8 +31,8 @@ from capibara.training.state import TrainState, with_shardings
 from capibara.training.trainer import Trainer
 
 CONFIG = run_manifest.CONFIG
-_PERMIT = "CAPIBARA_START_OVER"  # a launcher's file, which lets --start_over rename the folder once
-_OF_OTHERS = "config.json"  # of a Hugging Face folder, which is read by it whatever else lies beside it
+_PERMIT = "CAPIBARA_START_OVER"  # names a launcher's file, which permits --start_over to rename the folder once
+_OF_OTHERS = "config.json"  # a folder with this file is a Hugging Face folder, whatever else it contains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TrainedRun:
 
     Attributes:
       trainer: the run.
-      model: without adapters, which are merged into the parameters; with them if `load` was called with merge=False.
+      model: the model; without adapters, unless `load` was called with merge=False.
       params: the model's parameters.
       step: the checkpoint step.
       is_average: whether the parameters are moving averages.
@@ -55,21 +55,21 @@ class TrainedRun:
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder is that of a run: it records its configuration, and is not one of Hugging Face or of T5X."""
+    """Whether a folder is a run folder: it has a recorded configuration, and is not of Hugging Face or T5X."""
     path = stores.folder_of(folder)
     ours = (path / run_manifest.NAME).exists() or step_folders.folder_of(folder).exists()
     return ours and (path / CONFIG).exists() and not (path / _OF_OTHERS).exists()
 
 
 def recorded(folder: str, *, trust: bool = False) -> config.Recorded:
-    """The configuration of a run, to be parsed as data, once its hash holds.
+    """The recorded configuration of a run, after a check of its hash.
 
     Args:
-      folder: of the run.
-      trust: the user vouches for the folder: modules that its configuration names may be imported.
+      folder: the run folder.
+      trust: the user trusts the folder: modules that its configuration names may be imported.
 
     Raises:
-      UserError: it is no run folder, or not as the run wrote it.
+      UserError: it is not a run folder, or was changed after the run wrote it.
     """
     where = os.path.join(folder, CONFIG)
     text = outputs.read(where)
@@ -84,7 +84,7 @@ Placed = Callable[[Plan, api.Model], PyTree]
 
 
 def on_one_device(plan: Plan, model: api.Model) -> PyTree:
-    """A sharding for each parameter that puts it whole on the first local device."""
+    """Shardings that put all parameters on the first local device."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda _: here, model.abstract_params)
 
@@ -101,19 +101,19 @@ def load(
     merge: bool = True,
     trust: bool = False,
 ) -> TrainedRun:
-    """What a run had come to at a step.
+    """Loads a run and its parameters at a checkpoint step.
 
     Args:
-      folder: of the run; its config.gin is parsed as data, then `gin_files` and `bindings`.
-      gin_files, bindings, search_paths: as of config.parse.
-      step: of the checkpoint; None: the newest.
-      average: True: the moving averages of the parameters; False: they themselves; None: averages where some were kept.
-      placed: where the parameters shall lie.
-      merge: adapters into the parameters, where there are some.
-      trust: as of `recorded`.
+      folder: the run folder; its config.gin is parsed, then `gin_files` and `bindings`.
+      gin_files, bindings, search_paths: as in config.parse.
+      step: the checkpoint step; None: the newest.
+      average: True: the moving averages of the parameters; False: the parameters; None: averages if there are any.
+      placed: shardings of the parameters.
+      merge: whether to merge adapters into the parameters.
+      trust: as in `recorded`.
 
     Raises:
-      UserError: it is no run folder, or holds no checkpoint, no such step, or no average in it.
+      UserError: it is not a run folder, or has no checkpoint, no such step, or no averages.
     """
     config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
     trainer = own_tokenizer.of_run(config.build(Trainer), folder)
@@ -140,15 +140,15 @@ def load(
 def newest_optimizer(
     folder: str, model: api.Model, tx: optax.GradientTransformation, how: Checkpointing
 ) -> tuple[int, PyTree] | None:
-    """The newest whole step of a run and its optimizer's state, on one device.
+    """The newest valid step of a run and its optimizer's state, on one device.
 
-    None where the step holds parameters alone, or the run's parameters are moving averages: of these it is not the state.
+    None: the step only has parameters, or moving averages are used, to which the state does not belong.
 
     Args:
-      folder: of the run.
-      model: of the run.
+      folder: the run folder.
+      model: its model.
       tx: its optimizer.
-      how: checkpoints are read.
+      how: options of checkpoints.
     """
     trained = model.trained(model.abstract_params)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -159,15 +159,15 @@ def newest_optimizer(
 
 
 def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
-    """The parameters of a run's newest whole step, the averages where it has some, for another run to begin with.
+    """The parameters of a run's newest valid step (the averages if there are any), as initial weights of another run.
 
     Args:
-      folder: of the run.
+      folder: the run folder.
       target: shapes and shardings of the parameters.
-      how: checkpoints are read.
+      how: options of checkpoints.
 
     Raises:
-      UserError: it holds no checkpoint, or one of another model.
+      UserError: it has no checkpoint, or one of another model.
     """
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.newest_params(target)
@@ -180,7 +180,7 @@ def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
 
 
 def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[Restored, TrainState]:
-    """The whole state of a run's newest whole step, for another run to go on from; arguments as of `newest_params`."""
+    """The complete state of a run's newest valid step, for another run to continue; arguments as in `newest_params`."""
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.restore(target)
     if found is None:
@@ -189,7 +189,7 @@ def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[R
 
 
 def lora(folder: str) -> api.Lora | None:
-    """The adapters of a run, as its config.gin has them; None: it has none."""
+    """The configuration of a run's adapters, from its config.gin; None: it has none."""
     run_manifest.check(stores.folder_of(folder))
     bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
     values = {name: value for name, (_, value) in bound.items() if value is not None}
@@ -205,14 +205,14 @@ def lora(folder: str) -> api.Lora | None:
 
 
 def adapters(folder: str, how: Checkpointing) -> tuple[api.Lora, Params] | None:
-    """The adapters of a run and what else it trains, of its newest whole step, on one device; None: it has none.
+    """The adapters and other trained parameters of a run's newest valid step, on one device; None: it has no adapters.
 
     Args:
-      folder: of the run.
-      how: checkpoints are read.
+      folder: the run folder.
+      how: options of checkpoints.
 
     Raises:
-      UserError: the folder is not as its run wrote it, or holds no checkpoint.
+      UserError: the folder was changed after its run wrote it, or has no checkpoint.
     """
     found = lora(folder)
     if found is None:
@@ -225,12 +225,12 @@ def adapters(folder: str, how: Checkpointing) -> tuple[api.Lora, Params] | None:
 
 
 def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[[Params], Params]:
-    """A model's parameters -> those without adapters that compute the same, jitted.
+    """Makes a jitted function that merges a model's adapters into its parameters.
 
     Args:
-      model: with adapters.
-      target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
-      base: the adapters are left out instead.
+      model: the model with adapters.
+      target: jax.ShapeDtypeStructs with shardings of the parameters of the model without adapters.
+      base: drop the adapters instead of merging them.
     """
     made = model.base if base else model.merge
 
@@ -254,7 +254,7 @@ def _found(
 
 
 def check_resumable(model_dir: str) -> None:
-    """Raises UserError where a run folder has lost what a run would resume from, or is not as its run wrote it."""
+    """Raises UserError if a run folder has lost its checkpoints, or was changed after its run wrote it."""
     folder = stores.folder_of(model_dir)
     if folder.exists():
         run_manifest.check(folder)
@@ -262,7 +262,7 @@ def check_resumable(model_dir: str) -> None:
 
 
 def changes(model_dir: str) -> list[str]:
-    """How the parsed configuration differs from the one that the run folder records, in lines; on process 0 alone."""
+    """Lines on how the parsed configuration differs from the recorded one; only on process 0."""
     path = os.path.join(model_dir, CONFIG)
     before = outputs.read(path) if jax.process_index() == 0 else None
     try:
@@ -273,12 +273,12 @@ def changes(model_dir: str) -> list[str]:
 
 
 def start_over(model_dir: str) -> None:
-    """Renames a run folder, so that a new run begins in its place; every process calls it, process 0 does it.
+    """Renames a run folder, so that a new run takes its place; every process calls it, process 0 does it.
 
-    What a launcher starts again keeps the command's --start_over, and resumes: the launcher's permit is used up.
+    After a restart by a launcher the command still has --start_over, but resumes: the launcher's permit is used up.
 
     Raises:
-      UserError: another process writes there, or it is in a bucket.
+      UserError: another process writes to the folder, or it is in a bucket.
     """
     folder, permit = stores.folder_of(model_dir), os.environ.get(_PERMIT)
     is_permitted = permit is None or os.path.exists(permit)
@@ -301,12 +301,13 @@ def start_over(model_dir: str) -> None:
 
 
 def save(folder: str, params: Params, gin: str) -> None:
-    """Writes a run folder whose only checkpoint, of step 0, has parameters alone: others can begin from it.
+    """Writes a run folder with one checkpoint, of step 0, that only has parameters, as initial weights for other runs.
 
-    Its other files are there already: what they hold now goes into its manifest.
+    Its other files exist already; they are added to its manifest.
 
     Args:
-      params: on devices.
+      folder: the run folder.
+      params: parameters on devices.
       gin: its configuration.
     """
     run_manifest.replace(stores.folder_of(folder), {CONFIG: gin.encode()})

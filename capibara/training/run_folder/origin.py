@@ -1,4 +1,4 @@
-"""What a run's initial weights came with, kept in its folder: so that it can be written out as the model that it was.
+"""The files that came with a run's pretrained weights, kept in its folder for an export to the original format.
 
 origin/config.json    of transformers: the architecture's name, dropout, token ids and all else that we do not compute with
 origin/README.md, origin/LICENSE, ...    the model card and the licence
@@ -19,28 +19,28 @@ FOLDER = tokenizer_files.ORIGIN
 
 @runtime_checkable
 class Described(Protocol):
-    """What reads a foreign model's parameters, where it says what else came with them.
+    """A reader of a foreign model's parameters that also has the files that came with them.
 
     Attributes:
-      origin: files by name, config.json among them.
+      origin: files by name, including config.json.
     """
 
     origin: Mapping[str, bytes]
 
 
 def read(model_dir: str) -> dict[str, bytes]:
-    """The files of a run folder's origin, by name; none: its weights were drawn."""
+    """The files of a run folder's origin, by name; empty: its initial weights were random."""
     folder = stores.folder_of(model_dir) / FOLDER
     names = stores.of(folder).list(folder) if folder.is_dir() else []
     return {name: (folder / name).read_bytes() for name in names if "/" not in name}
 
 
 def keep(trainer: Trainer, reader: object) -> None:
-    """Puts the origin of a run's initial weights into its folder, once.
+    """Writes the origin of a run's initial weights to its folder, once.
 
     Args:
       trainer: the run.
-      reader: of the weights, `Described` or not; None: they are those of a run folder, whose origin is this run's, too.
+      reader: the reader of the weights, which may be `Described`; None: they are of a run folder, whose origin is copied.
 
     Raises:
       OSError: the folder cannot be written.
@@ -53,7 +53,7 @@ def keep(trainer: Trainer, reader: object) -> None:
 
 
 def write(model_dir: str, files: Mapping[str, bytes]) -> None:
-    """Writes the origin of a run folder; config.json last: with it the copy is whole."""
+    """Writes the origin of a run folder; config.json last, which marks the copy as complete."""
     last = tokenizer_files.MODEL_FILE
     ordered = {name: files[name] for name in sorted(files, key=lambda name: name == last)}
     run_manifest.replace(

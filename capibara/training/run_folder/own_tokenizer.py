@@ -1,7 +1,7 @@
-"""The tokenizer that a run folder carries, so that it can be moved: copied when the run starts, taken where the first is gone.
+"""The copy of the tokenizer in a run folder: made when the run starts, and used if the original is gone.
 
 tokenizer/     the files of the vocabulary, with its chat template
-paths.json     {path that Gin gives: where the run folder has what was there}
+paths.json     {path in the Gin configuration: path of its copy in the run folder}
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _T = TypeVar("_T", bound=Dataclass)
 
 
 def keep(dataset: Dataset, model_dir: str) -> None:
-    """Copies the tokenizer of a run's data into its folder, once; the copy of an earlier start is compared.
+    """Copies the tokenizer of a run's data into its folder, or compares it with the copy of an earlier start.
 
     Raises:
-      UserError: the tokenizer is not the one that the run began with.
+      UserError: the tokenizer is not the one with which the run started.
       OSError: the folder cannot be written.
     """
     files, places, deciding = _taken(dataset)
@@ -47,19 +47,19 @@ def keep(dataset: Dataset, model_dir: str) -> None:
     elif changed := [name for name in deciding if _read(own / name) != files.get(name)]:
         given, names = " and ".join(places), ", ".join(changed)
         raise UserError(
-            f"the tokenizer of {given} is not the one that this run began with ({names} differs from {own}): put the "
-            "first one back, or begin another run with Trainer.init_from and a new MODEL_DIR"
+            f"the tokenizer of {given} is not the one with which this run started ({names} differs from {own}): restore "
+            "it, or start another run with Trainer.init_from and a new MODEL_DIR"
         )
     if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
         run_manifest.replace(folder, {PATHS: (json.dumps(known | places, indent=1) + "\n").encode()})
 
 
 def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
-    """A run with its own tokenizer: to train on, wherever that which Gin names is gone; to use what it has learnt, always.
+    """A run whose tokenizer is the copy in its folder: always for a run that is loaded; for training if the original is gone.
 
     Args:
       trainer: the run.
-      model_dir: of a run that is read, where its folder is now; None: it is trained, in the folder that Gin says.
+      model_dir: the current path of the folder of a run that is loaded; None: it is trained, in Trainer.model_dir.
 
     Raises:
       UserError: the run folder's paths.json cannot be read.
@@ -69,7 +69,7 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
     known = functools.cache(lambda: _paths(model_dir))
 
     def moved(value: _T, *names: str) -> _T:
-        """A vocabulary or template with its paths led to the run's own files, where they are gone."""
+        """Replaces the paths of a vocabulary or template by those of the run's copies."""
         paths = {name: path for name in names if _is_path(path := getattr(value, name))}
         gone = {
             n: path for n, path in paths.items() if (always or not tokenizer_files.is_there(path)) and path in known()
@@ -92,7 +92,7 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
 
 
 def _taken(dataset: Dataset) -> OwnFiles:
-    """The files of a run's tokenizer and chat template, and where each given path leads in the run folder."""
+    """The files of a run's tokenizer and chat template, and the path of each copy in the run folder."""
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
     own = OwnFiles({}, {}, ()) if vocabulary is None else vocabulary.own_files()
     files, places = dict(own.files), dict(own.places)
@@ -130,7 +130,7 @@ def _paths(model_dir: str) -> dict[str, str]:
 
 
 def _local(model_dir: str, place: str) -> str:
-    """A path that tokenizers are read from, of what a run folder has."""
+    """The local path of a file or folder in a run folder, for tokenizers."""
     if stores.of(model_dir).has_local_paths:
         return os.path.join(model_dir, place)
     return os.path.join(_fetched(model_dir, OWN if place == OWN else os.path.dirname(place)), place)
@@ -138,7 +138,7 @@ def _local(model_dir: str, place: str) -> str:
 
 @functools.cache
 def _fetched(model_dir: str, inner: str) -> str:
-    """A folder on this disk with a bucket's own tokenizer, until this process ends."""
+    """Copies the tokenizer of a run folder in a bucket to a local folder that lasts until this process ends."""
     target = tempfile.mkdtemp(prefix="capibara-tokenizer-")
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     os.makedirs(os.path.join(target, inner), exist_ok=True)
