@@ -354,16 +354,16 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ({"reward_weights": (1.0, 2.0)}, "as many as Grpo.rewards"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature is 0.0, must be finite and above 0"),
         ({"sampling": Sampling(temperature=float("inf"))}, "temperature is inf"),
-        ({"sampling": Sampling(top_k=50)}, "Grpo's Sampling.top_k is 50: .* leave it out, and lower"),
-        ({"sampling": Sampling(top_p=0.9)}, "Grpo's Sampling.top_p is 0.9: .* leave it out, and lower"),
-        ({"sampling": Sampling(min_p=0.1)}, "Grpo's Sampling.min_p is 0.1: .* leave it out, and lower"),
-        ({"sampling": Sampling(repetition_penalty=1.1)}, "Grpo's Sampling.repetition_penalty is 1.1: .* leave it out"),
+        ({"sampling": Sampling(top_k=50)}, "Grpo's Sampling.top_k is 50, .* leave it out, and lower"),
+        ({"sampling": Sampling(top_p=0.9)}, "Grpo's Sampling.top_p is 0.9, .* leave it out, and lower"),
+        ({"sampling": Sampling(min_p=0.1)}, "Grpo's Sampling.min_p is 0.1, .* leave it out, and lower"),
+        ({"sampling": Sampling(repetition_penalty=1.1)}, "Grpo's Sampling.repetition_penalty is 1.1, .* leave it out"),
         ({"importance_cap": 0.5}, "Grpo.importance_cap is 0.5, must be at least 1"),
         ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
         ({"clip_low": 1.5}, "Grpo.clip_low"),
         (
             {"engine": EngineConfig(page_size=8, pages=(LENGTH - 1) // 8)},
-            rf"EngineConfig.pages .*no place for a row .* set EngineConfig.pages = {-(-(LENGTH - 1) // 8)} or more",
+            rf"EngineConfig.pages .*too few for a row .* set EngineConfig.pages = {-(-(LENGTH - 1) // 8)} or more",
         ),
         ({"sampling": Sampling(max_new_tokens=NEW, thinking_tokens=2)}, "Sampling.thinking_tokens forces tokens"),
         ({"rewards": (Plan,)}, r"has Plan, which does not take \(prompt, answer, record\)"),
@@ -389,7 +389,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_refused(make_trainer, trai
 def test_a_run_of_texts_asks_for_a_source_of_prompts(make_trainer):
     with pytest.raises(UserError, match="set Trainer.loss = @Grpo()"):
         dataclasses.replace(make_trainer(), loss=None)
-    with pytest.raises(UserError, match="set it to 'none'"):
+    with pytest.raises(UserError, match="must be 'none' with @Grpo"):
         make_trainer(dataset=dataclasses.replace(make_trainer().dataset, packing="best_fit"))
 
 

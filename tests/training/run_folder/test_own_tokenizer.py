@@ -125,7 +125,7 @@ def test_it_is_copied_once_and_a_change_is_refused(folder, run):
     assert first.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     (folder / "chat_template.jinja").write_text("another")
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="began with .tokenizer_config.json, chat_template.jinja differs from"):
+    with pytest.raises(UserError, match="this run started .tokenizer_config.json, chat_template.jinja differs from"):
         own_tokenizer.keep(dataset, run)
     assert {name: os.stat(f"{run}/tokenizer/{name}").st_mtime_ns for name in os.listdir(f"{run}/tokenizer")} == first
     elsewhere = shutil.copytree(f"{run}/tokenizer", folder.parent / "elsewhere")  # the same under another name
