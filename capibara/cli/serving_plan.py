@@ -76,7 +76,7 @@ def _others(model: Model, slice_: Slice, best: Serving, headroom: float) -> Iter
         for dtype in dict.fromkeys((best.engine.cache_dtype, "int8")):
             engine = dataclasses.replace(best.engine, length=best.engine.length * times, cache_dtype=dtype, slots=None)
             if times > 1 or dtype != best.engine.cache_dtype:
-                yield serving.weigh(model, slice_, best.tensor, engine, headroom)
+                yield serving.predict(model, slice_, best.tensor, engine, headroom)
 
 
 def _compiled(model: Model, slice_: Slice, best: Serving, asked: EngineConfig) -> dict[str, Any]:

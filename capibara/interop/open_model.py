@@ -455,16 +455,18 @@ def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_
     heads = [name for name in unexpected if name.startswith(_OTHER_HEADS)]
     if heads:
         raise UserError(
-            f"{_some(heads)} of a classification or scoring head, which is not supported: use the language model "
+            f"{_list_names(heads)} of a classification or scoring head, which is not supported: use the language model "
             "that it was made from"
         )
     if missing:
-        raise UserError(f"{_some(missing)} missing in the checkpoint: it is not whole, or config.json is not its own")
+        raise UserError(
+            f"{_list_names(missing)} missing in the checkpoint: it is not whole, or config.json is not its own"
+        )
     if unexpected:
-        raise UserError(f"{_some(unexpected)} in the checkpoint, not in the model that config.json describes")
+        raise UserError(f"{_list_names(unexpected)} in the checkpoint, not in the model that config.json describes")
 
 
-def _some(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 

@@ -17,7 +17,7 @@ _WRITTEN_APART = 32  # most tokens that are written one by one
 def append(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
     """Writes one token into each row, at these indices."""
     if _one_by_one(len(index_B)):
-        return _append_apart(old_BKSx, new_BKx, index_B)
+        return _append_row_by_row(old_BKSx, new_BKx, index_B)
     return append_reference(old_BKSx, new_BKx, index_B)
 
 
@@ -30,7 +30,7 @@ def append_reference(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array
     return jax.vmap(jax.vmap(lambda old, new, index: old.at[index].set(new)))(old_BKSx, new_BKx, index_BK)
 
 
-def _append_apart(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
+def _append_row_by_row(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
     for row in range(len(index_B)):
         one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
         old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, index_B[row], *rest))
@@ -40,7 +40,7 @@ def _append_apart(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -
 def into_pages(pool: jax.Array, new_BTKx: jax.Array, page_BT: jax.Array, offset_BT: jax.Array) -> jax.Array:
     """Writes new tokens into the pool, each at an offset in a page."""
     page, offset, new = page_BT.reshape(-1), offset_BT.reshape(-1), new_BTKx.reshape(-1, *new_BTKx.shape[2:])
-    way = _into_pages_apart if _one_by_one(len(page)) else into_pages_reference
+    way = _into_pages_by_token if _one_by_one(len(page)) else into_pages_reference
     return way(pool, new, page, offset)
 
 
@@ -52,7 +52,7 @@ def into_pages_reference(pool: jax.Array, new_NKx: jax.Array, page_N: jax.Array,
     return pool.at[page_N[:, None], heads_K, offset_N[:, None]].set(new_NKx, mode="promise_in_bounds")
 
 
-def _into_pages_apart(pool: jax.Array, new_NKx: jax.Array, page_N: jax.Array, offset_N: jax.Array) -> jax.Array:
+def _into_pages_by_token(pool: jax.Array, new_NKx: jax.Array, page_N: jax.Array, offset_N: jax.Array) -> jax.Array:
     for token in range(len(page_N)):
         rest = (0,) * (pool.ndim - 3)
         at: tuple[jax.typing.ArrayLike, ...] = (page_N[token], 0, offset_N[token], *rest)

@@ -44,16 +44,18 @@ def flops_per_token(
     )
     for name, leaf, names in parts:
         if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
-            of_encoder += _met(config, name, leaf, names)
+            of_encoder += _weights_per_token(config, name, leaf, names)
         else:
-            weights += _met(config, name, leaf, names)
+            weights += _weights_per_token(config, name, leaf, names)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = 2 * config.num_heads * config.head_size
     own, encoder = 2 * (weights + per_key * keys), 2 * (of_encoder + per_key * encoder_keys)
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 
 
-def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]) -> float:
+def _weights_per_token(
+    config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]
+) -> float:
     """Number of a parameter's weights that one token is multiplied by."""
     matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude", "_lora/rows"))
     if not matrix or "vocab" in names or "position" in names:

@@ -171,7 +171,7 @@ class Stream:
     def put(self, piece: Piece) -> None:
         """For the engine: adds a piece."""
         self._pieces.append(piece)
-        self._hand_on(piece)
+        self._deliver(piece)
 
     def end(
         self,
@@ -184,7 +184,7 @@ class Stream:
     ) -> None:
         """For the engine: ends the text."""
         now = time.monotonic()
-        self._hand_on(
+        self._deliver(
             Completion(
                 text="".join(piece.text for piece in self._pieces),
                 pieces=tuple(self._pieces),
@@ -201,9 +201,9 @@ class Stream:
 
     def fail(self, error: BaseException) -> None:
         """For the engine: ends the stream with an error."""
-        self._hand_on(error)
+        self._deliver(error)
 
-    def _hand_on(self, item: Item) -> None:
+    def _deliver(self, item: Item) -> None:
         with self._giving:
             if not self._failed:
                 self._failed = isinstance(item, BaseException)

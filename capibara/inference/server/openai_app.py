@@ -102,9 +102,9 @@ def app_of(
         return Response(metrics.page(), media_type=_PROMETHEUS)
 
     app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(UserError, _mistaken)
+    app.add_exception_handler(UserError, _invalid_request)
     app.add_exception_handler(HTTPException, _not_found)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_exception_handler(Exception, _failed)
     guarded = Guarded(_BodyGate(app, service), service, visitors)
     return _RequestCounter(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
@@ -156,7 +156,7 @@ async def _answer(
     reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
     if asked.stream:
         return _Events(answers, reply)
-    completions = await _unless_gone(request, answers)
+    completions = await _unless_disconnected(request, answers)
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
 
 
@@ -202,14 +202,14 @@ def _announced(headers: Headers) -> int:
     return int(headers.get("content-length", 0))  # h11 has checked that it is a number
 
 
-async def _unless_gone(request: Request, answers: Answers) -> list[Completion] | None:
+async def _unless_disconnected(request: Request, answers: Answers) -> list[Completion] | None:
     """The complete texts; None: the client has disconnected."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    leaving, work = asyncio.create_task(gone()), asyncio.create_task(answers.all())
+    leaving, work = asyncio.create_task(disconnected()), asyncio.create_task(answers.all())
     try:
         await asyncio.wait({leaving, work}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
@@ -270,7 +270,7 @@ async def _refused(_: Request, refusal: Exception) -> Response:
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
-async def _mistaken(_: Request, error: Exception) -> Response:
+async def _invalid_request(_: Request, error: Exception) -> Response:
     return JSONResponse(Refusal(400, str(error), code="invalid_value").body, 400)
 
 
@@ -282,7 +282,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return JSONResponse(refusal.body, error.status_code, error.headers)
 
 
-async def _gone(_: Request, __: Exception) -> Response:
+async def _disconnected(_: Request, __: Exception) -> Response:
     return PlainTextResponse("", _CLIENT_GONE)
 
 
@@ -335,7 +335,7 @@ class _RequestCounter:
             return
         path, began_s, answered = scope["path"], time.monotonic(), False
 
-        async def watched(message: Message) -> None:
+        async def counted_send(message: Message) -> None:
             nonlocal answered
             if message["type"] == "http.response.start":
                 answered = True
@@ -348,7 +348,7 @@ class _RequestCounter:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, counted_send)
         except asyncio.CancelledError:  # the process ends, and this client has not completed its request
             if not answered:
-                await JSONResponse(shutting_down().body, 503)(scope, receive, watched)
+                await JSONResponse(shutting_down().body, 503)(scope, receive, counted_send)

@@ -202,7 +202,7 @@ def run(
             server.should_exit = True
 
     if leader is not None:
-        leader.on_gone, leader.on_signal = lambda _: _gone(service), lambda _: service.drain()
+        leader.on_gone, leader.on_signal = lambda _: _fail_requests(service), lambda _: service.drain()
     loading = threading.Thread(target=make_ready, name="loading", daemon=True)
     loading.start()
     server.run(sockets=[listening])
@@ -215,7 +215,7 @@ def run(
     return code
 
 
-def _gone(service: Service) -> float:
+def _fail_requests(service: Service) -> float:
     """Fails open requests after another process was lost; returns the seconds until this process ends."""
     if service.served is None:
         return 0.0

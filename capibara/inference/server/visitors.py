@@ -129,7 +129,7 @@ class Guarded:
         elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             await _preflight(headers, origin)(scope, receive, send)
         else:
-            await self._app(scope, receive, _telling(send, origin))
+            await self._app(scope, receive, _with_allowed_origin(send, origin))
 
 
 def _check_size(headers: Iterable[tuple[bytes, bytes]], config: ServerConfig) -> None:
@@ -161,12 +161,12 @@ def _preflight(headers: Headers, origin: str) -> Response:
     return Response(status_code=204, headers=allowed)
 
 
-def _telling(send: Send, origin: str) -> Send:
-    async def told(message: Message) -> None:
+def _with_allowed_origin(send: Send, origin: str) -> Send:
+    async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
             headers.add_vary_header("Origin")
         await send(message)
 
-    return told
+    return send_with_header

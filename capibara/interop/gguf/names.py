@@ -124,7 +124,7 @@ class Family:
         names = gguf.get_tensor_name_map(arch, layers)
         found = []
         for row in self.rows:
-            if row.when and not _there(row.when, config):
+            if row.when and not _applies(row.when, config):
                 continue
             shape = tuple(sizes[letter] for letter in row.dims.split())
             rows = sizes["v"] if row.dims.startswith("w ") and sizes["w"] != sizes["v"] else None
@@ -193,7 +193,7 @@ def expert_count(tensors: Iterable[Tensor]) -> int:
     return max((tensor.expert + 1 for tensor in tensors if tensor.expert is not None), default=0)
 
 
-def _there(when: str, config: Mapping[str, Any]) -> bool:
+def _applies(when: str, config: Mapping[str, Any]) -> bool:
     return not tied(config) if when == "untied" else bool(config.get(when))
 
 

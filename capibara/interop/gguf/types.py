@@ -43,7 +43,7 @@ def _more(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def _always(kind: str) -> _ByLayer:
+def _constant(kind: str) -> _ByLayer:
     return lambda layer, layers: kind
 
 
@@ -67,8 +67,8 @@ class Mixture:
     """
 
     plain: str
-    values: _ByLayer = _always("")
-    down: _ByLayer = _always("")
+    values: _ByLayer = _constant("")
+    down: _ByLayer = _constant("")
     out: str = ""
     out_of_eight: str = ""
 
@@ -78,7 +78,7 @@ MIXTURES = {
     "q3_k_m": Mixture(
         "Q3_K", _first("Q5_K", 2, then="Q4_K"), _first("Q5_K", share=16, then="Q4_K"), out="Q4_K", out_of_eight="Q5_K"
     ),
-    "q3_k_l": Mixture("Q3_K", _always("Q5_K"), _always("Q5_K"), out="Q5_K"),
+    "q3_k_l": Mixture("Q3_K", _constant("Q5_K"), _constant("Q5_K"), out="Q5_K"),
     "q4_k_s": Mixture("Q4_K", _first("Q5_K", 4), _first("Q5_K", share=8), out_of_eight="Q5_K"),
     "q4_k_m": Mixture("Q4_K", _MORE, _MORE, out_of_eight="Q5_K"),
     "q5_k_s": Mixture("Q5_K"),

@@ -82,10 +82,10 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     try:
         return _config(values, family, fields | {"dtype": dtype})
     except UserError as error:
-        raise _with_their_names(error, values, family) from None
+        raise _with_hf_names(error, values, family) from None
 
 
-def _with_their_names(error: UserError, values: Values, family: Family) -> UserError:
+def _with_hf_names(error: UserError, values: Values, family: Family) -> UserError:
     """An error about fields of our configuration, with transformers' names for them."""
     if (said := str(error)).startswith("config.json"):
         return error
@@ -181,10 +181,10 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             about |= {"model_type": family.model_type}
             defaults = families.written_defaults(config, family)
             if like.get("model_type") != family.model_type:
-                return defaults | _without_old(_preserved_values(like)) | values | about
+                return defaults | _without_old_names(_preserved_values(like)) | values | about
             if _describes(like, config):  # keep its own form
                 return defaults | values | like | about
-            return defaults | _without_old(like) | values | about
+            return defaults | _without_old_names(like) | values | about
         if best is None or len(different) < len(best[1]):
             best = (family.model_type, different)
     if best is None:
@@ -343,7 +343,7 @@ def _preserved_values(like: Values) -> dict[str, Any]:
     return {key: like[key] for key in _CARRIED if key in like}
 
 
-def _without_old(values: Values) -> dict[str, Any]:
+def _without_old_names(values: Values) -> dict[str, Any]:
     """Removes old names of values that are written under new ones."""
     return {key: value for key, value in values.items() if key not in families.OTHER_NAMES}
 

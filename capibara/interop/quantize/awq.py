@@ -94,12 +94,12 @@ def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
     """
     heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
     values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)
-    found = {"attention/query": embed, "mlp/up": embed} if _normed_before(config) else {}
+    found = {"attention/query": embed, "mlp/up": embed} if _has_pre_norm(config) else {}
     found["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
     if "gate" in layer["mlp"]:
         found["mlp/down"] = np.arange(config.mlp_dim)
     return found
 
 
-def _normed_before(config: DecoderConfig) -> bool:
+def _has_pre_norm(config: DecoderConfig) -> bool:
     return str(config.norm_placement) != "post"

@@ -43,10 +43,10 @@ def rows(
         if vocabulary is None:
             if TOKENIZER_FILE not in tokenizer:
                 raise UserError(f"--calibration={path} needs the model's tokenizer: put {TOKENIZER_FILE} beside it")
-            with _tokenizer_told(folder):
+            with _tokenizer_errors(folder):
                 vocabulary = TokenizerJsonVocabulary(path=folder)
         tokens: list[int] = []
-        with _tokenizer_told(folder):
+        with _tokenizer_errors(folder):
             for document in _documents(path, folder, vocabulary, length * most * _CHARACTERS_PER_TOKEN):
                 tokens += [*document, vocabulary.eos_id]
                 if len(tokens) >= length * most:
@@ -60,7 +60,7 @@ def rows(
 
 
 @contextlib.contextmanager
-def _tokenizer_told(folder: str) -> Iterator[None]:
+def _tokenizer_errors(folder: str) -> Iterator[None]:
     """Attributes errors in the copied tokenizer to the model that it came from."""
     try:
         yield

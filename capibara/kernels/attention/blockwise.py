@@ -76,7 +76,9 @@ def _backward(spec: AttentionSpec, block: int, saved: Any, dy_BTNH: jax.Array) -
     queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z = saved
     (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
     # The ranges of keys visible to blocks of queries begin and end at block boundaries, or at the end of the keys.
-    edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(spec, start, block, S))} | {0, S})
+    edges = sorted(
+        {edge for start in range(0, T, block) for edge in _edges(_visible_keys(spec, start, block, S))} | {0, S}
+    )
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
     dq, dbias = [], []
     dsinks: jax.Array | float = 0.0
@@ -116,7 +118,7 @@ def _backward(spec: AttentionSpec, block: int, saved: Any, dy_BTNH: jax.Array) -
 _blockwise.defvjp(_forward, _backward)
 
 
-def _seen(spec: AttentionSpec, start: int, block: int, key_count: int) -> slice:
+def _visible_keys(spec: AttentionSpec, start: int, block: int, key_count: int) -> slice:
     """The keys that a block of queries can see by their positions; the range begins at a block boundary."""
     first, last = 0, key_count
     if spec.causal:
@@ -142,7 +144,7 @@ def _scores(
 ) -> tuple[jax.Array, slice]:
     """Masked scores [B, K, G * T, keys] of the block of queries at `start`, and the slice of keys that they cover."""
     B, K, G, block, _ = q_BKGTH.shape
-    rows, keys = slice(start, start + block), _seen(spec, start, block, k_BKSH.shape[2])
+    rows, keys = slice(start, start + block), _visible_keys(spec, start, block, k_BKSH.shape[2])
     scores = _dot(_fold(q_BKGTH), k_BKSH[:, :, keys], 3, 3)
     scores = scores.reshape(B, K, G, block, -1)
     if bias_NTS is not None:

@@ -190,7 +190,7 @@ def parse(name: str) -> Slice:
     """
     match = _NAME.fullmatch(name.strip())
     if not match:
-        raise _unlike(name)
+        raise _unknown_slice(name)
     count, one = int(match[1] or 1), match[2]
     if not 1 <= count <= _MOST_SLICES:
         near = one if count < 1 else f"{_MOST_SLICES}x{one}"
@@ -205,7 +205,7 @@ def parse(name: str) -> Slice:
     generation, _, size = one.rpartition("-")
     kind = chips.find(generation)
     if kind is None or not (size.isascii() and size.isdigit()):
-        raise _unlike(name)
+        raise _unknown_slice(name)
     chips_per_slice, rest = divmod(int(size), kind.name_units)
     shape = None if rest else _usual_shape(kind, chips_per_slice)
     if shape is None:
@@ -301,7 +301,7 @@ def _shape_of(kind: Chip, size: int) -> tuple[int, ...]:
     return shape
 
 
-def _unlike(name: str) -> UserError:
+def _unknown_slice(name: str) -> UserError:
     return UserError(
         f"slice {name!r} must be like v5e-64 (or v5e:8x8, or 2xv5e-256) with one of {', '.join(chips.CHIPS)}"
         f"{did_you_mean(name, slice_names())}"

@@ -208,7 +208,7 @@ def _table(walk: VerifiedRanking, work: Workload, slice_: Slice, top: int) -> st
             f"{cost.tokens_per_s / slice_.chips:,.0f}", f"{cost.mfu:.1%}",
         ]  # fmt: skip
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        why = html.escape(report.why_not(one, walk, work)) if index else "the choice"
+        why = html.escape(report.reason_ranked_lower(one, walk, work)) if index else "the choice"
         style = "" if one.fits else ' class="out"'
         rows.append(f"<tr{style}><td>{html.escape(one.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
     names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")

@@ -143,7 +143,7 @@ def show(
             seconds(cost.step_s),
             f"{cost.tokens_per_s / slice_.chips:.0f}",
             f"{cost.mfu:.1%}",
-            why_not(one, walk, work) if index else "",
+            reason_ranked_lower(one, walk, work) if index else "",
         )
     console.print(table)
 
@@ -233,7 +233,7 @@ def _proof(walk: VerifiedRanking) -> Iterable[str]:
         elif not compiled.fits:
             yield f"compiled: {plan}: does not fit ({before})"
         else:
-            spare = "" if one.good else ", less to spare than asked"
+            spare = "" if one.is_usable else ", less to spare than asked"
             error = predicted / compiled.fitting_bytes - 1
             yield f"compiled: {plan}: fits, peak {compiled.fitting_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
     for kind, scale in walk.question.scales:
@@ -245,7 +245,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.2g} ms"
 
 
-def why_not(one: Ranked, walk: VerifiedRanking, work: Workload) -> str:
+def reason_ranked_lower(one: Ranked, walk: VerifiedRanking, work: Workload) -> str:
     """Why a plan ranks below the first."""
     best = walk.ranked[0]
     if not one.fits:

@@ -400,11 +400,11 @@ def no_plan(
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
         f"{f'{need:.1f}' if need >= 0.1 else f'{need:.2g}'} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} "
-        f"usable and {100 * question.headroom:.5g}% of it is kept free: {_way_out(best, work, slice_, question, words)}"
+        f"usable and {100 * question.headroom:.5g}% of it is kept free: {_suggested_fix(best, work, slice_, question, words)}"
     )
 
 
-def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str]) -> str:
+def _suggested_fix(best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str]) -> str:
     """Changes that would make a plan fit."""
     free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
     if free >= 0:

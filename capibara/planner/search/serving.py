@@ -106,11 +106,11 @@ def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list
       engine: the engine's configuration.
       headroom: share of the HBM to keep free.
     """
-    found = [weigh(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
+    found = [predict(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
     return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.bytes))
 
 
-def weigh(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: float) -> Serving:
+def predict(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: float) -> Serving:
     """Predicts one mesh: groups of `tensor` devices share each layer, and replicate each other."""
     data = slice_.devices // tensor
     limit = slice_.chip.device_usable_hbm_bytes * (1 - headroom)

@@ -36,7 +36,7 @@ class CompiledPlan:
     scale: float | None
 
     @property
-    def good(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether it compiled and leaves the requested headroom."""
         compiled = self.verdict.compiled
         fits = self.verdict.outcome is Outcome.FITS
@@ -91,8 +91,8 @@ def walk(
     while True:
         ranked = ranking.search(work, slice_, question)
         done = {one.ranked.choice for one in tried}
-        good = [one for one in tried if one.good]
-        proven = max(good, key=lambda one: score(one.ranked), default=None)
+        usable = [one for one in tried if one.is_usable]
+        proven = max(usable, key=lambda one: score(one.ranked), default=None)
         new = next((one for one in ranked if one.choice not in done), None)
         worth = new is not None and new.fits and (proven is None or score(new) > _BETTER * score(proven.ranked))
         if new is None or not worth or len(tried) == most:
@@ -100,14 +100,14 @@ def walk(
                 raise UserError(_nothing_proven(tried, new, slice_, question))
             return VerifiedRanking(_with_first(ranked, proven, tried), tried, proven, question)
         verdict = prove(new)
-        shown = learned(work, new, verdict)
+        shown = correction_from(work, new, verdict)
         tried.append(CompiledPlan(new, verdict, shown))
         if shown is not None:
             scales = dict(question.scales) | {new.choice.kind: shown}
             question = dataclasses.replace(question, scales=tuple(scales.items()))
 
 
-def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
+def correction_from(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
     """The correction that makes the memory model agree with the compiler; None: the result implies none.
 
     The state's size is exact: the correction applies to everything else.
@@ -125,7 +125,7 @@ def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
 
 def _with_first(ranked: list[Ranked], proven: CompiledPlan, tried: list[CompiledPlan]) -> list[Ranked]:
     """The ranking without plans that failed, the proven one first."""
-    bad = {one.ranked.choice for one in tried if not one.good}
+    bad = {one.ranked.choice for one in tried if not one.is_usable}
     first = next((one for one in ranked if one.choice == proven.ranked.choice), proven.ranked)
     return [first, *(one for one in ranked if one.choice not in bad and one.choice != first.choice)]
 

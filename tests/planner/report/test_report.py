@@ -17,7 +17,7 @@ def test_why_a_plan_lost_is_what_it_has_more_of():
     slower = next(
         one for one in walk.ranked if one.choice.mesh["tensor"] == 4 and one.choice.remat == best.choice.remat
     )
-    assert "ICI in the way of compute" in report.why_not(slower, walk, work)
+    assert "ICI in the way of compute" in report.reason_ranked_lower(slower, walk, work)
 
 
 def test_a_plan_in_gin_is_the_plan(tmp_path):

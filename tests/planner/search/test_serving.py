@@ -50,7 +50,7 @@ def test_a_mesh_is_chosen_that_fits_and_its_slots_fill_the_chip():
     best = found[0]
     assert (best.tensor, best.data) == (4, 1) and best.fits and not found[-1].fits
     assert 0.97 * best.limit_bytes < best.bytes <= best.limit_bytes
-    assert not serving.weigh(model, v5e, 4, dataclasses.replace(ASKED, slots=best.slots + 1), 0.06).fits
+    assert not serving.predict(model, v5e, 4, dataclasses.replace(ASKED, slots=best.slots + 1), 0.06).fits
     # 16 GB of weights over four chips of 819 GB/s: a step cannot be quicker.
     assert best.step_s > (best.weights + best.keys_values - 0.3e9) / 819e9
     quarter = serving.ranked(model, v5e, dataclasses.replace(ASKED, length=8192), 0.06)[0]

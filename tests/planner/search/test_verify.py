@@ -56,9 +56,9 @@ def test_the_walk_ends_at_a_proven_plan_that_leaves_as_much_as_was_asked_and_no_
 
 def test_what_is_learned_is_the_correction_of_all_but_the_state():
     ranked = ranking.search(WORK, V5E, QUESTION)[0]
-    assert verify.learned(WORK, ranked, compiler(0.8)(ranked)) == pytest.approx(0.8, rel=1e-6)
+    assert verify.correction_from(WORK, ranked, compiler(0.8)(ranked)) == pytest.approx(0.8, rel=1e-6)
     failed = Verdict(Outcome.TIMED_OUT, None, 1.0, "stopped")
-    assert verify.learned(WORK, ranked, failed) is None
+    assert verify.correction_from(WORK, ranked, failed) is None
 
 
 def test_a_plan_that_does_not_fit_is_not_proposed_again_even_if_the_compiler_names_no_need():
@@ -72,7 +72,7 @@ def test_a_plan_that_does_not_fit_is_not_proposed_again_even_if_the_compiler_nam
 
     walk = verify.walk(WORK, V5E, QUESTION, prove, most=30)
     assert walk.proven and len({one.choice for one in seen}) == len(seen)
-    bad = {one.ranked.choice for one in walk.tried if not one.good}
+    bad = {one.ranked.choice for one in walk.tried if not one.is_usable}
     assert bad and not bad & {one.choice for one in walk.ranked}
 
 

@@ -49,12 +49,12 @@ class Step:
         """The lowered program, with donated state, without likeliest tokens."""
         B, pool = self._slots, self._sizes.pool
         length = self._sizes.length
-        settings = jax.tree.map(lambda x: self._everywhere((B, *x.shape[1:]), x.dtype), GREEDY)
-        table = None if pool is None else self._everywhere((B, pool.of_slot(length)), jnp.int32)
-        rows, count = self._everywhere((B,), jnp.int32), self._everywhere((), jnp.int32)
+        settings = jax.tree.map(lambda x: self._replicated((B, *x.shape[1:]), x.dtype), GREEDY)
+        table = None if pool is None else self._replicated((B, pool.of_slot(length)), jnp.int32)
+        rows, count = self._replicated((B,), jnp.int32), self._replicated((), jnp.int32)
         return self._programs.step.lower(self.params, self.state, settings, rows, rows, count, table, 0)
 
-    def _everywhere(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
 
     def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:

@@ -80,7 +80,7 @@ def found(
     devices, model = jax.local_devices(), model.plain
     slots = footprint.state_bytes(model, config, length, encoder_length)
     least = math.inf
-    for tensor in _ways(mesh, devices):
+    for tensor in _tensor_sizes(mesh, devices):
         try:
             _check_divides((tensor or 1) * (mesh.data or 1), len(devices))
             layout = ServingMesh(tensor=tensor, data=mesh.data).shardings(model, devices)
@@ -101,7 +101,7 @@ def found(
     return None
 
 
-def _ways(mesh: ServingMesh, devices: Sequence[jax.Device]) -> list[int | None]:
+def _tensor_sizes(mesh: ServingMesh, devices: Sequence[jax.Device]) -> list[int | None]:
     """Numbers of chips that may share a layer."""
     if mesh.tensor is not None or devices[0].platform == "cpu":
         return [mesh.tensor]
@@ -142,7 +142,7 @@ class OwnChips:
         params = self._computed(params)
         if jax.process_count() == 1:
             return jax.device_put(params, self._layout)
-        return jax.tree.map(_brought, params, self._layout)
+        return jax.tree.map(_moved_to, params, self._layout)
 
     def _computed(self, params: Params) -> Params:
         """On training's mesh: usually smaller, and without replicas."""
@@ -171,7 +171,7 @@ def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params],
     return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)
 
 
-def _brought(x: jax.Array, own: Sharding) -> jax.Array:
+def _moved_to(x: jax.Array, own: Sharding) -> jax.Array:
     """Copies an array from all processes' devices to those of this process in `own`."""
     everywhere = jax.device_put(x, _on_every_process(own))
     parts = {shard.device: shard.data for shard in everywhere.addressable_shards}

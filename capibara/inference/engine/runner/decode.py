@@ -127,7 +127,7 @@ class DecodeRunner:
         index, forced, alternatives = self._of_next(active)
         self.ahead, at_s = count, time.monotonic()
         given = params, self._state, self._settings, index, forced, np.int32(count)
-        self._state, sampled = self._programs.step(*given, self._table, alternatives, self._beside)
+        self._state, sampled = self._programs.step(*given, self._table, alternatives, self._batch_adapters)
         self.statistics.steps += 1
         return self._request(sampled, active, np.full(self._slots, count), at_s)
 
@@ -144,7 +144,7 @@ class DecodeRunner:
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
         given = params, self._state, self._settings, index, forced, guessed, counts
-        self._state, sampled = self._programs.verify(*given, self._table, alternatives, self._beside)
+        self._state, sampled = self._programs.verify(*given, self._table, alternatives, self._batch_adapters)
         held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
@@ -163,7 +163,7 @@ class DecodeRunner:
             self._schedule.record(at_s, int(sampled.counts[0]))
             self.checksum.add(sampled.tokens)
             for row, request in rows:
-                _give(request, sampled, row)
+                _deliver(request, sampled, row)
                 if request.finished:
                     yield request
             self._pending.popleft()
@@ -173,12 +173,12 @@ class DecodeRunner:
         zeros = np.zeros(self._slots, np.int32)
         common = self._settings, zeros, zeros
         self._state, sampled = self._programs.step(
-            params, self._state, *common, np.int32(1), self._table, alternatives, self._beside
+            params, self._state, *common, np.int32(1), self._table, alternatives, self._batch_adapters
         )
         if self._draft_tokens:
             guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
             self._state, sampled = self._programs.verify(
-                params, self._state, *common, guessed, zeros, self._table, alternatives, self._beside
+                params, self._state, *common, guessed, zeros, self._table, alternatives, self._batch_adapters
             )
         jax.block_until_ready(sampled)
 
@@ -210,7 +210,7 @@ class DecodeRunner:
         return seen
 
     @property
-    def _beside(self) -> BatchAdapters | None:
+    def _batch_adapters(self) -> BatchAdapters | None:
         """The adapters, and each slot's."""
         return self._adapters.of(self._adapter_numbers)
 
@@ -219,7 +219,7 @@ class DecodeRunner:
         return None if self._pages is None else self._pages.table
 
 
-def _give(request: Request, sampled: SampledTokens, row: int) -> None:
+def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:
     """Passes a row's tokens, from arrays on the host, to its request."""
     for step in range(sampled.counts[row]):
         count = min(request.likeliest, sampled.likeliest.shape[2])

@@ -83,8 +83,8 @@ class PrefillQueue:
             if self._part is None:
                 self._part = self._cached(first)
             if self._part is None and len(first.tokens) <= self._most:
-                group = self._alike(first, left)
-                prompts = _unlike(group)
+                group = self._next_group(first, left)
+                prompts = _distinct(group)
                 left -= len(prompts) * bucket(len(first.tokens), self._length)
                 yield from self._read_group(params, group, prompts)
                 continue
@@ -96,7 +96,7 @@ class PrefillQueue:
             if len(tokens) == len(first.tokens):
                 self._waiting.pop(0)
                 self._part = None
-                self._keep(first, row)
+                self._cache_prefix(first, row)
                 yield Prefilled(first, row, logits)
 
     def extend(
@@ -127,7 +127,7 @@ class PrefillQueue:
         if not request.requested:
             request.cached_tokens = known
 
-    def _alike(self, first: Request, left: int) -> list[Request]:
+    def _next_group(self, first: Request, left: int) -> list[Request]:
         """Requests to read together with the first one; the number of distinct prompts is a power of two."""
         size = bucket(len(first.tokens), self._length)
         most = max(1, min(self._together, left // size))
@@ -136,20 +136,20 @@ class PrefillQueue:
         for request in self._waiting[1:]:
             if bucket(len(request.tokens), self._length) != size:
                 continue
-            again = any(_same(request, other) for other in group)
-            if not again and shared and (self._shares(request, group) or self._kept(request)):
+            again = any(_same_prompt(request, other) for other in group)
+            if not again and shared and (self._shares(request, group) or self._is_cached(request)):
                 continue  # its prefix will be in the cache
-            if again or len(_unlike(group)) < most:
+            if again or len(_distinct(group)) < most:
                 group.append(request)
-        count = len(_unlike(group))
-        kept = _unlike(group)[: 1 << (count.bit_length() - 1)]
-        return [request for request in group if any(_same(request, other) for other in kept)]
+        count = len(_distinct(group))
+        kept = _distinct(group)[: 1 << (count.bit_length() - 1)]
+        return [request for request in group if any(_same_prompt(request, other) for other in kept)]
 
     def _shares(self, request: Request, group: list[Request]) -> bool:
         alike = (other for other in group if other.adapter == request.adapter)
         return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
 
-    def _kept(self, request: Request) -> bool:
+    def _is_cached(self, request: Request) -> bool:
         return self.prefixes is not None and self.prefixes.find(request.tokens, request.adapter) is not None
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
@@ -160,10 +160,10 @@ class PrefillQueue:
         read: list[tuple[Any, jax.Array]] = []
         for index, request in enumerate(prompts):
             row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(index))
-            self._keep(request, row[0])
+            self._cache_prefix(request, row[0])
             read.append(row)
         for request in group:
-            index = next(i for i, other in enumerate(prompts) if _same(request, other))
+            index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
             if request is not prompts[index]:
                 self._count_cached(request, len(request.tokens))
             yield Prefilled(request, *read[index])
@@ -172,20 +172,20 @@ class PrefillQueue:
         beside = self._adapters.of([request.adapter for request in requests])
         return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
 
-    def _keep(self, request: Request, row: PyTree) -> None:
+    def _cache_prefix(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
             self.prefixes.keep(request.tokens, row, request.adapter)
 
 
-def _same(one: Request, other: Request) -> bool:
+def _same_prompt(one: Request, other: Request) -> bool:
     """Whether what is read for one request can be used for the other."""
     alike = one.encoder is None and other.encoder is None and one.adapter == other.adapter
     return one is other or (alike and _read(one) == _read(other))
 
 
-def _unlike(group: list[Request]) -> list[Request]:
+def _distinct(group: list[Request]) -> list[Request]:
     """The first request of each distinct prompt."""
-    return [request for index, request in enumerate(group) if not any(_same(request, o) for o in group[:index])]
+    return [request for index, request in enumerate(group) if not any(_same_prompt(request, o) for o in group[:index])]
 
 
 def _read(request: Request) -> tuple[int, list[int]]:

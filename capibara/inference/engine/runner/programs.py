@@ -131,7 +131,7 @@ def build(
 @functools.lru_cache(maxsize=16)
 def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
     model, adapted = same.model.plain, same.model
-    known = functools.partial(_known, mesh)
+    replicated = functools.partial(_replicated, mesh)
     empty = functools.partial(
         model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
     )
@@ -147,18 +147,18 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         seen: Array, table: Array | None, alternatives: int,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         sampled = _pick(logits, usable, settings, index, forced, seen, alternatives)
-        return _laid_out(_with_row(state, row, slot, seen, table, sampled.tokens[0, 0])), known(sampled)
+        return _laid_out(_with_row(state, row, slot, seen, table, sampled.tokens[0, 0])), replicated(sampled)
 
     def step(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, count: Array,
         table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
-            weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
+            weights, put = _unconverted(params, sizes, done), jnp.where(done == 0, forced, -1)
             return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
 
         state, sampled = _repeated(next_of, state, count, sizes, alternatives)
-        return _laid_out(state), known(sampled)
+        return _laid_out(state), replicated(sampled)
 
     def verify(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, guesses: Array, counts: Array,
@@ -167,10 +167,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         state = state | {"cache": paged.with_table(state["cache"], table)}
         given = (settings, index, forced, guesses, counts, alternatives, beside)
         new, sampled = _verify(model, usable, params, state, *given)
-        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(sampled)
+        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), replicated(sampled)
 
     def start() -> State:
-        return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
+        return _laid_out(_empty_state(model.config.vocab_size, sizes, empty))
 
     def serving(params: Params) -> Params:
         return model.serving(adapted.merge(params))
@@ -200,7 +200,7 @@ def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **optio
     return jax.jit(active, **options)
 
 
-def _known(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
+def _replicated(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
     """Replicates sampled tokens on every device."""
     return jax.lax.with_sharding_constraint(sampled, NamedSharding(mesh, PartitionSpec())) if mesh else sampled
 
@@ -247,7 +247,7 @@ def _next(
     return new, sampled
 
 
-def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
+def _unconverted(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
     """The parameters for one iteration of a loop: keeps XLA from converting or dequantizing all of them before it."""
     if sizes.steps == 1 or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         return params  # no loop, or nothing to convert on a CPU, which decodes faster this way
@@ -284,7 +284,7 @@ def _repeated(
     return jax.lax.fori_loop(0, count, more, (state, nothing))
 
 
-def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
+def _empty_state(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
     """A state with caches made by `empty`."""
     B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
     kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
