@@ -66,10 +66,10 @@ def _model(args: argparse.Namespace) -> int:
     from capibara.loading import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
-    what = (sum_options.asked(args), args.target, args.format, args.dtype, args.base)
-    gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
+    what = (sum_options.from_args(args), args.target, args.format, args.dtype, args.base)
+    gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.from_args(args)
     with StatusLine() as bar:
-        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show, submodel.asked(args)))
+        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show, submodel.from_args(args)))
     return 0
 
 

@@ -31,7 +31,7 @@ def of(args: argparse.Namespace) -> Joining:
     )
 
 
-def asked(args: argparse.Namespace) -> dict[str, str]:
+def command_facts(args: argparse.Namespace) -> dict[str, str]:
     """The command line as facts that must be the same in all processes of a verb."""
     own = ("coordinator_address", "num_processes", "process_id", "join_timeout")
     folders = search_folders(args.gin_search_paths)
@@ -44,4 +44,4 @@ def asked(args: argparse.Namespace) -> dict[str, str]:
 
 def join_all(args: argparse.Namespace, tell: Callable[[str], None] = print) -> None:
     """Connects the processes as a verb's command line says; it must be the same in all of them."""
-    joining.join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)
+    joining.join(of(args), command_facts(args), emulated=args.emulate is not None, tell=tell)

@@ -149,7 +149,7 @@ def convert(
     runs: RunFolders,
     how: Quantize | None = None,
     show: Show = _silent,
-    part: submodel_options.Asked | None = None,
+    part: submodel_options.SubmodelSizes | None = None,
 ) -> str:
     """Writes a model in another format; returns a line that describes the result.
 
@@ -433,10 +433,10 @@ def _in_4_bits(
 
 
 @overload
-def _part(source: OurModel, part: submodel_options.Asked | None) -> OurModel: ...
+def _part(source: OurModel, part: submodel_options.SubmodelSizes | None) -> OurModel: ...
 @overload
-def _part(source: ForeignModel, part: submodel_options.Asked | None) -> ForeignModel | OurModel: ...
-def _part(source: ForeignModel | OurModel, part: submodel_options.Asked | None) -> ForeignModel | OurModel:
+def _part(source: ForeignModel, part: submodel_options.SubmodelSizes | None) -> ForeignModel | OurModel: ...
+def _part(source: ForeignModel | OurModel, part: submodel_options.SubmodelSizes | None) -> ForeignModel | OurModel:
     """What is left of a model."""
     if part is None:
         return source

@@ -7,7 +7,7 @@ import argparse
 from capibara.core.types import UserError
 
 FLAGS = ("skip_layers", "mlp_dims")
-Asked = tuple[tuple[int, ...], tuple[int, ...]]  # layers to remove, hidden widths of the remaining ones
+SubmodelSizes = tuple[tuple[int, ...], tuple[int, ...]]  # layers to remove, hidden widths of the remaining ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mlp_dims", metavar="N,N", help="for gemma3n: hidden widths of remaining layers; E2B: 8192")
 
 
-def asked(args: argparse.Namespace) -> Asked | None:
-    """The request of the flags; None: there is none.
+def from_args(args: argparse.Namespace) -> SubmodelSizes | None:
+    """The values of the flags; None: they are not set.
 
     Raises:
       UserError: they are not numbers.

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--combination", choices=[*Combination], help="how to sum them, as in PEFT; default: cat")
 
 
-def asked(args: argparse.Namespace) -> str | Sum:
+def from_args(args: argparse.Namespace) -> str | Sum:
     """What to convert: --from, or the sum of it and each --plus.
 
     Raises:

@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def asked(args: argparse.Namespace) -> Quantize | None:
-    """The request of the flags; None: there is none.
+def from_args(args: argparse.Namespace) -> Quantize | None:
+    """The values of the flags; None: they are not set.
 
     Raises:
       UserError: the combination is invalid.

@@ -138,7 +138,7 @@ def test_what_is_asked_for_is_a_fact_and_what_gin_files_say_but_the_place_is_non
     place = ["--process_id=1", "--num_processes=2", "--coordinator_address=a:1"]
     (tmp_path / "a.gin").write_text("Trainer.seed = 1\n")
     args = parser.parse_args(["--limit=3", *place, "--gin_file=a.gin", f"--gin_search_paths={tmp_path}"])
-    facts = multihost.asked(args)
+    facts = multihost.command_facts(args)
     assert facts.pop("command").splitlines()[0] == "--limit=3" and not any(flag in str(facts) for flag in place)
     assert facts == {"Gin file a.gin": "Trainer.seed = 1\n"}
     assert multihost.of(args) == Joining(coordinator_address="a:1", num_processes=2, process_id=1)
