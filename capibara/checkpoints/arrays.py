@@ -1,8 +1,8 @@
-"""Arrays as chunks in files (zarr 2): written and hashed in one pass, read, verified and put on the devices in another.
+"""Stores arrays as chunks in files (zarr 2): writes and hashes them in one pass; reads and verifies them in another.
 
-A chunk is what one device holds of an array, or its share of that where others hold the same: its bytes, row by row, in a
-file named after its position, such as `state/params.layers.mlp.kernel/0.3`. Arrays that are not encrypted have Orbax's
-metadata beside them: Orbax reads them too.
+A chunk is what one device holds of an array, or its share of that if other devices hold the same: its bytes in
+row-major order, in a file named after its index, such as `state/params.layers.mlp.kernel/0.3`. Unencrypted arrays also
+have Orbax's metadata, so that Orbax can read them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from capibara.storage import hashing, stores, threads
 
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
-_LAYOUT_BYTES = 1 << 16  # of a .zarray file
-_TOGETHER_BYTES = 4 << 30  # of arrays that are in the host's memory at a time
+_LAYOUT_BYTES = 1 << 16  # limit of a .zarray file
+_TOGETHER_BYTES = 4 << 30  # of arrays held in the host's memory at a time
 _T = TypeVar("_T")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an array is cut into chunks.
+    """How an array is divided into chunks.
 
     Attributes:
       shape: of the array.
-      chunks: of a chunk; those at the end may reach beyond the array.
+      chunks: of a chunk; the last ones may extend beyond the array.
       dtype: of its elements.
-      compressor: None: a chunk is the bare bytes.
+      compressor: None: chunks are raw bytes.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
-        """Of a `.zarray` file."""
+        """Parses a `.zarray` file."""
         values = limits.parse_json(text)
         dtype, shape, sizes = values["dtype"], tuple(values["shape"]), tuple(values["chunks"])
         dtype = np.dtype(dtype) if dtype[:1] in "<>|" else jnp.dtype(dtype)
@@ -71,7 +71,7 @@ class Layout:
         return cls(shape, sizes, dtype, compressor)
 
     def text(self) -> bytes:
-        """The `.zarray` file."""
+        """The contents of the `.zarray` file."""
         dtype = self.dtype.str if self.dtype.isbuiltin == 1 else self.dtype.name  # "<f4", but "bfloat16"
         values = {
             "zarr_format": 2, "shape": self.shape, "chunks": self.chunks, "dtype": dtype, "order": "C",
@@ -80,13 +80,13 @@ class Layout:
         return json.dumps(values).encode()
 
     def bounds(self, index: tuple[int, ...]) -> Bounds:
-        """The part of the array that is in a chunk."""
+        """The part of the array in a chunk."""
         return tuple(
             (i * size, min((i + 1) * size, full)) for i, size, full in zip(index, self.chunks, self.shape, strict=True)
         )
 
     def touched(self, bounds: Bounds) -> Iterator[tuple[int, ...]]:
-        """The chunks that a part of the array lies in."""
+        """The chunks that overlap a part of the array."""
         return itertools.product(
             *(range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.chunks, strict=True))
         )
@@ -98,15 +98,15 @@ def name_of(index: tuple[int, ...]) -> str:
 
 
 def folder_of(array: str) -> str:
-    """The folder of an array, relative to its step's."""
+    """The folder of an array, relative to its step's folder."""
     return f"{FOLDER}/{array.replace('/', '.')}"
 
 
 def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
-    """How an array of a step is cut.
+    """The layout of an array of a step.
 
     Raises:
-      Corrupted: nothing says it.
+      Corrupted: it is missing or invalid.
     """
     path = f"{folder_of(array)}/{LAYOUT}"
     if path not in found.by_path:
@@ -125,12 +125,12 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
     Args:
       folder: of the step.
       found: its manifest.
-      target: ShapeDtypeStructs with the shardings and dtypes wanted, which may differ from those that were saved.
-      check: compare each chunk that is read with its hash.
+      target: ShapeDtypeStructs with the wanted shardings and dtypes, which may differ from the saved ones.
+      check: whether to compare each chunk with its hash.
       key: of an encrypted step.
 
     Raises:
-      Corrupted: what this process needs is not what was saved.
+      Corrupted: data that this process needs is corrupted.
     """
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
     arrays = threads.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
@@ -142,20 +142,20 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
 
 
 def write(folder: epath.Path, arrays: PyTree, *, key: Key | None = None, compress: bool = False) -> list[File]:
-    """Writes all arrays to `folder`/state, all devices of the run together; every process calls it, from any thread.
+    """Writes all arrays to `folder`/state, from all devices of the run; every process must call it, in any thread.
 
     Args:
       folder: of the step.
-      arrays: jax.Array leaves that nobody changes meanwhile.
-      key: encrypts the chunks, not their layouts; None: they are not encrypted.
-      compress: the chunks, by zstd.
+      arrays: jax.Array leaves that do not change meanwhile.
+      key: encrypts the chunks, not their layouts; None: no encryption.
+      compress: whether to compress chunks with zstd.
 
     Returns:
-      The chunks of which this process holds the contents, hashed in memory, whoever writes them; of encrypted ones, of
-      which no two are alike, those that it wrote.
+      The chunks whose contents this process holds, hashed in memory, whichever process writes them; with encryption,
+      which is not deterministic, only those that it wrote.
 
     Raises:
-      Corrupted: what was compressed does not decompress to what it was.
+      Corrupted: a compressed chunk does not decompress to its contents.
     """
     first = jax.process_index() == 0
     layouts: dict[epath.Path, bytes] = {}
@@ -183,12 +183,12 @@ class _Chunk:
     """A chunk that this process holds.
 
     Attributes:
-      array: whose it is.
-      cut: how that is cut.
-      index: which chunk.
-      shard: holds it, on a device or in the host's memory.
-      part: which of it.
-      is_ours: this process writes it; else another that holds it, too.
+      array: name of the array.
+      cut: the array's layout.
+      index: index of the chunk.
+      shard: the shard that contains it, on a device or in the host's memory.
+      part: the chunk's part of the shard.
+      is_ours: whether this process writes it; else another one that holds it too.
     """
 
     array: str
@@ -199,12 +199,12 @@ class _Chunk:
     is_ours: bool
 
     def host_bytes(self, key: Key | None) -> int:
-        """Of the host's memory while it is written: as it is, and encrypted, its pieces and these joined."""
+        """Host memory used while it is written: raw, encrypted, in segments and joined."""
         size = math.prod(self.cut.chunks) * self.cut.dtype.itemsize
         return size if key is None else 3 * size
 
     def write(self, folder: epath.Path, key: Key | None) -> File | None:
-        """Writes it where it is ours; None: there is nothing to say of it."""
+        """Writes the chunk if this process shall; returns its manifest entry, or None if another process reports it."""
         plain = np.asarray(self.shard)[self.part]
         inner = f"{folder_of(self.array)}/{name_of(self.index)}"
         if key is None and self.cut.compressor is None:
@@ -229,7 +229,7 @@ class _Chunk:
 
 
 def _chunk_shape(array: jax.Array) -> tuple[int, ...]:
-    """What one device holds, divided among those that hold the same, along the first axis that this divides."""
+    """One device's shard, divided among devices with the same data along the first axis that divides."""
     shard = array.sharding.shard_shape(array.shape)
     shards = math.prod(full // size for full, size in zip(array.shape, shard, strict=True) if size)
     replicas = array.sharding.num_devices // shards
@@ -238,7 +238,7 @@ def _chunk_shape(array: jax.Array) -> tuple[int, ...]:
 
 
 def _held(name: str, array: jax.Array, cut: Layout) -> list[_Chunk]:
-    """The chunks that this process holds, each once; of several devices that hold it the n-th writes the n-th of a shard."""
+    """This process's chunks, each once; of n devices with the same shard, the i-th writes the i-th part."""
     if not array.size:
         return []
     found: dict[tuple[int, ...], _Chunk] = {}
@@ -281,7 +281,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _orbax_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
-    """What Orbax says of a sharding; None: nothing that it can make one of."""
+    """Orbax's description of a sharding; None: it has none."""
     if isinstance(sharding, SingleDeviceSharding):
         return {"sharding_type": "SingleDeviceSharding", "device_str": str(next(iter(sharding.device_set)))}
     if not isinstance(sharding, NamedSharding):
@@ -296,7 +296,7 @@ def _orbax_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
 
 
 def opened(content: np.ndarray, found: Manifest, file: File, key: Key | None) -> np.ndarray:
-    """The bytes of a file of a step, decrypted where they are encrypted."""
+    """The bytes of a file of a step, decrypted if necessary."""
     if found.encryption is None or file.path.endswith(LAYOUT):
         return content
     assert key is not None, "who reads an encrypted step has its key"
@@ -310,12 +310,12 @@ def seal_run(step: int, content: bytes, key: Key) -> bytes:
 
 
 def content_hash(array: np.ndarray, key: Key | None) -> str:
-    """Of what a chunk holds, uncompressed."""
+    """The hash of a chunk's uncompressed contents."""
     return hashing.hash_of(_bytes(array)) if key is None else key.content_hash(_bytes(array))
 
 
 def region(array: jax.Array, bounds: Bounds) -> np.ndarray | None:
-    """A part of an array that lies within one of this process's shards; None: it lies in none."""
+    """A part of an array that lies within one of this process's shards; None: it does not."""
     for shard in array.addressable_shards:
         offsets = [part.start or 0 for part in shard.index]
         ends = [offset + size for offset, size in zip(offsets, shard.data.shape, strict=True)]
@@ -327,17 +327,17 @@ def region(array: jax.Array, bounds: Bounds) -> np.ndarray | None:
 
 
 def encode(chunk: np.ndarray, cut: Layout) -> bytes:
-    """A chunk as its file is, compressed."""
+    """Compresses a chunk to the contents of its file."""
     store, kvstore, name = _in_memory(cut, None)
     store.write(chunk).result()
     return kvstore.read(name).result().value
 
 
 def decode(data: np.ndarray, cut: Layout, file: File) -> np.ndarray:
-    """The chunk of a compressed file.
+    """Decompresses the contents of a chunk's file.
 
     Raises:
-      Corrupted: it is none.
+      Corrupted: they are invalid.
     """
     try:
         store, _, _ = _in_memory(cut, data.tobytes())
@@ -347,7 +347,7 @@ def decode(data: np.ndarray, cut: Layout, file: File) -> np.ndarray:
 
 
 class _Array:
-    """An array that is being read: the parts that this process's devices hold, filled chunk by chunk."""
+    """An array that is being read: the parts for this process's devices, filled chunk by chunk."""
 
     def __init__(
         self,
@@ -371,11 +371,11 @@ class _Array:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """Of the host's memory."""
+        """Host memory that it uses."""
         return sum(math.prod(stop - start for start, stop in part) for part in self._parts) * self._cut.dtype.itemsize
 
     def read(self, index: tuple[int, ...]) -> None:
-        """Reads a chunk into all parts that it touches."""
+        """Reads a chunk into all parts that it overlaps."""
         path = f"{folder_of(self._name)}/{name_of(index)}"
         file = self._found.by_path.get(path)
         if file is None:
@@ -397,7 +397,7 @@ class _Array:
                 values[into] = chunk[out]
 
     def placed(self) -> jax.Array:
-        """The array on the devices; to be asked once."""
+        """The array on the devices; may be called once."""
         parts, self._parts = self._parts, {}
         shape, sharding, dtype = self._target.shape, self._target.sharding, self._target.dtype
 
@@ -410,7 +410,7 @@ class _Array:
         return jax.make_array_from_callback(shape, sharding, part)
 
     def _check_bytes(self, file: File) -> None:
-        """Before they are read: compressed or encrypted, a chunk may be a little longer."""
+        """Checks a chunk's size before it is read; compressed or encrypted chunks may be slightly longer."""
         whole = math.prod(self._cut.chunks) * self._cut.dtype.itemsize
         if file.size > 2 * whole + _LAYOUT_BYTES:
             raise Corrupted(f"{file.describe()} has {file.size:,} bytes, and is of {whole:,}")
@@ -431,7 +431,7 @@ class _Array:
 
 
 def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """The items in groups that the host's memory has room for."""
+    """Groups items so that each group fits in the host's memory."""
     group: list[_T] = []
     held = 0
     for item in items:
@@ -448,7 +448,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
 
 
 def _seal(step: int, path: str) -> str:
-    """What an encrypted file is bound to."""
+    """The name that an encrypted file is bound to."""
     return f"{path} of step {step}"
 
 
@@ -457,7 +457,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _in_memory(cut: Layout, data: bytes | None) -> tuple[Any, Any, str]:
-    """A TensorStore of one chunk in memory, the key-value store that it is in, and its name there."""
+    """A TensorStore of one chunk in memory, its key-value store, and the chunk's key in it."""
     import tensorstore as ts
 
     context, name = ts.Context(), name_of((0,) * len(cut.chunks))

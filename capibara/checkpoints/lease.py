@@ -1,7 +1,7 @@
-"""One writer at a time: the lease on a checkpoints folder.
+"""The lease on a checkpoints folder, which ensures that only one process writes to it.
 
-Of several that reach for it at once exactly one gets it: on a disk by the folder's lock, in a bucket by the version that
-each has seen of the file.
+If several processes try to take it at once, exactly one succeeds: on a disk by the folder's lock, in a bucket by the
+version of the file that each has seen.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from capibara.storage import stores
 from capibara.storage.store import Changed, Locked
 
 NAME = "lease.json"
-_STALE_AFTER_S = 60.0  # without a sign of life from another host
-_RENEWALS = 6  # in that time
+_STALE_AFTER_S = 60.0  # since the last renewal from another host
+_RENEWALS = 6  # per that time
 _LOOK_S = 1.0
 _LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
 _JOIN_S = 5.0  # more than that for the thread that renews it
@@ -36,20 +36,20 @@ _MOST_BYTES = 1 << 16  # of a record, which has some hundred
 
 
 class Lease:
-    """The right to change a folder, held from here to `release`.
+    """The exclusive right to change a folder, until `release`.
 
-    The file names its holder: process, host and a random nonce. Where process ids mean the same to it and to us (one
-    host, one boot, one pid namespace), that of a process that has died is taken over at once. Any other, such as that of
-    another host or container, is taken over when it is not renewed within `stale_after_s`, for which this waits: the
-    clocks of hosts differ.
+    The file names its holder: process, host and a random nonce. If process ids are comparable (same host, boot and pid
+    namespace), the lease of a dead process is taken over at once. Any other one, for example of another host or
+    container, is taken over if it is not renewed within `stale_after_s`, for which this waits, since hosts' clocks
+    differ.
 
     Args:
-      folder: exists.
-      stale_after_s: seconds without a renewal after which another host's lease counts for nothing.
+      folder: must exist.
+      stale_after_s: seconds without a renewal after which another host's lease has expired.
 
     Raises:
-      UserError: another process holds it, or the folder's lock for longer than anybody needs it (a process that is
-        stopped just then), or a folder has its name.
+      UserError: another process holds it, or holds the folder's lock for too long (because it is stopped), or a folder
+        has the file's name.
     """
 
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
@@ -62,17 +62,17 @@ class Lease:
         self._renewing.start()
 
     def check(self) -> None:
-        """Raises UserError where another process has taken the lease over: what we would write now is its to write."""
+        """Raises UserError if another process has taken over the lease: this one must not write any more."""
         holder = _read(self._path)[0] or {}
         if holder.get("nonce") != self.nonce:
             by = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "nobody"
             raise UserError(f"{self._folder} was taken over by {by} meanwhile: only one run may write to a MODEL_DIR")
 
     def release(self) -> None:
-        """Gives it back; another holder's is left alone."""
+        """Releases the lease; does nothing if another process holds it."""
         self._ended.set()
         self._renewing.join(_LOCK_S + _JOIN_S)
-        # The folder may be gone by now, its lock held, or the bucket closed to us: then the lease runs out.
+        # The folder may be gone, its lock held, or the bucket inaccessible: then the lease expires.
         with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
             holder, version = _read(self._path)
             if (holder or {}).get("nonce") != self.nonce:
@@ -88,7 +88,7 @@ class Lease:
                 if holder is None or unchanged or self._is_dead(holder):
                     if self._write(version):
                         return
-                    continue  # another was quicker: who?
+                    continue  # another process was faster: check its lease
             if holder != first or self._is_here(holder):
                 stopped = self._is_here(holder) and processes.is_stopped(holder.get("pid"))
                 raise UserError(
@@ -100,7 +100,7 @@ class Lease:
                 self._say_once(holder)
 
     def _write(self, seen: str) -> bool:
-        """Whether the file has our record now: in a bucket it stays as it is where it is not at the version `seen`."""
+        """Writes our record; returns False if the file in a bucket no longer has the version `seen`."""
         record = json.dumps(self._record()).encode()
         try:
             self._store.write_version(self._path, record, seen)
@@ -130,20 +130,20 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
-            # Whatever is wrong, and buckets have errors of their own, the next renewal may succeed.
+            # Whatever the error is, and buckets have errors of their own, the next renewal may succeed.
             with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
                 holder, version = _read(self._path)
                 if (holder or {}).get("nonce") == self.nonce:
                     self._write(version)
 
     def _is_here(self, holder: dict[str, Any]) -> bool:
-        """Whether its process id means the same to us: containers may share a host name, and have a process 1 each."""
+        """Whether the holder's process id is comparable to ours: containers may share host names and process ids."""
         return all(value is not None and holder.get(name) == value for name, value in _here().items())
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
-        """Whether nobody can be behind it, as far as can be told at once."""
+        """Whether the holder is known to be dead."""
         if self._is_here(holder):
-            # A process id is used again after a while; with the time of its start it is not.
+            # Process ids are reused; together with the start time they are unique.
             return processes.start_of(holder.get("pid")) != holder.get("process_start")
         return not {"host", "nonce", "renewed"} <= holder.keys()
 
@@ -154,12 +154,12 @@ def _here() -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def _lock_explained(folder: epath.Path) -> Iterator[None]:
-    """Makes the lock that is not given back a mistake of the user's, with the name of who holds it."""
+    """Turns a lock that is not released into a UserError with its holder."""
     try:
         yield
     except Locked as locked:
         (pid,), record = locked.args, _read(folder / NAME)[0] or {}
-        # No process of ours: of another container, or of a host that shares the disk.
+        # Not a process of this host: of another container, or of another host that shares the disk.
         pid, host = (pid, socket.gethostname()) if pid is not None else (record.get("pid"), record.get("host"))
         who = "another process" if pid is None else f"process {pid} on {host}"
         stopped = host == socket.gethostname() and processes.is_stopped(pid)
@@ -170,7 +170,7 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
 
 
 def check_shared(folder: epath.Path, lease: Lease | None) -> None:
-    """Raises UserError where this process does not see what process 0 has written; every process calls it.
+    """Raises UserError if this process does not see what process 0 has written; every process must call it.
 
     Args:
       folder: of the lease.
@@ -185,7 +185,7 @@ def check_shared(folder: epath.Path, lease: Lease | None) -> None:
 
 
 def _is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
-    """Whether this process sees, within so many seconds, that the lease with this nonce is held."""
+    """Whether this process sees the lease with this nonce within `within_s` seconds."""
     until_s = time.monotonic() + within_s
     while (_read(folder / NAME)[0] or {}).get("nonce") != nonce:
         if time.monotonic() >= until_s:
@@ -195,7 +195,7 @@ def _is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
 
 
 def _read(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
-    """The record of a lease, None where there is none that can be read; and the file's version in a bucket.
+    """The record of a lease, None if it cannot be read; and the file's version in a bucket.
 
     Raises:
       OSError: the bucket cannot be read.

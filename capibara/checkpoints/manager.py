@@ -1,13 +1,13 @@
-"""Checkpoints of a run, verified: what is saved, what is restored, and what a manifest says that it must be.
+"""Checkpoints of a run: saves, restores and verifies steps.
 
-    checkpoints/1000/state/...       the arrays (arrays.py)
-    checkpoints/1000/run.json        the data iterator, the progress, the operative configuration
-    checkpoints/1000/manifest.json   every file with its size and hash; without it there is no step 1000
-    checkpoints/1200.corrupted/      a step that was not what had been saved, quarantined
-    checkpoints/lease.json           who may write here
+  checkpoints/1000/state/...       the arrays (arrays.py)
+  checkpoints/1000/run.json        data iterator, progress, operative configuration
+  checkpoints/1000/manifest.json   every file with its size and hash; without it step 1000 does not exist
+  checkpoints/1200.corrupted/      a quarantined corrupted step
+  checkpoints/lease.json           the process that may write here
 
-A save is asynchronous: the arrays are copied, and a thread writes them, has them put on the disk, writes the manifest,
-and removes the steps that no rule keeps. It fails loudly or it is there.
+A save is asynchronous: the arrays are copied; then a thread writes and syncs them, writes the manifest, and removes the
+steps that no rule keeps. A save either fails with an error or is complete.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from capibara.storage.full_disk import check_room, disk_full_explained, not_writ
 
 
 class Checkpoints(CheckpointReader):
-    """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last.
+    """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last one.
 
-    A program that ends without `close` waits too, and with exit code 1 where the save fails.
+    A program that ends without `close` waits too, and exits with code 1 if the save fails.
 
     Args:
       model_dir: the run folder.
       config: what to keep.
-      about: what manifests say of the run beside the date, the score and the step before, as JSON values.
+      about: JSON values for manifests, in addition to date, score and previous step.
 
     Raises:
       UserError: another process writes there, or the folder cannot be written.
@@ -58,7 +58,7 @@ class Checkpoints(CheckpointReader):
         self._about, self._writer = dict(about or {}), Writer.of(config)
         self._saving: Task | None = None
         self._lease: Lease | None = None
-        self._parent: int | None = None  # the step that the next one comes after
+        self._parent: int | None = None  # the step before the next one
         with self._disk_errors(), contextlib.ExitStack() as undo:
             stores.of(self._folder).make_folder(self._folder)
             if jax.process_index() == 0:
@@ -80,14 +80,14 @@ class Checkpoints(CheckpointReader):
         """Starts saving; the state may be changed or donated when this returns.
 
         Args:
-          step: names the checkpoint; must come after all that are there.
+          step: number of the checkpoint; must be larger than all existing ones.
           state: arrays of all hosts.
           data: the data iterator's state, as JSON values.
-          progress: what else resuming needs, as JSON values.
-          score: the lowest are kept longest (keep_best).
+          progress: other values for resuming, as JSON values.
+          score: for keep_best; lower is better.
 
         Raises:
-          UserError: the disk is full (also when an earlier asynchronous save met that), or the step is not new.
+          UserError: the disk is full (also if an earlier asynchronous save failed so), or the step is not new.
         """
         self.wait()
         newest = self.latest_step()
@@ -96,7 +96,7 @@ class Checkpoints(CheckpointReader):
                 f"step {step} cannot be saved: {self._folder} holds step {newest} already; set another MODEL_DIR"
             )
         arrays = state.parts()
-        if not self._config.incremental:  # of such a step is known only later what there is to write
+        if not self._config.incremental:  # an incremental step's size is only known later
             with self._disk_errors():
                 check_room(self._folder, byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": restoring.shapes_of(arrays)}
@@ -104,7 +104,7 @@ class Checkpoints(CheckpointReader):
         about["data"] = hashing.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
         if self._writer.key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
-        run = json.dumps(values).encode()  # now: what it is made of may change
+        run = json.dumps(values).encode()  # now, since the values may change
         parent, verifying = self._parent, self._verifying
 
         def verified() -> None:
@@ -124,7 +124,7 @@ class Checkpoints(CheckpointReader):
         self._saving = save.begin(arrays, verified)
 
     def _base(self, parent: int | None) -> manifest.Manifest | None:
-        """What an incremental step refers to; None: nothing."""
+        """The manifest that an incremental step refers to, or None."""
         if not self._config.incremental or parent is None:
             return None
         with contextlib.suppress(Corrupted):
@@ -132,34 +132,34 @@ class Checkpoints(CheckpointReader):
         return None
 
     def score(self, step: int, score: float) -> None:
-        """Gives a committed step the score of an evaluation that was made later; every process calls it."""
+        """Sets a committed step's score from a later evaluation; every process must call it."""
         self.wait()
         if jax.process_index() == 0:
-            with self._disk_errors(), contextlib.suppress(Corrupted):  # of which another verification tells
+            with self._disk_errors(), contextlib.suppress(Corrupted):  # another verification reports it
                 self._check_lease()
                 found = self._reader.manifest(step)
                 scored = dataclasses.replace(found, about={**found.about, "score": score})
-                writer = Writer(key=self._reader.key_of(found))  # which may be the key before this run's
+                writer = Writer(key=self._reader.key_of(found))  # may be the previous key
                 manifest.write(self._folder / str(step), writer.signed(scored))
         peers.together("scored")
 
     def restore_progress(self, step: int) -> Restored:
-        """As of the reader; what is saved next comes after this step."""
-        self.wait()  # it may be the step that is being saved
+        """See the reader; the next saved step follows this one."""
+        self.wait()  # this step may still be being saved
         restored = super().restore_progress(step)
         self._parent = step
         return restored
 
     def step_before(self, spike: int, at_most: int) -> int | None:
-        """The newest whole step up to `at_most`, else the oldest before `spike`; None: there is none."""
+        """The newest intact step up to `at_most`, else the oldest one before `spike`; None: there is none."""
         older = [step for step in self.steps() if step < spike]
         wanted = [s for s in reversed(older) if s <= at_most] + [s for s in older if s > at_most]
         return next((step for step in wanted if step_folders.is_whole(self._folder / str(step))), None)
 
     def go_back(self, step: int) -> Restored:
-        """Moves the steps after `step` aside: they are not resumed from, and can be saved again. All processes call it."""
+        """Renames the steps after `step`: runs ignore them and may save them again; every process must call it."""
         if self._verifying is not None:
-            self._verifying.join(restoring.TASK_LIMIT_S)  # it may look at one of them
+            self._verifying.join(restoring.TASK_LIMIT_S)  # it may be reading one of them
         peers.together("going back")
         for newer in reversed(self.steps()) if jax.process_index() == 0 else ():
             if newer > step:
@@ -168,7 +168,7 @@ class Checkpoints(CheckpointReader):
         return self.restore_progress(step)
 
     def check(self) -> None:
-        """Raises what a save has failed with, or a verification beside training, if one has; waits for nothing."""
+        """Raises the error of a finished save or background verification; does not wait."""
         with self._disk_errors():
             if self._saving is not None and self._saving.done:
                 self._end_save()
@@ -178,7 +178,7 @@ class Checkpoints(CheckpointReader):
         """Waits until every save is on disk.
 
         Raises:
-          UserError: the disk was full, or what this run was restored from is not what was saved.
+          UserError: the disk was full, or the step that this run was restored from is corrupted.
         """
         with self._disk_errors():
             self._end_save()
@@ -190,7 +190,7 @@ class Checkpoints(CheckpointReader):
             saving.wait(restoring.TASK_LIMIT_S)
 
     def close(self) -> None:
-        """Waits, then gives the folder back."""
+        """Waits, then releases the lease."""
         with self._open:
             if self._verifying is not None:
                 self._verifying.join(restoring.TASK_LIMIT_S)
@@ -200,7 +200,7 @@ class Checkpoints(CheckpointReader):
         try:
             self.close()
         except BaseException as error:
-            # The exit code is settled already: a save that is lost must not look like success.
+            # The exit code is decided already: a lost save must not look like success.
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: each of its files with its size and hash. A step without one does not exist.
+"""The manifest of a checkpoint: all its files with sizes and hashes. A step without one does not exist.
 
-It is written last, when all other files are on the disk, and removed first: so a step is there whole or not at all,
-whenever the program or the machine stops. The hashes are those that xxh128sum prints: they find what chance does to a file;
-against people who change files there is encryption.
+It is written last, after all other files are on disk, and removed first, so that a step exists completely or not at
+all, whenever the program or the machine stops. The hashes are those that xxh128sum prints: they detect random
+corruption; encryption protects against manipulation.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from capibara.core.types import UserError
 from capibara.storage import hashing, stores, threads
 
 NAME = "manifest.json"
-RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
+RUN = "run.json"  # the first file of a step that is written; the manifest is the last
 _FORMAT = 2
 _MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
-_SHOWN = 3  # corrupted files that a message names
-_TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
+_SHOWN = 3  # most corrupted files that a message names
+_TRIES, _PAUSE_S = 3, 0.5  # for a read that the disk refuses
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")  # whose versions a manifest has
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")  # packages whose versions are recorded
 _GIT_S = 5.0
 
 T = TypeVar("T")
 
 
 class Corrupted(Exception):
-    """A step's files are not those that were saved; one line."""
+    """A step's files are not those that were saved; the message is one line."""
 
 
 class Unreadable(UserError):
-    """A step's files cannot be read now: whether they are those that were saved is not known."""
+    """A step's files cannot be read now; whether they are intact is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,11 @@ class File:
     Attributes:
       path: relative to the step's folder.
       size: bytes.
-      xxh128: of the bytes that were meant to be written: those of an array are hashed in memory, where it has its own.
-      array: the array that the file is a chunk of; None: it is none.
-      chunk: which, counted in chunks along each dimension.
-      step: the older step in whose folder it lies; None: in that of its own.
-      content: of a chunk that is not written as it is (compressed, encrypted), the hash of what it holds; with a key that
-        hash depends on it.
+      xxh128: hash of the intended bytes: array chunks are hashed in memory, before they are written.
+      array: name of the array that the file is a chunk of; None: it is none.
+      chunk: index of the chunk along each dimension.
+      step: the older step whose folder contains it; None: its own step's.
+      content: hash of the contents of a compressed or encrypted chunk; with encryption a keyed hash.
     """
 
     path: str
@@ -71,21 +70,21 @@ class File:
     content: str | None = None
 
     def describe(self) -> str:
-        """The file with what it holds."""
+        """The file's path with its step and array, for messages."""
         path = self.path if self.step is None else f"{self.path} of step {self.step}"
         return path if self.array is None else f"{path} (array {self.array})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The manifest of a step.
 
     Attributes:
-      step: the step that it is of.
-      files: all files but the manifest.
-      about: who wrote it, with what, as JSON values.
-      encryption: the cipher and the id of the key of all files but this and the arrays' layouts; None: not encrypted.
-      mac: what the key makes of all this: nobody else can write it; None: not encrypted.
+      step: number of the step.
+      files: all files except the manifest.
+      about: origin of the step, as JSON values.
+      encryption: cipher and key id of all files except this one and the arrays' layouts; None: not encrypted.
+      mac: signature of all this with the key; None: not encrypted.
     """
 
     step: int
@@ -95,17 +94,17 @@ class Manifest:
     mac: str | None = None
 
     def signed(self) -> bytes:
-        """What `mac` is of: all but itself."""
+        """The signed bytes: everything except `mac`."""
         return _canonical({name: value for name, value in _values(self).items() if name != "mac"})
 
     @functools.cached_property
     def by_path(self) -> dict[str, File]:
-        """The files by their paths."""
+        """The files by path."""
         return {file.path: file for file in self.files}
 
     @functools.cached_property
     def by_folder(self) -> dict[str, list[File]]:
-        """The files by the folders that they are in, relative to the step's."""
+        """The files by folder, relative to the step's."""
         found: dict[str, list[File]] = {}
         for file in self.files:
             found.setdefault(file.path.rpartition("/")[0], []).append(file)
@@ -113,10 +112,10 @@ class Manifest:
 
 
 def write(folder: epath.Path, manifest: Manifest) -> None:
-    """Makes a step exist: its files must be on the disk already.
+    """Commits a step; its files must be on disk already.
 
     Raises:
-      UserError: it has more files than `read` takes.
+      UserError: it has more files than `read` accepts.
     """
     if len(manifest.files) > _MOST_FILES:
         raise UserError(
@@ -125,22 +124,23 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
         )
     values = _values(manifest)
     values["xxh128"] = hashing.hash_of(_canonical(values))
-    # A line a file: indent= would leave the C encoder aside. No byte follows the last brace: each that is cut off counts.
+    # One file per line; indent= would bypass the C encoder. Nothing follows the last brace: every missing byte is
+    # noticed.
     files = ",\n".join(map(json.dumps, values.pop("files")))
     stores.of(folder).write_atomic(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}'.encode())
 
 
 def exists(folder: epath.Path) -> bool:
-    """Whether a step was committed; says nothing of what has become of its files since."""
+    """Whether a step was committed; its files are not checked."""
     return (folder / NAME).exists()
 
 
 def read(folder: epath.Path) -> Manifest:
-    """The manifest of a step's folder, which is named after the step.
+    """The manifest in a step's folder, which is named after the step.
 
     Raises:
-      Corrupted: there is none, it has changed since it was written, or it is of another step.
-      Unreadable: the disk does not give it.
+      Corrupted: it is missing, was modified, or belongs to another step.
+      Unreadable: the disk cannot read it.
     """
     text = _patiently(NAME, folder / NAME, lambda: stores.of(folder).read(folder / NAME, _MOST_BYTES))
     try:
@@ -163,33 +163,33 @@ def read(folder: epath.Path) -> Manifest:
 
 
 def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool] = lambda file: True) -> list[str]:
-    """What is wrong with the files of a step, a line each; nothing where they are those that were saved.
+    """Faults of a step's files, one per line; empty if they are intact.
 
-    The files are read and hashed, in threads.
+    Reads and hashes the files, in threads.
 
     Args:
       folder: of the step.
       manifest: its manifest.
-      wanted: the files to look at.
+      wanted: selects the files to check.
 
     Raises:
-      Unreadable: the disk does not give them.
+      Unreadable: the disk cannot read them.
     """
     files = [file for file in manifest.files if wanted(file)]
     return [line for line in threads.each(lambda file: _fault(folder, file), files) if line]
 
 
 def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
-    """Files in a step's folder that are none of it, and harm it no more than that (.DS_Store, .nfs...)."""
+    """Files in a step's folder that do not belong to it, and are harmless (.DS_Store, .nfs...)."""
     own = {file.path for file in manifest.files if file.step is None}
     return [path for path in stores.of(folder).list(folder) if path not in own and path != NAME]
 
 
 def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
-    """The manifest of a step whose files are those that were saved.
+    """The manifest of a step, after its files were verified.
 
     Raises:
-      Corrupted: some are not.
+      Corrupted: some are not intact.
     """
     manifest = read(folder)
     if found := faults(folder, manifest, wanted):
@@ -199,19 +199,19 @@ def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: Tru
 
 
 def of_disk(folder: epath.Path, paths: Sequence[str]) -> list[File]:
-    """Files as they are on the disk."""
+    """Manifest entries for files on disk."""
     return threads.each(
         lambda path: File(path, stores.of(folder).size(folder / path), hashing.file_hash(folder / path)), paths
     )
 
 
 def place(folder: epath.Path, file: File) -> epath.Path:
-    """Where a file of a step's folder lies."""
+    """The path of a file of a step."""
     return (folder if file.step is None else folder.parent / str(file.step)) / file.path
 
 
 def is_there(folder: epath.Path, file: File) -> bool:
-    """Whether a file of a step's folder exists in its size; says nothing of what it holds."""
+    """Whether a file of a step exists with its size; its contents are not checked."""
     try:
         return stores.of(folder).size(place(folder, file)) == file.size
     except OSError:
@@ -219,15 +219,15 @@ def is_there(folder: epath.Path, file: File) -> bool:
 
 
 def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarray:
-    """The bytes of a file, uint8 [size], compared with its hash in the same pass.
+    """The bytes of a file, uint8 [size], verified in the same pass.
 
     Args:
       folder: of the step.
       file: of its manifest.
-      check: compare the hash; the size is always.
+      check: whether to compare the hash; the size is always compared.
 
     Raises:
-      Corrupted: they are not those that were saved.
+      Corrupted: they are not intact.
     """
     path = place(folder, file)
 
@@ -264,7 +264,7 @@ def _check_hash(digest: str, file: File) -> None:
 
 
 def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
-    """What `read` gives, asked again after a moment where the disk refuses: only what is known to be corrupted is."""
+    """Calls `read`, repeatedly if the disk refuses; reports corruption only when it is certain."""
     for attempt in itertools.count(1):
         try:
             return read()
@@ -301,7 +301,7 @@ def _canonical(values: Mapping[str, Any]) -> bytes:
 
 
 def _file(values: Mapping[str, Any]) -> File:
-    """A file as a manifest has it, which anyone may have written."""
+    """Parses a manifest's entry of a file, which is untrusted."""
     file = File(**values)
     if file.chunk is not None:
         file = dataclasses.replace(file, chunk=tuple(file.chunk))
@@ -325,12 +325,12 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, short."""
+    """An error's message, shortened to one line."""
     return (str(error).strip() or type(error).__name__).split("\n")[0][:160]
 
 
 def provenance(config: str) -> dict[str, Any]:
-    """What the manifests of a run's checkpoints say of where they come from, as JSON values.
+    """The origin of a run's checkpoints for their manifests, as JSON values.
 
     Args:
       config: the operative Gin configuration.
@@ -349,7 +349,7 @@ def provenance(config: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the folder that the program runs in, "+" behind it where files differ; None: it is in none."""
+    """The git commit of the current folder, with "+" if files differ; None: it is in no repository."""
     found = _git("rev-parse", "HEAD")
     if not found:
         return None

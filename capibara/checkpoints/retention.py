@@ -1,4 +1,4 @@
-"""Which steps are kept, and the removal of the others: only where a step that is kept is what was saved."""
+"""Decides which steps are kept, and removes the others, but only if a kept step is intact."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def expendable(
 
     Args:
       steps: all committed steps.
-      keep: how many of the newest are kept.
+      keep: number of newest steps to keep.
       keep_every: multiples of it are kept; None: none.
-      milestones: steps that are kept.
-      keep_best: how many of those with the lowest scores are kept; of equal ones the later.
-      scores: step -> its score; a step without one is none of the best.
+      milestones: steps to keep.
+      keep_best: number of steps with the lowest scores to keep; later ones win ties.
+      scores: step -> its score; steps without one are never among the best.
     """
     steps = sorted(set(steps))
     kept = set(steps[-keep:]) | set(milestones)
@@ -55,12 +55,12 @@ def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
 def prunable(
     folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
 ) -> list[int] | None:
-    """Which of the steps that are dropped may go, in that order; None: none, as none of those that are kept is whole.
+    """The dropped steps that may be removed, in that order; None: none may, since no kept step is intact.
 
     Args:
       folder: of the steps.
       kept, dropped: steps.
-      written: the one that this process has just written: what a bucket has taken of it is not fetched again.
+      written: the step that this process has just written: what a bucket has accepted is not downloaded again.
     """
     sent = written if stores.of(folder).verifies else None
     if not any(
@@ -78,9 +78,9 @@ def _is_sent(folder: epath.Path) -> bool:
 
 
 def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
-    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
+    """Removes steps if at least one kept step is intact; returns whether it did.
 
-    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
+    Steps that hold files of kept ones stay. The newest are removed first, so that none ever lacks its base.
     """
     gone = prunable(folder, kept, dropped, written)
     for step in gone or ():
@@ -89,12 +89,12 @@ def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], writt
 
 
 def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:
-    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers.
+    """Removes leftovers, and the steps that no rule keeps if at least one kept step is intact.
 
     Args:
       folder: of the steps.
       config: the rules.
-      written: as of `prunable`.
+      written: as in `prunable`.
     """
     there, scores = step_folders.steps(folder), {}
     for step in there if config.keep_best else ():
@@ -112,5 +112,5 @@ def retain(folder: epath.Path, config: Checkpointing, written: int | None = None
         if drop and not prune(folder, [step for step in there if step not in drop], drop, written):
             logging.getLogger(__name__).warning("%s: older steps are kept", folder)
         step_folders.remove_leftovers(folder)
-    except (OSError, manifest.Unreadable) as error:  # the step that was saved is there all the same
+    except (OSError, manifest.Unreadable) as error:  # the saved step is complete nevertheless
         logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)

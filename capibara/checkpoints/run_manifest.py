@@ -1,12 +1,11 @@
-"""The manifest of a run folder: its files outside `checkpoints` with their hashes, and the steps that were committed.
+"""The manifest of a run folder: its files outside `checkpoints` with hashes, and the committed steps.
 
-    manifest.json     beside config.gin: what stands here
-    config.gin, tokenizer/, paths.json, origin/    what a run is read by; it is not read where one of them is not what was written
-    metrics.jsonl, bad_batches.jsonl, tensorboard/    logs, which grow: their first bytes, as far as they were at the last seal
-    loss_curve.png    outputs, sealed when a run ends
+  manifest.json     beside config.gin: these facts config.gin, tokenizer/, paths.json, origin/    files needed to read
+  the run, which must be unmodified metrics.jsonl, bad_batches.jsonl, tensorboard/    logs, which grow: the bytes up to
+  the last seal must be unmodified loss_curve.png    outputs, sealed when a run ends
 
-A file of the first kind is replaced by `replace` alone, so that it is at any moment what the manifest says. The steps tell
-a run that has lost its checkpoints from one that has not saved yet. The hashes find what chance does to a file.
+A file of the first kind is replaced only by `replace`, so that it always agrees with the manifest. The steps
+distinguish a run that has lost its checkpoints from one that has not saved yet. The hashes detect random corruption.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ CONFIG = "config.gin"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _FORMAT = 1
-_MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # of a manifest
-_LOCK = threading.RLock()  # the saving thread adds its steps while the run writes its files
+_MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # limits of a manifest
+_LOCK = threading.RLock()  # the saving thread adds steps while the run writes files
 
 
 class Role(enum.StrEnum):
-    """What a file is for: config is needed to read the run, a log grows, an output is neither."""
+    """Purpose of a file: config files are needed to read the run, logs grow, outputs are neither."""
 
     CONFIG = "config"
     LOG = "log"
@@ -52,10 +51,10 @@ class Entry:
 
     Attributes:
       path: relative to the folder.
-      size: bytes; of a log those that are known.
-      xxh128: of these bytes.
-      role: what it is for.
-      before: the hash of what the file held before, while it is being replaced; "" where it was not there.
+      size: bytes; for a log the sealed ones.
+      xxh128: hash of these bytes.
+      role: purpose of the file.
+      before: hash of the previous contents while the file is being replaced; "" if it did not exist.
     """
 
     path: str
@@ -67,11 +66,11 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class RunManifest:
-    """What a run folder consists of.
+    """The manifest of a run folder.
 
     Attributes:
-      entries: the files, by their paths.
-      steps: committed and not removed since.
+      entries: the files, by path.
+      steps: committed steps that were not removed.
     """
 
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
@@ -82,8 +81,8 @@ def read(folder: epath.Path) -> RunManifest | None:
     """The manifest of a run folder; None: there is none.
 
     Raises:
-      Corrupted: it has changed since it was written.
-      UserError: the bucket refuses.
+      Corrupted: it was modified.
+      UserError: the bucket refuses to read it.
     """
     path = folder / NAME
     if not path.exists():
@@ -108,7 +107,7 @@ def read(folder: epath.Path) -> RunManifest | None:
 
 
 def _entry(values: Mapping[str, Any]) -> Entry:
-    """A file as a manifest has it, which anyone may have written."""
+    """Parses a manifest's entry of a file, which is untrusted."""
     entry = Entry(**{**values, "role": Role(values["role"])})
     if not all(isinstance(text, str) for text in (entry.path, entry.xxh128, entry.before or "")):
         raise ValueError(f"it has the file {limits.shortened(values)}")
@@ -119,11 +118,11 @@ def _entry(values: Mapping[str, Any]) -> Entry:
 
 
 def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
-    """Puts files that a run is read by in place of what was there; a crash in between leaves the old or the new ones.
+    """Replaces files needed to read a run; after a crash either the old or the new ones are there.
 
     Args:
       folder: of the run.
-      files: content by path.
+      files: contents by path.
 
     Raises:
       OSError: the folder cannot be written.
@@ -139,18 +138,18 @@ def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
 
 
 def begin(folder: epath.Path) -> None:
-    """A run begins to write: its outputs of the last time are no longer what will be there."""
+    """Records that a run starts writing: previous outputs are no longer valid."""
     _change(folder, lambda m: {path: entry for path, entry in m.entries.items() if entry.role is not Role.OUTPUT})
 
 
 def seal_logs(folder: epath.Path) -> None:
-    """Takes what the logs hold now."""
+    """Seals the logs as they are now."""
     found = _entries_of(folder, [path for path in _present(folder) if _role(path) is Role.LOG])
     _change(folder, lambda m: {**m.entries, **found})
 
 
 def seal(folder: epath.Path) -> list[str]:
-    """Takes every file of the folder as it is now, and the steps that are there; returns the paths."""
+    """Seals every file of the folder and the list of its steps as they are now; returns the paths."""
     found = _entries_of(folder, _present(folder))
     steps = _committed(folder)
     with _LOCK:
@@ -159,20 +158,20 @@ def seal(folder: epath.Path) -> list[str]:
 
 
 def seal_outputs(folder: epath.Path) -> None:
-    """Takes the logs and the outputs as they are now: a run has ended."""
+    """Seals logs and outputs as they are now, at the end of a run."""
     found = _entries_of(folder, [path for path in _present(folder) if _role(path) is not Role.CONFIG])
     _change(folder, lambda m: {**m.entries, **found})
 
 
 def add_step(folder: epath.Path, step: int) -> None:
-    """A step was committed."""
+    """Records a committed step."""
     with _LOCK:
         found = _read_or_empty(folder)
         _write(folder, dataclasses.replace(found, steps=found.steps | {step}))
 
 
 def forget_step(folder: epath.Path, step: int) -> None:
-    """A step is about to be removed or renamed: it is not lost."""
+    """Records that a step is about to be removed or renamed, so that it does not count as lost."""
     with _LOCK:
         found = _read_or_empty(folder)
         if step in found.steps:
@@ -180,14 +179,14 @@ def forget_step(folder: epath.Path, step: int) -> None:
 
 
 def hashes(folder: epath.Path) -> dict[str, str]:
-    """The hashes of the files that the run is read by, for the manifests of its steps."""
+    """The hashes of the files needed to read the run, for its steps' manifests."""
     with _LOCK:
         entries = _read_or_empty(folder).entries.values()
     return {entry.path: entry.xxh128 for entry in entries if entry.role is Role.CONFIG}
 
 
 def check(folder: epath.Path) -> None:
-    """Raises UserError where the files that a run is read by are not those that it wrote; a run of none passes."""
+    """Raises UserError if files needed to read a run were modified; accepts a run without a manifest."""
     known = (CONFIG, tokenizer_files.PATHS)
     try:
         found = read(folder)
@@ -204,12 +203,12 @@ def check(folder: epath.Path) -> None:
 
 
 def faults(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
-    """What is wrong with the files of a run, a line each.
+    """Faults of a run's files, one per line.
 
     Args:
       folder: of the run.
       found: its manifest.
-      roles: of the files to look at; none: all.
+      roles: of the files to check; none: all.
     """
     entries = [entry for entry in found.entries.values() if not roles or entry.role in roles]
     lines = [_fault(folder, entry) for entry in entries]
@@ -223,10 +222,10 @@ def unknown(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
 
 
 def recorded_steps(folder: epath.Path) -> frozenset[int]:
-    """The steps that a run has committed, as its manifest says; where that is gone, the newest of its metrics.
+    """The committed steps from a run's manifest; without one, the newest step in its metrics.
 
     Raises:
-      UserError: the manifest has changed since it was written.
+      UserError: the manifest was modified.
     """
     try:
         found = read(folder)
@@ -236,13 +235,13 @@ def recorded_steps(folder: epath.Path) -> frozenset[int]:
 
 
 def lost_steps(folder: epath.Path) -> list[int]:
-    """The steps that were committed and are not there, nor renamed by a run, oldest first."""
+    """Committed steps that are missing and were not renamed by a run, oldest first."""
     recorded = recorded_steps(folder)
     return sorted(recorded - set(_committed(folder))) if recorded else []
 
 
 def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
-    """The newest checkpoint that metrics.jsonl records, of those that no later start or roll-back made void."""
+    """The newest checkpoint in metrics.jsonl that no later start or roll-back has invalidated."""
     path, steps = folder / METRICS, set[int]()
     if not path.exists():
         return frozenset()
@@ -274,7 +273,7 @@ def _mend(folder: epath.Path) -> str:
 
 
 def _present(folder: epath.Path) -> list[str]:
-    """The files of a run folder outside its checkpoints, but for what is being written."""
+    """The files of a run folder outside its checkpoints, except incomplete ones."""
     try:
         return _present_or_raise(folder)
     except OSError as error:
@@ -352,7 +351,7 @@ def _change(folder: epath.Path, entries: Callable[[RunManifest], Mapping[str, En
 
 
 def _read_or_empty(folder: epath.Path) -> RunManifest:
-    """The manifest to change; that of a folder which has none begins with the steps that are there."""
+    """The manifest to change; a folder without one starts with its existing steps."""
     try:
         found = read(folder)
     except Corrupted as fault:

@@ -1,6 +1,6 @@
-"""Saves a step: copies the arrays, writes them and the other files in a thread, and commits the step by its manifest.
+"""Saves a step: copies the arrays, writes all files in a thread, and commits the step by its manifest.
 
-All processes write together; what an older step holds already is left to that.
+All processes write together; unchanged data in an older step is not written again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from capibara.sharding.replicas import SilentCorruption
 from capibara.storage import stores
 from capibara.storage.full_disk import is_disk_full
 
-_ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
-_MESSAGE = "word."  # begins the name of what a process tells the others, until they have read it
+_ATTEMPTS, _PAUSE_S = 3, 0.5  # for a save that fails for another reason than a full disk; the pause doubles
+_MESSAGE = "word."  # prefix of the files by which processes exchange values
 
 
 def snapshot(arrays: PyTree) -> tuple[PyTree, jax.Array]:
-    """Copies of arrays that outlive them, under way when this returns; and whether each has only finite numbers.
+    """Starts copying arrays; returns the copies, and whether each array is finite.
 
     On TPU and GPU the copies are in the host's memory: the HBM has no room for a second state.
     """
@@ -55,22 +55,22 @@ def _copied(arrays: PyTree) -> PyTree:
 
 @jax.jit
 def all_finite(arrays: PyTree) -> jax.Array:
-    """Whether each array has only finite numbers, bool [arrays]."""
+    """Whether all values of each array are finite, bool [arrays]."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """A save under way: what it writes, called in its thread by every process.
+    """A save in progress; every process runs it in a thread.
 
     Attributes:
-      folder: of the step, which is named after it.
+      folder: of the step, named after it.
       config: of the run.
       writer: writes the files.
-      base: gives the older step to which what has not changed since is left; None: all is written.
-      run: the content of run.json.
-      about: what the manifest says of the step.
-      check_lease: raises where process 0 may not write there any more.
+      base: returns the manifest of the older step that unchanged arrays refer to; None: everything is written.
+      run: contents of run.json.
+      about: values for the manifest.
+      check_lease: raises if process 0 must not write there any more.
     """
 
     folder: epath.Path
@@ -86,7 +86,7 @@ class Save:
 
         Args:
           arrays: of all hosts.
-          verified: waits for a verification, and raises what it has found, before the step is committed.
+          verified: waits for a verification, and raises its error, before the step is committed.
         """
         copies, finite = snapshot(arrays)
         return Task(functools.partial(self._save, copies, finite, verified), "capibara-save")
@@ -105,7 +105,7 @@ class Save:
                 break
             except Exception as error:
                 self._remove_failed()
-                last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
+                last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the other processes would wait forever
                 if last or is_disk_full(error) or isinstance(error, (UserError, TryAgain)):
                     raise
                 if (explained := bucket_faults.explained([error])) is not None:  # it was tried often enough
@@ -128,7 +128,7 @@ class Save:
         run_manifest.add_step(run_folder, step)
 
     def _remove_failed(self) -> None:
-        if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
+        if jax.process_index() == 0:  # the others do not know whether it was committed meanwhile
             with contextlib.suppress(Exception):
                 self.check_lease()  # where it is another's now, so is what lies there
                 step_folders.remove(self.folder)
@@ -139,8 +139,8 @@ class Writer:
     """How a run's steps are written.
 
     Attributes:
-      compress: chunks are compressed.
-      key: encrypts all files but the manifest and the arrays' layouts; None: they are not encrypted.
+      compress: whether to compress chunks.
+      key: encrypts all files except the manifest and the arrays' layouts; None: no encryption.
     """
 
     compress: bool = False
@@ -148,7 +148,7 @@ class Writer:
 
     @classmethod
     def of(cls, config: Checkpointing) -> Writer:
-        """That of a run; raises UserError where its key is not there."""
+        """The writer of a run; raises UserError if its key is missing."""
         encryption = config.encryption
         key = encryption.key() if encryption is not None and encryption.encrypt else None
         return cls(compress=config.compression is Compression.ZSTD, key=key)
@@ -156,13 +156,13 @@ class Writer:
     def write(
         self, folder: epath.Path, arrays: PyTree, run: bytes, base: Manifest | None, check: Callable[[], None]
     ) -> list[File]:
-        """Everything but the manifest, on the disk when this returns; every process calls it, from any thread.
+        """Writes and syncs everything except the manifest; every process must call it, in any thread.
 
         Args:
-          folder: of the step; what is there goes.
-          arrays: jax.Array leaves that nobody changes meanwhile.
-          run: the content of run.json.
-          base: of an older step, to which what has not changed since is left; None: all is written.
+          folder: of the step; existing contents are removed.
+          arrays: jax.Array leaves that do not change meanwhile.
+          run: contents of run.json.
+          base: manifest of an older step that unchanged arrays refer to; None: everything is written.
           check: called by process 0 before it changes anything.
 
         Returns:
@@ -187,7 +187,7 @@ class Writer:
         return self._all(folder, [File(**values) for files in told for values in files], carried)
 
     def signed(self, plain: Manifest) -> Manifest:
-        """The manifest as it is written: signed, where files are encrypted."""
+        """The manifest, signed if files are encrypted."""
         if self.key is None:
             return plain
         named = dataclasses.replace(plain, encryption=self._encryption)
@@ -215,7 +215,7 @@ class Writer:
         return [*known.values(), *manifest.of_disk(folder, others), *carried]
 
     def _carried(self, folder: epath.Path, base: Manifest, arrays: PyTree) -> list[File]:
-        """The files of `base` that hold what these arrays do: of an array all, or none."""
+        """The files of `base` with the same contents as these arrays; for each array all or none."""
         if base.encryption != self._encryption:
             return []
         mine = [
@@ -232,7 +232,7 @@ class Writer:
         return found
 
     def _same(self, folder: epath.Path, base: Manifest, name: str, leaf: jax.Array) -> list[File]:
-        """Those of the chunks of an array in `base` that hold what this process does, and whose files still do."""
+        """The chunks of an array in `base` that equal this process's data, and whose files are intact."""
         try:
             cut = array_files.layout(folder, base, name)
         except Corrupted:
@@ -248,14 +248,14 @@ class Writer:
             content = None if file.chunk is None else array_files.region(leaf, cut.bounds(file.chunk))
             if content is not None and array_files.content_hash(content, self.key) == (file.content or file.xxh128):
                 found.append(file)
-        # What a step refers to is as good as what it writes.
+        # What a step refers to must be as reliable as what it writes.
         if stores.of(folder).verifies:
             return [file for file in found if manifest.is_there(folder, file)]
         return [] if manifest.faults(folder, base, set(found).__contains__) else found
 
 
 def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
-    """Every process's JSON value, by files in the step's folder."""
+    """Exchanges a JSON value between all processes, by files in the step's folder."""
     if jax.process_count() == 1:
         return [value]
     paths = [folder / f"{_MESSAGE}{topic}.{index}" for index in range(jax.process_count())]

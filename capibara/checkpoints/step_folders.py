@@ -13,12 +13,12 @@ from capibara.storage import stores
 from capibara.storage.store import PARTIAL
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renamed to it in earlier versions
-# They end the names of steps that were quarantined. FORMERLY ended those that are CORRUPTED now.
+# Suffixes of quarantined steps' names. FORMERLY is the old one for CORRUPTED.
 CORRUPTED, UNFINISHED, ROLLED_BACK, FORMERLY = ".corrupted", ".unfinished", ".rolled_back", ".damaged"
 
 
 def folder_of(model_dir: str) -> epath.Path:
-    """Where a run folder has its steps."""
+    """The folder of a run's steps."""
     return stores.folder_of(model_dir) / "checkpoints"
 
 
@@ -28,12 +28,12 @@ def is_step(name: str) -> bool:
 
 
 def steps(folder: epath.Path) -> list[int]:
-    """The committed steps of a folder, oldest first; of what has become of their files since nothing is said."""
+    """The committed steps of a folder, oldest first; their files are not checked."""
     return sorted(int(path.name) for path in folder.iterdir() if is_step(path.name) and manifest.exists(path))
 
 
 def is_whole(folder: epath.Path) -> bool:
-    """Whether a step's files are those that were saved; where they are not the log says why."""
+    """Whether a step's files are intact; if not, logs why."""
     try:
         manifest.verify(folder)
     except Corrupted as fault:
@@ -43,7 +43,7 @@ def is_whole(folder: epath.Path) -> bool:
 
 
 def is_unfinished(folder: epath.Path) -> bool:
-    """Whether a step's folder is what a save of ours left that did not come to its end."""
+    """Whether a step's folder was left by an incomplete save of ours."""
     if not folder.is_dir() or manifest.exists(folder):
         return False
     names = {path.name for path in folder.iterdir()}
@@ -53,18 +53,18 @@ def is_unfinished(folder: epath.Path) -> bool:
 
 
 def remove(folder: epath.Path) -> None:
-    """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
+    """Removes a step's folder if it exists; a partly removed one never counts as a step."""
     if not folder.exists():
         return
     _forget(folder)
     store = stores.of(folder)
     store.remove(folder / manifest.NAME)
-    # Half of it must not be taken for what another program wrote: it is called unfinished, or has a run.json to the end.
+    # A partly removed folder must not look like another program's: its name says unfinished, or it keeps its run.json.
     store.remove_folder(folder, aside=folder.with_name(f"{folder.name}{UNFINISHED}"), last=manifest.RUN)
 
 
 def quarantine(folder: epath.Path, ending: str) -> epath.Path:
-    """Gives a step's folder another name, and returns it; what had that name before makes room."""
+    """Renames a step's folder and returns the new path; removes what had that name before."""
     _forget(folder)
     aside = folder.with_name(f"{folder.name}{ending}")
     if aside.exists():
@@ -73,7 +73,7 @@ def quarantine(folder: epath.Path, ending: str) -> epath.Path:
 
 
 def _forget(folder: epath.Path) -> None:
-    """Before a step's folder goes: it is not lost."""
+    """Records that a step's folder is about to be removed, so that it does not count as lost."""
     if is_step(folder.name):
         run_manifest.forget_step(folder.parent.parent, int(folder.name))
 
@@ -135,7 +135,7 @@ def remove_leftovers(folder: epath.Path) -> None:
 
 
 def check_foreign(folder: epath.Path) -> None:
-    """Raises UserError where a folder has steps, but none to resume from: to start anew would lose them."""
+    """Raises UserError if a folder has steps, but none to resume from: a new run would overwrite them."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is no folder: move it away, or set another MODEL_DIR")
     if folder.exists() and not steps(folder):

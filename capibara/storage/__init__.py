@@ -1,1 +1,1 @@
-"""Files in buckets and other stores: listed, read by ranges with retries, copied to this machine."""
+"""Files on disks, in buckets and other stores: listed, read by ranges with retries, copied to this machine."""

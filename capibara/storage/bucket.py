@@ -1,6 +1,6 @@
-"""The store of a bucket, by fsspec: gs:// and s3:// to read and write, whatever fsspec knows to read.
+"""The store of a bucket, through fsspec: reads and writes gs:// and s3://, reads other schemes that fsspec knows.
 
-There a file is there whole or not at all, nothing can be locked or renamed, and every file has a version.
+In a bucket a file is complete or does not exist, nothing can be locked or renamed, and every file has a version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULTS = {"s3": {"use_listings_cache": False}}
 
 
 class BucketStore:
-    """As of `stores.Store`.
+    """See `stores.Store`.
 
     Args:
       scheme: of its addresses, such as gs.
@@ -51,7 +51,7 @@ class BucketStore:
         return fsspec.filesystem(self._scheme, **_OPTIONS.get(self._scheme, {}))
 
     def read(self, path: Path, most: int | None = None) -> bytes:
-        return self._files().cat_file(os.fspath(path))  # one request: never half of what another is writing
+        return self._files().cat_file(os.fspath(path))  # one request: never half of another process's write
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         return remote.read(path, start, stop)
@@ -66,7 +66,7 @@ class BucketStore:
         return epath.Path(path).stat().length
 
     def make_folder(self, folder: epath.Path) -> None:
-        """A file's name has its folders in it."""
+        """Does nothing: a file's name includes its folders."""
 
     def write_atomic(self, path: epath.Path, data: bytes) -> None:
         path.write_bytes(data)
@@ -108,11 +108,11 @@ class BucketStore:
         threads.each(
             lambda path: files.rm_file(os.fspath(folder / path)), [path for path in self.list(folder) if path != last]
         )
-        with contextlib.suppress(FileNotFoundError):  # that one is not in it
+        with contextlib.suppress(FileNotFoundError):  # the folder may not have this file
             folder.rmtree()
 
     def sync(self, folder: epath.Path) -> None:
-        """What a bucket has answered for it keeps."""
+        """Does nothing: accepted writes are durable."""
 
     def lock(self, folder: epath.Path, within_s: float) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

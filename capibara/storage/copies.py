@@ -1,7 +1,7 @@
-"""Copies of remote files on this machine, for libraries that open files by their names: weights, tokenizers, Gin files.
+"""Local copies of remote files, for libraries that open files by path: weights, tokenizers, Gin files.
 
-Each address has a folder below the user's cache, with the sizes and versions of what was copied: a file that the store
-has replaced since is copied again, and one that is the same is not read.
+Each address has a folder in the user's cache, with sizes and versions of the copied files: a file that was replaced in
+the store is copied again, an unchanged one is not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from capibara.core.types import UserError
 from capibara.storage import outputs, remote, stores
 from capibara.storage.store import Entry
 
-_PIECE_BYTES = 16 << 20  # of a request
+_PIECE_BYTES = 16 << 20  # per request
 _THREADS = 8
 _MOST_FILES = 10_000
 _RECORD = "copied.json"
 
 
 def cache_folder(name: str) -> str:
-    """A folder of this user's cache, which is made: capibara/NAME in XDG_CACHE_HOME, or in ~/.cache.
+    """Makes a folder in this user's cache: capibara/NAME in XDG_CACHE_HOME, or in ~/.cache.
 
     Raises:
       UserError: it cannot be made.
@@ -47,7 +47,7 @@ def cache_folder(name: str) -> str:
 
 
 def local_file(url: str) -> str:
-    """The path of a copy of one file; one on this machine is its own.
+    """The path of a local copy of one file; a local file's own path.
 
     Raises:
       UserError: it does not exist, cannot be read, or does not fit the disk.
@@ -61,7 +61,7 @@ def local_file(url: str) -> str:
 
 
 def local_files(entries: Sequence[Entry]) -> list[str]:
-    """The paths of copies of files, in their order; raises as `local_file`."""
+    """The paths of local copies of files, in order; raises like `local_file`."""
     folders: dict[str, list[Entry]] = {}
     for entry in entries:
         folders.setdefault(os.path.dirname(entry.url), []).append(entry)
@@ -74,17 +74,17 @@ def local_files(entries: Sequence[Entry]) -> list[str]:
 
 
 def local_folder(url: str, names: Collection[str] | None = None) -> str:
-    """The path of a copy of a folder; one on this machine is its own.
+    """The path of a local copy of a folder; a local folder's own path.
 
     Args:
       url: the folder.
-      names: the files in it that are wanted; None: all below it.
+      names: the wanted files in it; None: all below it.
 
     Returns:
-      A folder with the files that there are; of `names` maybe none.
+      A folder with the existing files; it may lack some of `names`.
 
     Raises:
-      UserError: nothing is below it, it cannot be read, or does not fit the disk.
+      UserError: it is empty, cannot be read, or does not fit the disk.
     """
     if stores.of(url).has_local_paths:
         return url
@@ -105,12 +105,12 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
 
 def _folder_of(url: str) -> str:
     digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    # The last name stays: errors show it, and libraries look at endings.
+    # The last component is kept: errors show it, and libraries look at its extension.
     return os.path.join(cache_folder("copies"), digest, os.path.basename(url) or "root")
 
 
 def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = None) -> list[str]:
-    """Paths of copies of files below an address; `there`: the names of all that it has, copies of others are removed."""
+    """Paths of copies of files below an address; `there`: all names that exist there, copies of others are removed."""
     folder = _folder_of(url)
     names = [entry.url[len(url) :].lstrip("/") for entry in entries]
     paths = [limits.inside(folder, name, url) for name in names]
@@ -142,7 +142,7 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
 
 
 def _copy(entry: Entry, path: str) -> None:
-    """Puts a whole copy in place, or none."""
+    """Writes a complete copy, atomically."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     starts = range(0, entry.size, _PIECE_BYTES)
     try:
@@ -166,11 +166,11 @@ def _copy(entry: Entry, path: str) -> None:
 
 @contextlib.contextmanager
 def _written(path: str, entry: Entry) -> Iterator[IO[bytes]]:
-    """A file that takes the path's name when the context ends."""
+    """A file that is renamed to the path when the context ends."""
     with outputs.replacing(path) as partial:
         with open(partial, "wb") as file:
             yield file
-        # Where content is told by its time, copies on all hosts are the same, and those of a later start.
+        # Where changes are detected by times, copies on all hosts, and of later starts, have the same time.
         stamp_ns = int.from_bytes(hashlib.blake2b(entry.version.encode(), digest_size=7).digest(), "little")
         os.utime(partial, ns=(stamp_ns, stamp_ns))
 
@@ -194,7 +194,7 @@ def _size(path: str) -> int | None:
 def _record(folder: str) -> dict[str, list]:
     try:
         return limits.read_json(os.path.join(os.path.dirname(folder), _RECORD))
-    except (FileNotFoundError, UserError):  # cut off while it was written: everything is copied again
+    except (FileNotFoundError, UserError):  # incomplete: everything is copied again
         return {}
 
 
@@ -206,7 +206,7 @@ def _save_record(folder: str, record: dict[str, list]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Processes that want the same files copy them once; on a disk without locks each does, and one copy stays."""
+    """Lets concurrent processes copy the same files once; without disk locks each copies, and one copy stays."""
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The store of this machine's files: disks, and what is mounted like one."""
+"""The store of this machine's files: disks, and mounted file systems."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import numpy as np
     from etils import epath
 
-_DEEPEST = 32  # folders in each other
+_DEEPEST = 32  # nested folders
 _WRITTEN = 1 << 20  # bytes that are hashed and written at a time
-_LOCK_LOOK_S = 0.05  # between two looks at a lock
+_LOCK_LOOK_S = 0.05  # between two attempts at a lock
 
 
 class DiskStore:
-    """As of `stores.Store`."""
+    """See `stores.Store`."""
 
     has_local_paths = appends = renames = True
     verifies = False
@@ -149,7 +149,7 @@ class DiskStore:
         folders, files = [os.fspath(folder.parent)], []
         for root, _, names in os.walk(folder, onerror=_raise):
             folders.append(root)
-            # Another process may be writing one: it syncs it itself, and under that name it is gone in a moment.
+            # Another process may be writing one: it syncs the file itself, and renames it in a moment.
             files += [os.path.join(root, name) for name in names if not name.endswith(PARTIAL)]
         threads.each(sync_entry, files)
         threads.each(sync_entry, folders[::-1])
@@ -165,7 +165,7 @@ class DiskStore:
 
     def read_version(self, path: epath.Path, most: int) -> tuple[bytes, str]:
         try:
-            # Without waiting for whoever writes into a pipe of that name.
+            # Without waiting for a writer, if it is a pipe.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
                 return (file.read(most) if regular else b""), NONE
@@ -195,14 +195,14 @@ def _lock(descriptor: int, within_s: float) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raises OSError where a path is a pipe, a socket or a device: to open it may block, to read it never end."""
+    """Raises OSError if a path is a pipe, a socket or a device: opening it may block, and reading never end."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
 def sync_entry(path: Path) -> None:
-    """Waits until a file, or a folder's names, are on the disk."""
+    """Waits until a file, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

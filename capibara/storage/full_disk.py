@@ -1,4 +1,4 @@
-"""A full disk, told from other faults and explained."""
+"""Detects and explains a full disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_WRITABLE = {
 
 @contextmanager
 def disk_full_explained(folder: str) -> Iterator[None]:
-    """Within it, whatever fails because the disk is full raises a UserError that names `folder`."""
+    """Context in which errors due to a full disk become a UserError that names `folder`."""
     try:
         yield
     except UserError:
@@ -35,7 +35,7 @@ def disk_full_explained(folder: str) -> Iterator[None]:
 
 @contextmanager
 def not_writable_explained(folder: os.PathLike[str] | str) -> Iterator[None]:
-    """Within it, what fails because a run folder cannot be written raises a UserError that names `folder`."""
+    """Context in which errors due to an unwritable run folder become a UserError that names `folder`."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def not_writable_explained(folder: os.PathLike[str] | str) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, says that the disk is full."""
+    """Whether an error, or its cause, says that the disk is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return True
@@ -59,10 +59,10 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def check_room(folder: os.PathLike[str], size: int) -> None:
-    """Refuses a write that cannot end well: one that fails half-way takes the rest of the disk with it.
+    """Rejects a write that would fill the disk.
 
     Raises:
-      OSError: the disk has less room than `size` bytes.
+      OSError: the disk has less free space than `size` bytes.
     """
     free = stores.of(folder).free_bytes(folder)
     if free is not None and free < size:

@@ -1,4 +1,4 @@
-"""Hashes of files, read in one pass with their bytes."""
+"""Hashes files in the same pass that reads them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import xxhash
 from capibara.storage import stores
 from capibara.storage.store import Path
 
-_PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
-_ALIGNED = 64  # bytes: what JAX takes over on a CPU without a copy
+_PIECE = 1 << 18  # bytes that are hashed at a time, still in the processor's cache
+_ALIGNED = 64  # bytes; JAX on a CPU then needs no copy
 
 
 def hash_of(data: bytes | memoryview | np.ndarray) -> str:
-    """XXH3 with 128 bits, as the command xxh128sum prints it: hashed faster than read, it finds what chance does."""
+    """The 128-bit XXH3 hash, as xxh128sum prints it: faster than reading, and detects random corruption."""
     return xxhash.xxh3_128_hexdigest(data.data if isinstance(data, np.ndarray) else data)
 
 
@@ -25,7 +25,7 @@ def file_hash(path: Path) -> str:
 
 
 def first_hash(path: Path, size: int | None) -> tuple[int, str]:
-    """How many of a file's first `size` bytes (None: of all) there are, and their hash; little of it is held."""
+    """The number of bytes among a file's first `size` (None: all), and their hash; uses little memory."""
     digest, piece, left = (
         xxhash.xxh3_128(),
         memoryview(bytearray(_PIECE)),
@@ -44,10 +44,10 @@ def read_hashed(path: Path, size: int) -> tuple[np.ndarray, str]:
 
     Args:
       path: the file.
-      size: its bytes; of a longer file these are the first.
+      size: number of bytes to read; a longer file is cut off.
 
     Returns:
-      uint8 [size], or shorter where the file is, aligned for the devices; and the hash.
+      uint8 [size], shorter if the file is, aligned for the devices; and the hash.
     """
     content, digest, begin = empty(size), xxhash.xxh3_128(), 0
     view = memoryview(content.data)
@@ -59,7 +59,7 @@ def read_hashed(path: Path, size: int) -> tuple[np.ndarray, str]:
 
 
 def empty(size: int) -> np.ndarray:
-    """uint8 [size] of any content, aligned for the devices."""
+    """uint8 [size], uninitialised, aligned for the devices."""
     room = np.empty(size + _ALIGNED, np.uint8)
     begin = -room.ctypes.data % _ALIGNED
     return room[begin : begin + size]

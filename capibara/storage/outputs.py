@@ -1,4 +1,4 @@
-"""Files that a verb writes its results to: checked before the long work, written after it; and those of run folders."""
+"""Output files of verbs: checked before long work, written after it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from capibara.storage import disk, stores
 
 
 def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Raises UserError where `save` would, or would write over an input or another output.
+    """Raises UserError if `save` would, or would overwrite an input or another output.
 
-    To be asked before the long work whose results they are for, of several processes by the one that writes them; it
-    leaves nothing behind, and makes nothing by a name that another process may write to meanwhile.
+    Call it before the work whose results are saved, in the process that will save them. It leaves nothing behind, and
+    creates no file under a name that another process may be writing.
     """
     taken = {
         os.path.realpath(path): "is read as a Gin file" if os.fspath(path).endswith(".gin") else "is an input"
@@ -45,7 +45,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
             with unwritable_told(path):
                 file = pathlib.Path(real)
                 above = next(one for one in (file, *file.parents) if one.exists())
-                # What is missing is made in a folder of this process's own.
+                # Missing folders are created under this process's own names.
                 like = file if above == file else pathlib.Path(own(above), *file.relative_to(above).parts)
                 like.parent.mkdir(parents=True, exist_ok=True)
                 open(like, "a", encoding="utf-8").close()
@@ -53,7 +53,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
 
 @contextlib.contextmanager
 def unwritable_told(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises UserError where the system does not let a path be written."""
+    """Context that raises UserError if a path cannot be written."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def unwritable_told(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save(path: str, text: str) -> None:
-    """Writes a text, and the folders above it.
+    """Writes a text file, and creates its parent folders.
 
     Raises:
       UserError: the file cannot be written.
@@ -74,10 +74,10 @@ def save(path: str, text: str) -> None:
 
 
 def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
-    """The text of a file, also of one in a bucket (gs://); None where there is none.
+    """The text of a file, also in a bucket (gs://); None if it does not exist.
 
     Raises:
-      UserError: it is no text in UTF-8, no regular file, or has more than `most` bytes.
+      UserError: it is not UTF-8 text, no regular file, or has more than `most` bytes.
     """
     try:
         if not stores.of(path).has_local_paths:
