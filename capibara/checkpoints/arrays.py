@@ -256,7 +256,7 @@ def _held(name: str, array: jax.Array, cut: Layout) -> list[_Chunk]:
 
 
 def _orbax_metadata(arrays: PyTree) -> dict[str, bytes]:
-    """The two files by which Orbax reads the arrays beside them, in the form of its version 0.12."""
+    """The two metadata files that Orbax needs to read the arrays beside them, in its version 0.12's format."""
     values, shardings = {}, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays, is_leaf=_is_empty):
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]

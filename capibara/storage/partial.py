@@ -1,7 +1,7 @@
-"""Files and folders that are written beside their name and take it when they are whole; what a killed writer left goes.
+"""Outputs that are written under a temporary name and renamed when complete; removes those of killed writers.
 
-A writer holds a lock on a file in its folder as long as it lives. Whoever writes under the same name later removes the
-folders whose lock is free.
+A writer holds a lock on a file in its temporary folder while it lives. A later writer of the same output removes the
+folders with a free lock.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from capibara.core.types import UserError
 from capibara.storage import disk, outputs
 
 _ENDING = ".partial"
-_MARK = ".capibara-convert"  # in each folder, locked by its writer; its text is the host
-_RANDOM = re.compile(r"[a-z0-9_]{8}")  # of tempfile's names
+_MARK = ".capibara-convert"  # in each temporary folder, locked by its writer; contains the host's name
+_RANDOM = re.compile(r"[a-z0-9_]{8}")  # tempfile's random names
 
 
 @contextlib.contextmanager
 def whole(folder: str) -> Iterator[str]:
-    """A folder to write into that becomes this one, on the disk, when the context ends, and is gone if it fails.
+    """A temporary folder that is renamed to `folder`, durably, when the context ends, and removed if it fails.
 
     Raises:
-      UserError: the folder is there already, and not empty, or cannot be written.
+      UserError: the folder exists and is not empty, or cannot be written.
     """
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
@@ -46,9 +46,9 @@ def whole(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def beside(path: str) -> Iterator[str]:
-    """A name that nothing has, on the same disk as a path that is to be written; what is there in the end goes.
+    """An unused name on the same disk as an output path; whatever has this name at the end is removed.
 
-    So does what writers of this path left that were killed.
+    So are the partial outputs of killed writers of this path.
     """
     above, name = os.path.split(os.path.abspath(path))
     os.makedirs(above, exist_ok=True)
@@ -58,7 +58,7 @@ def beside(path: str) -> Iterator[str]:
 
 
 def remove_left(path: str) -> None:
-    """Removes the folders of writers of this path that are dead; living ones' stay, and all that we did not make."""
+    """Removes the temporary folders of dead writers of this path; keeps those of living ones, and other folders."""
     above, name = os.path.split(os.path.abspath(path))
     prefix = f"{name[:40]}."
     for entry in os.listdir(above):
@@ -68,30 +68,30 @@ def remove_left(path: str) -> None:
 
 
 def _remove(folder: str) -> bool:
-    """Removes a folder that has our mark, of this host, whose lock nobody holds; whether it was one."""
+    """Removes a folder with our mark, of this host, with a free lock; returns whether it did."""
     import fcntl
 
     try:
         with open(os.path.join(folder, _MARK), encoding="utf-8") as mark:
             if mark.read() != socket.gethostname():
-                return False  # file systems tell hosts of each other's locks, or do not
+                return False  # file systems differ in whether hosts see each other's locks
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
             return True
-    except OSError:  # a living one's, none of ours, or another process removes it just now
+    except OSError:  # a living writer's, not ours, or being removed by another process
         return False
 
 
 @contextlib.contextmanager
 def _alive(folder: str) -> Iterator[None]:
-    """Marks a folder as ours, and as that of a living process while the context lasts."""
+    """Marks a folder as ours, and as a living writer's while the context lasts."""
     import fcntl
 
     mark = os.path.join(folder, _MARK)
     with open(f"{mark}.new", "w", encoding="utf-8") as file:
         file.write(socket.gethostname())
         file.flush()
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
+        with contextlib.suppress(OSError):  # without locks no process removes the folder
             fcntl.flock(file, fcntl.LOCK_EX)
-            os.rename(f"{mark}.new", mark)  # only now: nobody finds it unlocked
+            os.rename(f"{mark}.new", mark)  # only now, so that the mark is never unlocked
         yield

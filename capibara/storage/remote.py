@@ -1,4 +1,4 @@
-"""Reads of stores that fsspec knows (gs://, s3://, memory://, ...): bounded retries, and one line where they fail for good."""
+"""Reads stores that fsspec knows (gs://, s3://, memory://, ...) with bounded retries and one-line errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from capibara.core.types import TryAgain, UserError
 from capibara.storage.store import Entry
 
 ATTEMPTS = 6
-TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again
+TIMEOUT_S = 60.0  # of one request: after so long without an answer it is sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 16.0  # between two attempts, doubled each time
-_BUSY = (408, 425, 429)  # HTTP codes that mean "later"; so does everything from 500 on
+_BUSY = (408, 425, 429)  # HTTP codes that mean "later"; so do all from 500 on
 _DENIED = (401, 403)
 _PAST_THE_END = 416
-# Whose libraries turn HTTP codes into numbers of the system's.
+# Errors that do not pass; the libraries map HTTP codes to these system error numbers.
 _FINAL = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, getattr(errno, "EREMCHG", errno.ENOENT))
 _NO_CREDENTIALS = (  # classes of google.auth and botocore
     "CredentialRetrievalError",
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 
 def listed(pattern: str) -> list[Entry]:
-    """The files that an address or a glob names, sorted by address; empty: none is there.
+    """The files that an address or a glob matches, sorted by address; empty: there are none.
 
     Raises:
-      UserError: the store refuses, or what reads it is not installed.
+      UserError: the store refuses access, or its library is not installed.
       TryAgain: it does not answer.
     """
     filesystem, path = _opened(pattern)
@@ -64,7 +64,7 @@ def listed(pattern: str) -> list[Entry]:
 
 
 def below(folder: str) -> list[Entry]:
-    """All files below an address, sorted; empty: it is no folder. Raises as `listed`."""
+    """All files below an address, sorted; empty: it is no folder. Raises like `listed`."""
     filesystem, path = _opened(folder)
 
     def look() -> list[dict[str, Any]]:
@@ -77,16 +77,16 @@ def below(folder: str) -> list[Entry]:
 
 
 def address(url: str) -> str:
-    """An address as `listed` and `below` give it, whatever slashes it has."""
+    """An address in the form of `listed` and `below`, with any number of slashes."""
     filesystem, path = _opened(url)
     return filesystem.unstrip_protocol(path)
 
 
 def read(url: str, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of a file, in one request (or several attempts at it).
+    """The bytes from `start` to `stop` of a file, in one request, which is retried.
 
     Raises:
-      UserError: the file has fewer bytes, or the store refuses.
+      UserError: the file has fewer bytes, or the store refuses access.
       TryAgain: all attempts fail.
     """
     if stop <= start:
@@ -110,7 +110,7 @@ def read(url: str, start: int, stop: int) -> bytes:
 
 
 class ShortRead(OSError):
-    """Fewer bytes came than were asked for."""
+    """A store sent fewer bytes than requested."""
 
 
 def _entries(filesystem: Any, found: list[dict[str, Any]]) -> list[Entry]:
@@ -137,10 +137,10 @@ def _opened(url: str) -> tuple[Any, str]:
 
 @functools.cache
 def _filesystem(url: str, process: int) -> Any:
-    """One for each store and process: connections do not survive a fork."""
+    """One file system for each store and process: connections do not survive a fork."""
     import fsspec
 
-    for library in ("fsspec", "gcsfs", "s3fs", "aiobotocore"):  # they print what they then raise, with its traceback
+    for library in ("fsspec", "gcsfs", "s3fs", "aiobotocore"):  # they log errors with tracebacks, and raise them too
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         return fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition("://")[0], {}))[0]
@@ -149,7 +149,7 @@ def _filesystem(url: str, process: int) -> Any:
 
 
 def _timed(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """A call of a file system, ended after TIMEOUT_S where that can be done."""
+    """Calls a file system; cancels the call after TIMEOUT_S if the file system supports that."""
     from fsspec import asyn
 
     if isinstance(filesystem, asyn.AsyncFileSystem) and not filesystem.asynchronous:
@@ -159,13 +159,13 @@ def _timed(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _attempted(url: str, call: Callable[[], T]) -> T:
-    """What `call` gives, after as many attempts as ATTEMPTS where the store's faults may pass."""
+    """The result of `call`, tried up to ATTEMPTS times if the store's errors can pass."""
     for attempt, wait_s in enumerate(_waits(), 1):
         try:
             return call()
         except (UserError, TryAgain):
             raise
-        except Exception as error:  # of as many classes as there are stores
+        except Exception as error:  # each store has its own classes
             if not _may_pass(error):
                 raise _refusal(url, error) from error
             if attempt == ATTEMPTS:
@@ -184,7 +184,7 @@ def _attempted(url: str, call: Callable[[], T]) -> T:
 
 def _waits() -> Iterator[float]:
     for attempt in range(ATTEMPTS):
-        # At random, so that the hosts of a slice do not all come back at once.
+        # Random, so that the hosts of a slice do not all retry at once.
         yield min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
 
 
@@ -198,7 +198,7 @@ def _code(error: BaseException) -> int | None:
 def _is_denied(error: BaseException) -> bool:
     if isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS:
         return True
-    return _code(error) in _DENIED or str(error).startswith("Forbidden")  # gcsfs says so in words alone
+    return _code(error) in _DENIED or str(error).startswith("Forbidden")  # gcsfs has no code for it
 
 
 def _is_past_the_end(error: BaseException) -> bool:

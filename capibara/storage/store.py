@@ -1,6 +1,6 @@
-"""What a store of files is asked for: a disk and a bucket each do it in their own way.
+"""The interface of a store of files, which disks and buckets implement.
 
-A path is an etils.epath.Path, which lists and opens files alike everywhere; `stores.of(path)` gives its Store.
+A path is an etils.epath.Path, which lists and opens files in every store; `stores.of(path)` returns its Store.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
-if TYPE_CHECKING:  # verbs come here before they know what they need
+if TYPE_CHECKING:  # verbs import this module early, so it imports little
     import numpy as np
     from etils import epath
 
-PARTIAL = ".partial"  # ends the name of a file that is being written
-NONE = ""  # the version of a file that is not there, and of all files where there are no versions
+PARTIAL = ".partial"  # the extension of a file that is being written
+NONE = ""  # the version of a missing file, and of all files in stores without versions
 
 Path = str | os.PathLike[str]
 
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     Attributes:
       url: its address, or its path on this machine.
       size: its bytes.
-      version: changes when its content is replaced, as far as the store tells; may be empty.
+      version: changes when its content is replaced, if the store reports that; may be empty.
     """
 
     url: str
@@ -36,18 +36,18 @@ class Entry(NamedTuple):
 
 
 class Changed(Exception):
-    """The file is not at the version that was expected: another has written or removed it."""
+    """The file does not have the expected version: another process has written or removed it."""
 
 
 class Locked(TimeoutError):
-    """Another process holds a folder's lock and does not give it back; its argument is that process's id, if known."""
+    """Another process holds a folder's lock for too long; the argument is that process's id, if known."""
 
 
 class OpenFile(Protocol):
-    """A file that is being read."""
+    """A file that is open for reading."""
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fills a buffer, or a part of it; the bytes that came, 0 at the end."""
+        """Fills a buffer, or a part of it; returns the number of bytes, 0 at the end."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -59,13 +59,13 @@ class OpenFile(Protocol):
 
 @runtime_checkable
 class Store(Protocol):
-    """Operations on files that lie together; all paths that it is given are its own.
+    """Operations on the files of one store; all paths passed to it lie in that store.
 
     Attributes:
-      has_local_paths: libraries that open files by their names open these; of others they need `copies`.
-      appends: a file can be added to; else it is written anew, whole.
-      renames: a folder can be renamed at once; else its files are copied, one after the other.
-      verifies: what it has taken it keeps, or says that it has lost it: no bit changes without a word.
+      has_local_paths: libraries can open its files by path; files of other stores need `copies`.
+      appends: a file can be appended to; otherwise it is rewritten as a whole.
+      renames: a folder can be renamed at once; otherwise its files are copied one by one.
+      verifies: the store detects corruption and loss of stored content itself.
     """
 
     has_local_paths: bool
@@ -77,13 +77,13 @@ class Store(Protocol):
         """The bytes of a whole file.
 
         Raises:
-          limits.Refused: it has more than `most`, as far as that is known before.
+          limits.Refused: it has more than `most` bytes, if the size is known before the read.
           OSError: it is no file, or cannot be read.
         """
         ...
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """As many bytes of a file as there should be.
+        """The bytes from `start` to `stop` of a file.
 
         Raises:
           UserError: it is shorter, or cannot be read.
@@ -92,42 +92,42 @@ class Store(Protocol):
         ...
 
     def open(self, path: Path) -> OpenFile:
-        """A file to read, without a buffer where that costs nothing; raises OSError as `read`."""
+        """Opens a file for reading, without a buffer where that costs nothing; raises OSError like `read`."""
         ...
 
     def lines(self, path: Path) -> Iterator[bytes]:
-        """The lines of a file, without their ends; of those that are too long none, where that is known before."""
+        """The lines of a file, without their ends; leaves out lines whose length is known to be over the limit."""
         ...
 
     def size(self, path: Path) -> int:
-        """The bytes of a file."""
+        """The size of a file in bytes."""
         ...
 
     def make_folder(self, folder: epath.Path) -> None:
-        """Makes a folder and those above it, where there are such and they are not there; never a bucket."""
+        """Makes a missing folder and its parents, in stores that have folders; never makes a bucket."""
         ...
 
     def write_atomic(self, path: epath.Path, data: bytes) -> None:
-        """Puts a whole file in place, or none: when this returns, a power cut does not lose it.
+        """Writes a complete file, atomically: once this returns, a power cut does not lose it.
 
         Raises:
-          OSError: it cannot be written; a file that was there before is unchanged.
+          OSError: it cannot be written; an existing file is unchanged.
         """
         ...
 
     def write_hashed(self, path: epath.Path, data: np.ndarray) -> str:
-        """Writes a new file that nobody reads yet, and hashes it in the same pass: hashing.hash_of its data, uint8 [size].
+        """Writes a new file that no process reads yet; returns hashing.hash_of its data, uint8 [size], from the same pass.
 
-        Its content is kept when this returns; its name after a `sync` of the folders above it.
+        The content is durable when this returns; the name is after a `sync` of the folders above it.
         """
         ...
 
     def append(self, path: epath.Path, line: str) -> None:
-        """Adds a line to a file, which need not be there; what a killed process left of one becomes a line of its own."""
+        """Appends a line to a file, or makes it; a line that a killed process left incomplete is ended first."""
         ...
 
     def list(self, folder: epath.Path) -> dict[str, int]:
-        """The bytes of all files below a folder, by their paths relative to it, sorted.
+        """The sizes of all files below a folder, by their paths relative to it, sorted.
 
         Raises:
           OSError: the folder cannot be read.
@@ -135,65 +135,65 @@ class Store(Protocol):
         ...
 
     def matching(self, pattern: str) -> Sequence[Entry]:
-        """The files that a path or a glob names, sorted; empty: none is there. Raises as `read_range`."""
+        """The files that a path or a glob matches, sorted; empty: there are none. Raises like `read_range`."""
         ...
 
     def is_link(self, path: epath.Path) -> bool:
-        """Whether a path is a link to another."""
+        """Whether a path is a symbolic link."""
         ...
 
     def absolute(self, path: str) -> str:
-        """The path that names the same file from everywhere."""
+        """The path that names the same file from any working directory."""
         ...
 
     def free_bytes(self, folder: Path) -> int | None:
-        """What can still be written to a folder, or to where it would be; None: there is no limit that is known."""
+        """The bytes that can still be written to a folder, which need not exist; None: no known limit."""
         ...
 
     def remove(self, path: epath.Path) -> None:
-        """Removes a file, if it is there; a power cut does not bring it back."""
+        """Removes a file if it exists, durably."""
         ...
 
     def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
-        """Removes a folder. Whenever this is stopped, what is left of it is told from a whole one.
+        """Removes a folder so that an interrupted removal never leaves a folder that looks complete.
 
         Args:
           folder: to remove.
-          aside: takes its name first, where the store renames.
-          last: the file in it that goes last, where it does not.
+          aside: the name that it gets first, in stores that rename.
+          last: the file that is removed last, in stores that do not.
         """
         ...
 
     def sync(self, folder: epath.Path) -> None:
-        """Waits until everything below a folder, and the folder's own name, survive a power cut."""
+        """Waits until everything below a folder, and the folder's own name, are durable."""
         ...
 
     def lock(self, folder: epath.Path, within_s: float) -> contextlib.AbstractContextManager[None]:
-        """Within it no other process is within it, as far as the store has locks: who needs more compares versions.
+        """Locks a folder against other processes, if the store has locks; without locks callers must compare versions.
 
         Raises:
-          Locked: one has been for longer than `within_s`.
+          Locked: another process has held it for longer than `within_s`.
         """
         ...
 
     def read_version(self, path: epath.Path, most: int) -> tuple[bytes, str]:
-        """A file's content and its version; b"" where there is none, or more than `most` bytes, or no regular file.
+        """A file's content and its version; b"" if it is missing, larger than `most` bytes, or no regular file.
 
         Raises:
           OSError: the store cannot be read.
-          TryAgain: others write it so often that it cannot be read whole.
+          TryAgain: it is rewritten so often that no complete read succeeds.
         """
         ...
 
     def write_version(self, path: epath.Path, data: bytes, expected: str) -> str:
-        """`write_atomic` where the file is at the version `expected`; returns the new one.
+        """`write_atomic` if the file has the version `expected`; returns the new version.
 
         Raises:
-          Changed: it is at another, and stays as it is.
+          Changed: it has another version, and is unchanged.
           OSError: it cannot be written.
         """
         ...
 
     def remove_version(self, path: epath.Path, expected: str) -> None:
-        """Removes a file that is at the version `expected`; another is left alone."""
+        """Removes a file that has the version `expected`; keeps one with another version."""
         ...

@@ -1,6 +1,6 @@
-"""Which store a path lies in: a disk or a bucket (gs://, s3://).
+"""Finds the store of a path: a disk or a bucket (gs://, s3://).
 
-`stores.of(path).write_atomic(path, data)` writes a file in the way of its store.
+`stores.of(path).write_atomic(path, data)` writes a file as its store does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from capibara.storage.store import Entry, Path, Store
 if TYPE_CHECKING:
     from etils import epath
 
-# For buckets etils takes TensorFlow where that is installed, which takes 13 s to import; it asks this once, early.
+# For buckets etils imports TensorFlow if it is installed, which takes 13 s; it decides this once, early.
 os.environ.setdefault("EPATH_USE_TF", "false")
 
-_LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> what reads it, and the extra that has that
+_LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> library, and the extra that installs it
 
 
-_assigned: dict[str, Store] = {}  # folder -> its own
+_assigned: dict[str, Store] = {}  # folder -> its assigned store
 
 
 def of(path: Path) -> Store:
@@ -37,7 +37,7 @@ def of(path: Path) -> Store:
 
 
 def assign(folder: Path, store: Store | None) -> None:
-    """Gives a folder, and what is in it, a store of its own in this process; None: that of its address."""
+    """Assigns a store to a folder and its contents, in this process; None: the store of its address."""
     if store is None:
         _assigned.pop(os.fspath(folder), None)
     else:
@@ -45,7 +45,7 @@ def assign(folder: Path, store: Store | None) -> None:
 
 
 def scheme_of(path: Path) -> str:
-    """What begins an address, such as gs; empty: a path on this machine."""
+    """The scheme of an address, such as gs; empty: a path on this machine."""
     return os.fspath(path).partition("://")[0] if "://" in os.fspath(path) else ""
 
 
@@ -61,10 +61,10 @@ def _store(scheme: str) -> Store:
 
 
 def folder_of(path: Path) -> epath.Path:
-    """The folder that a user names: a local one as an absolute path, one in a bucket as it is.
+    """The folder that a user names: a local one as an absolute path, one in a bucket unchanged.
 
     Raises:
-      UserError: what reads that bucket is not installed, or it is in no store that folders can be written to.
+      UserError: the bucket's library is not installed, or the store cannot be written.
     """
     from etils import epath
 
@@ -72,7 +72,7 @@ def folder_of(path: Path) -> epath.Path:
     if scheme in _LIBRARIES:
         library, extra = _LIBRARIES[scheme]
         extras.require(library, extra=extra, why=path)
-        for name in (library, "fsspec"):  # they log each fault with its trace, and raise it as well
+        for name in (library, "fsspec"):  # they log each error with its traceback, and raise it as well
             logging.getLogger(name).setLevel(logging.CRITICAL)
     elif scheme:
         raise UserError(
@@ -82,5 +82,5 @@ def folder_of(path: Path) -> epath.Path:
 
 
 def listed(patterns: Sequence[str]) -> list[Entry]:
-    """The files that several paths or globs name, each once."""
+    """The files that several paths or globs match, each once."""
     return list(dict.fromkeys(entry for pattern in patterns for entry in of(pattern).matching(pattern)))

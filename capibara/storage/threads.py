@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 
 def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
-    """`fn` of every item, in threads; a fault is raised when all that were under way have ended, and no more begin."""
+    """Calls `fn` on every item, in threads; after an error no new call starts, and it is raised once the others end."""
     items = list(items)
     found: dict[int, R] = {}
     left, failed = iter(range(len(items))), threading.Event()
 
     def some() -> None:
-        # A job a thread, not one an item: beside training, the handing out of small ones costs more than they do.
+        # One job for each thread, not for each item: during training, scheduling small jobs costs more than they do.
         for index in left:
             if failed.is_set():
                 return
@@ -36,7 +36,8 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
     try:
         some()
     finally:
-        # What has not begun finds nothing left; to wait for it could be for ever, where `fn` comes here as well.
+        # Do not wait for jobs that have not started: they find no items left, and if `fn` calls `each` too, they may
+        # never start.
         begun = [helper for helper in helpers if not helper.cancel()]
         concurrent.futures.wait(begun)
     for helper in begun:

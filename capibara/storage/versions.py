@@ -1,8 +1,8 @@
-"""Files in a bucket that change only where nobody else has changed them.
+"""Conditional writes of files in a bucket: a write succeeds only if nobody else has changed the file.
 
-A request may name the version that it expects, and the bucket refuses it where there is another: of several writers at once
-exactly one wins, which no order of looking and waiting gives. Google Cloud Storage numbers every version
-(ifGenerationMatch); S3 gives it an ETag (If-Match, and If-None-Match where there must be none).
+A request can name the expected version, and the bucket refuses it if the file has another: of several writers at once
+exactly one wins, which reads and delays alone cannot ensure. Google Cloud Storage numbers every version
+(ifGenerationMatch); S3 has an ETag (If-Match, and If-None-Match if the file must not exist).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from etils import epath
 from capibara.core.types import TryAgain, UserError
 from capibara.storage.store import NONE, Changed
 
-_TRIES = 5  # to read a file that is being written over and over
+_TRIES = 5  # reads of a file that is being rewritten
 
 
 class Versions(Protocol):
-    """As of the methods of `stores.Store`."""
+    """`read_version`, `write_version` and `remove_version` of `stores.Store`."""
 
     def read(self, path: epath.Path, most: int) -> tuple[bytes, str]:
         """`read_version`."""
@@ -35,10 +35,10 @@ class Versions(Protocol):
 
 
 def of(scheme: str) -> Versions:
-    """Those of the buckets of a scheme.
+    """The versions of a scheme's buckets.
 
     Raises:
-      UserError: it has none.
+      UserError: they have none.
     """
     match scheme:
         case "gs":
@@ -74,14 +74,14 @@ class GoogleVersions:
         try:
             done = files.call("POST", where, data=data, headers=headers, json_out=True, **options)
             return str(done["generation"])
-        except FileExistsError:  # what gcsfs makes of status 412
+        except FileExistsError:  # gcsfs raises it for status 412
             return _own(self, path, data)
 
     def remove(self, path: epath.Path, expected: str) -> None:
         files, bucket, key = _split(path)
         try:
             files.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=expected or "0")
-        except (FileNotFoundError, FileExistsError):  # gone, or another's
+        except (FileNotFoundError, FileExistsError):  # already removed, or another process's
             return
 
     def _is_there(self, files: Any, bucket: str, key: str) -> bool:
@@ -93,7 +93,7 @@ class GoogleVersions:
 
 
 class S3Versions:
-    """S3's ETags, of files that never hold again what they held before."""
+    """S3's ETags, for files whose content never repeats."""
 
     def read(self, path: epath.Path, most: int) -> tuple[bytes, str]:
         from fsspec import asyn
@@ -125,18 +125,18 @@ class S3Versions:
         files, bucket, key = _split(path)
         try:
             files.call_s3("delete_object", Bucket=bucket, Key=key, **({"IfMatch": expected} if expected else {}))
-        except FileNotFoundError:  # gone
+        except FileNotFoundError:  # already removed
             return
         except OSError as error:
-            if not _is_refused(error):  # another's
+            if not _is_refused(error):  # another process's
                 raise
 
 
 def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
-    """The version of a file that was refused: our own, where the answer to it was lost, and it was sent again.
+    """The version of a file after a refused write: ours, if the write had succeeded and only its answer was lost.
 
     Raises:
-      Changed: it is another's.
+      Changed: another process wrote it.
     """
     found, version = versions.read(path, len(data))
     if found == data and version:
@@ -145,9 +145,9 @@ def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
 
 
 def _is_refused(error: OSError) -> bool:
-    """Whether S3 refused a request because the file is not at the version that it names."""
+    """Whether S3 refused a request because the file has another version than the request names."""
     answer = getattr(error.__cause__, "response", {})
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412)  # 409: another writes just now
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412)  # 409: another write is in progress
 
 
 def _split(path: epath.Path) -> tuple[Any, str, str]:
