@@ -170,7 +170,7 @@ def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, steps):
     stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
     assert stopped.progress == [*(f"evaluating: {done} of 4 batches" for done in range(3)), ""]
-    assert stopped.evaluations == {} and stopped.statuses[-1].startswith("step 5: the evaluation is left")
+    assert stopped.evaluations == {} and stopped.statuses[-1].startswith("step 5: the evaluation is postponed")
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
     resumed = train(trainer)
     assert resumed.start_step == 5 and resumed.evaluations == whole.evaluations
