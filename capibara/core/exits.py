@@ -57,7 +57,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
             return _leaving_peers(EXIT_HUNG if isinstance(known, TryAgain) else EXIT_USER_ERROR, str(known))
         if not peers.is_joined():
             raise
-        if (fault := peers.told()) is not None:
+        if (fault := peers.peer_fault()) is not None:
             print(f"error: {fault.line}", file=sys.stderr)
             return _leaving_peers(fault.code, fault.line)
         if (lost := peers.peer_lost(_chain(error))) is not None:
@@ -77,7 +77,7 @@ def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
         code = run_verb(main, argv)
     finally:
         if peers.is_joined() and peers.has_reported():
-            peers.end(code)
+            peers.exit_process(code)
         _leave(code)
     return code
 
@@ -134,7 +134,7 @@ def _leaving_peers(code: int, message: str) -> int:
     end it aborts them all, and the exit code is lost.
     """
     if peers.is_joined():
-        peers.tell(code, message)
+        peers.report(code, message)
         timer = threading.Timer(_LEAVE_S, os._exit, [code])  # where the caller of `run_verb` does not end it
         timer.daemon = True
         timer.start()

@@ -463,10 +463,10 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     current = active()
     if current is None:
         return x
-    return jax.lax.with_sharding_constraint(x, lying(*current, axes, x.shape))
+    return jax.lax.with_sharding_constraint(x, named_sharding(*current, axes, x.shape))
 
 
-def lying(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+def named_sharding(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
     """The sharding that `constrain` gives an array of this shape."""
     spec = rules.spec(axes)
     parts = [dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape)]

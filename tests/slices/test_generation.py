@@ -107,7 +107,7 @@ class Abstract:
             [Adapter(str(n), lora, values) for n in range(3)], 2, self.model.config.dtype.value
         )
         placed = lambda names, x: jax.ShapeDtypeStruct(  # noqa: E731
-            x.shape, x.dtype, sharding=sharding.lying(self.mesh, Rules(), names, x.shape)
+            x.shape, x.dtype, sharding=sharding.named_sharding(self.mesh, Rules(), names, x.shape)
         )
         return jax.tree.map(placed, unmerged.axes_of(self.model, found), found, is_leaf=tree.is_axes)
 

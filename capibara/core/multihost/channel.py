@@ -145,7 +145,7 @@ class Leader:
                     return
 
     def _lost(self, index: int) -> Fault:
-        fault = peers.told(0.0) or Fault(_GONE, f"process {index} on {self._hosts[index]} is gone: {_AGAIN}")
+        fault = peers.peer_fault(0.0) or Fault(_GONE, f"process {index} on {self._hosts[index]} is gone: {_AGAIN}")
         peers.record_fault(fault)
         return fault
 
@@ -210,7 +210,7 @@ class Follower:
             return
         # At once: the coordinator is gone with process 0, and JAX aborts this process, delayed by `slow_aborts`.
         _say(f"process 0 on {self._host} is gone: {_AGAIN}")
-        peers.end(_GONE)
+        peers.exit_process(_GONE)
 
 
 class _Lines:
@@ -350,5 +350,5 @@ def _end_if_nobody_does(fault: Fault, within_s: float) -> None:
     if peers.is_leaving(within_s):
         return
     _say(fault.line)
-    peers.tell(fault.code, fault.line)
-    peers.end(fault.code)
+    peers.report(fault.code, fault.line)
+    peers.exit_process(fault.code)

@@ -130,5 +130,5 @@ class Decisions:
 
 def _end(line: str) -> None:
     print(f"error: {line}", file=sys.stderr, flush=True)
-    peers.tell(EXIT_FAULT, line)
-    peers.end(EXIT_FAULT)
+    peers.report(EXIT_FAULT, line)
+    peers.exit_process(EXIT_FAULT)

@@ -70,7 +70,7 @@ def is_joined() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def tell(code: int, message: str) -> None:
+def report(code: int, message: str) -> None:
     """Reports to the other processes that this one ends with an error; the first report of a run is kept.
 
     Args:
@@ -94,11 +94,11 @@ def tell(code: int, message: str) -> None:
 
 
 def has_reported() -> bool:
-    """Whether this process has reported that it ends (`tell`)."""
+    """Whether this process has reported that it ends (`report`)."""
     return _reported.is_set()
 
 
-def told(within_s: float = _SOON_S) -> Fault | None:
+def peer_fault(within_s: float = _SOON_S) -> Fault | None:
     """The fault with which another process has ended, which may be the cause of an error here; None: none is known.
 
     Args:
@@ -124,7 +124,7 @@ def expect_news() -> None:
 
 
 def record_fault(fault: Fault) -> None:
-    """Records that another process is gone; `told` returns the first that was recorded."""
+    """Records that another process is gone; `peer_fault` returns the first that was recorded."""
     _faults.append(fault)
 
 
@@ -189,7 +189,7 @@ def begin_exit() -> None:
     _leaving.set()
 
 
-def end(code: int) -> None:
+def exit_process(code: int) -> None:
     """Exits after a fault of this process or another; process 0 first waits until the others have read the report."""
     _leaving.set()
     for stream in (sys.stdout, sys.stderr):
@@ -226,5 +226,5 @@ def _listen(client: _Client, index: int) -> None:
             return  # the coordinator is gone: JAX ends this process
         if fault is not None and not _leaving.wait(_OWN_S):
             print(f"error: {fault.line}", file=sys.stderr, flush=True)
-            end(fault.code)
+            exit_process(fault.code)
         return

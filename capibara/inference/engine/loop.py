@@ -117,7 +117,7 @@ class EngineLoop:
         except BaseException as error:
             if self.failed:
                 return  # `fail` was called with a more precise error
-            if self._send is not None and peers.told() is not None:
+            if self._send is not None and peers.peer_fault() is not None:
                 self.fail(lost_process())
                 return
             self.fail(error)

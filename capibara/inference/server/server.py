@@ -207,7 +207,7 @@ def run(
     loading.start()
     server.run(sockets=[listening])
     code = int(service.state is State.FAILED)
-    if code and leader is not None and (fault := peers.told()) is not None:
+    if code and leader is not None and (fault := peers.peer_fault()) is not None:
         raise RuntimeError(fault.line)
     _end(loading, service, None if code or faults else leader, code)
     if faults:

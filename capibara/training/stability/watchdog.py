@@ -196,8 +196,8 @@ class Watchdog:
             found = f"{phase.what}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
         print(f"error: {found}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        peers.tell(EXIT_HUNG, found)
-        peers.end(EXIT_HUNG)
+        peers.report(EXIT_HUNG, found)
+        peers.exit_process(EXIT_HUNG)
 
 
 def _launcher() -> int | None:

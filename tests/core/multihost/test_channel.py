@@ -36,9 +36,9 @@ def made(monkeypatch):
 
     monkeypatch.setattr(peers, "is_joined", lambda: True)
     monkeypatch.setattr(peers, "process_info", lambda: (here.index, here.count, "127.0.0.1"))
-    for name, value in {"put": put, "wait_for": got, "end": ended.put, "tell": lambda *_: None}.items():
+    for name, value in {"put": put, "wait_for": got, "exit_process": ended.put, "report": lambda *_: None}.items():
         monkeypatch.setattr(peers, name, value)
-    monkeypatch.setattr(peers, "told", lambda *_: peers._faults[0] if peers._faults else None)
+    monkeypatch.setattr(peers, "peer_fault", lambda *_: peers._faults[0] if peers._faults else None)
     monkeypatch.setattr(peers, "_faults", [])
     monkeypatch.setattr(peers, "is_leaving", lambda _: False)
     for name in ("_news_expected", "_leaving"):

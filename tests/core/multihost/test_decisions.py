@@ -181,8 +181,8 @@ def test_a_fault_of_the_comparison_is_told(made, store, monkeypatch, capfd, wher
 def test_a_fault_ends_the_process_and_the_others(made, store, monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(peers, "list_values", lambda folder: ["no JSON"])
-    monkeypatch.setattr(peers, "tell", lambda *word: ends.append(word))
-    monkeypatch.setattr(peers, "end", ends.append)
+    monkeypatch.setattr(peers, "report", lambda *word: ends.append(word))
+    monkeypatch.setattr(peers, "exit_process", ends.append)
     with made(1) as one:
         one._thread.join(5)
     assert ends[0][0] == ends[1] == 1 and "JSONDecodeError" in ends[0][1]

@@ -50,10 +50,10 @@ def store(monkeypatch):
 
 
 def test_the_first_word_is_kept(store):
-    peers.tell(2, "mine")
-    peers.tell(1, "more")
+    peers.report(2, "mine")
+    peers.report(1, "more")
     assert json.loads(store.known[peers._KEY])["message"] == "mine" and peers.has_reported()
-    assert peers.told() is None  # it is our own
+    assert peers.peer_fault() is None  # it is our own
 
 
 def test_another_that_failed_ends_this_one_with_its_line_and_code(store, capfd):

@@ -59,7 +59,9 @@ class Step:
 
     def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:
         def one(names: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.lying(self._mesh, rules, names, x.shape))
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding.named_sharding(self._mesh, rules, names, x.shape)
+            )
 
         return jax.tree.map(one, axes, shapes, is_leaf=tree.is_axes)
 
