@@ -1,4 +1,4 @@
-"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART [STEP]."""
+"""The parts of a run in a bucket, each as a user's program would do it: python bucket.py FOLDER PART [STEP]."""
 
 from __future__ import annotations
 

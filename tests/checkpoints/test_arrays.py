@@ -1,4 +1,4 @@
-"""Arrays as chunks: every dtype and shape comes back on every mesh; Orbax reads them; what is no chunk is damage."""
+"""Arrays as chunks: every dtype and shape is restored on every mesh, Orbax reads them, and bad files are refused."""
 
 import json
 
@@ -48,7 +48,7 @@ def values_of(where):
 
 
 def write(folder, values, key=None, compress=False):
-    """Writes them; returns the manifest."""
+    """Writes the arrays; returns the manifest."""
     files = arrays.write(folder, values, key=key, compress=compress)
     known = {file.path for file in files}
     others = [path for path in stores.of(folder).list(folder) if path not in known]
@@ -74,7 +74,7 @@ def test_all_come_back_on_all_meshes(tmp_path, saved, key, compress):
 
 
 def test_a_state_that_was_read_can_be_donated(tmp_path):
-    """On a CPU its buffers are those that were read into: a step writes none of them."""
+    """On a CPU the arrays' buffers are those that were read into, so a step must not write to them."""
     folder, where = epath.Path(tmp_path) / "7", place(*LAYOUTS[3])
     values = {"x": jax.device_put(jnp.arange(64.0), where(jnp.ones(1)))}
     found = write(folder, values)
@@ -95,7 +95,7 @@ def test_in_groups_that_the_memory_has_room_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["no layout", "another layout", "no chunk"])
 def test_what_does_not_fit_is_damage(tmp_path, how):
-    """Also where the manifest says that it is so."""
+    """Even if the manifest claims it."""
     folder, values = epath.Path(tmp_path) / "7", {"x": jnp.ones((4, 4))}
     found = write(folder, values)
     files = [file for file in found.files]
@@ -180,7 +180,7 @@ def test_orbax_reads_them_too(mesh, tmp_path, reader, compress):
 
 
 def test_what_orbax_wrote_is_read(mesh, tmp_path):
-    """As it was in checkpoints of earlier versions, chunk by chunk the same bytes."""
+    """The array in the format of earlier versions, with the same bytes in each chunk."""
     theirs, ours, saved = epath.Path(tmp_path) / "7", epath.Path(tmp_path) / "other" / "7", state_of(mesh)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)) as orbax:
         orbax.save(theirs / "state", args=ocp.args.PyTreeSave(saved))

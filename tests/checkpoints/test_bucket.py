@@ -1,4 +1,4 @@
-"""Run folders in Google Cloud Storage and S3, as their emulators have them."""
+"""Run folders in Google Cloud Storage and S3, with emulators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAVY_ON_S3 = ["gs", pytest.param("s3", marks=pytest.mark.heavy)]
 
 @pytest.fixture
 def bucket(bucket_server, s3_server):
-    """The environment of a program whose buckets gs://bucket and s3://bucket are the emulators'."""
+    """The environment of a program for which gs://bucket and s3://bucket are the emulators'."""
     s3_server.faults[:], s3_server.refuses = [], None
     servers = {**bucket_server.environment, **s3_server.environment}
     return {**os.environ, **servers, "PYTHONPATH": str(HERE.parents[1])}
@@ -69,7 +69,7 @@ def test_an_interrupted_run_resumes_with_the_bits_of_a_disk(make_trainer, train,
 
 @pytest.mark.fault(66)
 def test_what_s3_refuses_is_one_line(s3, capfd):
-    """No permission, and a bucket that is not there, which is not made."""
+    """A bucket without permission, and a missing bucket, which is not created."""
 
     def told(ask):
         code = exits.run_verb(lambda argv: ask() and None, [])
@@ -122,14 +122,14 @@ def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucke
         table = tmp_path / "verdict.json"
         done = run(bucket, "-m", "capibara", "convert", "verify", folder, f"--json={table}")
         listed = step in [row["step"] for row in json.loads(table.read_text())]
-        # It may be killed after the commit and before it says so, but what it said was saved is there.
+        # A kill may come after the commit and before its log line, but every step that was logged as saved exists.
         assert done.returncode == 0 and saved <= listed, done.stdout + done.stderr
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_run_lives_in_a_bucket(bucket, tmp_path, scheme):
-    """Trained, stopped, resumed, listed, pruned and asked; a folder is read where there is no bucket's library."""
+    """Trained, stopped, resumed, listed, pruned, queried; other folders are read without the bucket's library."""
     folder = f"{scheme}://bucket/tiny"
     train = ("-m", "capibara", "train", "--gin_file=quickstart.gin", "--emulate=2", f"--gin.MODEL_DIR='{folder}'")
     small = ("--gin.Trainer.log_every=1", "--gin.DecoderConfig.num_layers=1", "--gin.DecoderConfig.embed_dim=64")
@@ -152,7 +152,7 @@ def test_a_run_lives_in_a_bucket(bucket, tmp_path, scheme):
 @pytest.mark.parametrize("ask", [run_manifest.read, run_manifest.check, run_manifest.seal, run_manifest.seal_logs])
 @pytest.mark.parametrize("part", ["alt=media", "/o?", "/b/bucket"])
 def test_a_bucket_that_refuses_has_not_corrupted_the_manifest_of_a_run(gs, ask, part, capfd):
-    """To restore it from a copy, or to seal it anew, would be the wrong thing to do."""
+    """Restoring it from a copy, or sealing it again, would be wrong."""
     folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
     run_manifest.begin(folder)
     run_manifest.replace(folder, {"config.gin": b"A = 1\n"})

@@ -1,4 +1,4 @@
-"""A run's checkpoints from outside: what is said of them, what goes."""
+"""Listing and pruning a run's checkpoints from outside the run."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_the_names_that_were_before_are_known_for_one_version(model_dir, capsys)
 
 
 def test_what_a_step_names_and_the_run_no_longer_does_is_told(tmp_path, capsys):
-    """A manifest of the run that somebody has made anew without its configuration: the step's manifest tells."""
+    """The run's manifest was rewritten without its configuration: the step's manifest has it."""
     folder = run_manifest.folder_of(tmp_path)
     run_manifest.replace(folder, {"config.gin": b"A = 1\n", "tokenizer/tokenizer.json": b"{}"})
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:

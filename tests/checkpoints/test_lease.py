@@ -1,4 +1,4 @@
-"""The lease: one writer, whoever died."""
+"""The lease: only one writer at a time, even if processes die."""
 
 import concurrent.futures
 import json
@@ -86,7 +86,7 @@ def test_that_of_a_live_process_is_refused_at_once(folder):
     ids=str,
 )
 def test_another_container_with_our_host_name_is_another_host(folder, other):
-    """Its process id is nobody's here, or somebody else's: neither says anything."""
+    """The process id is unused here, or another process's: neither proves anything."""
     for pid in (0, os.getpid()):
         record = {**HERE, "pid": pid, "process_start": processes.start_of(pid)} | other
         forge(folder, **record)
@@ -129,7 +129,7 @@ def test_a_live_process_in_another_pid_namespace_keeps_it(folder):
 
 @pytest.fixture(params=["gs", "s3"])
 def bucket(request):
-    """A folder in a bucket: no locks, no renaming."""
+    """A folder in a bucket, without locks and renames."""
     request.getfixturevalue(request.param)
     return stores.folder_of(f"{request.param}://bucket/{secrets.token_hex(4)}/checkpoints")
 
@@ -173,7 +173,7 @@ def test_in_a_bucket_exactly_one_takes_over_what_nobody_renews(bucket):
 
 
 def test_in_a_bucket_another_that_wrote_between_look_and_write_keeps_it(bucket, monkeypatch):
-    """However long that takes: no waiting would help."""
+    """At any length of the wait: waiting would not help."""
     write = BucketStore.write_version
 
     def late(store, path, content, expected):
@@ -256,7 +256,7 @@ def test_a_folder_with_its_name_is_one_line(folder):
 
 @pytest.mark.parametrize("clock_s", [-1000, 0, 1000])
 def test_that_of_another_host_holds_as_long_as_it_is_renewed(folder, clock_s, caplog):
-    """Whatever its clock says."""
+    """With any clock."""
     forge(folder, renewed=time.time() + clock_s)
     renewing = threading.Timer(0.3, forge, [folder], {"renewed": time.time() + clock_s + 0.3})
     renewing.start()

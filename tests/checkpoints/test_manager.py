@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what is kept, what is passed over, other models refused, full disks explained."""
+"""Checkpoints: restored, kept and skipped steps, refused models, and explained full disks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_loss_scale_comes_back_and_is_no_part_of_other_runs(tmp_path):
         restored = checkpoints.restore_state(checkpoints.restore_progress(1), target_of(state))
         jax.tree.map(np.testing.assert_array_equal, restored, state)
         assert isinstance(restored.loss_scale, LossScale)
-        # A run without one writes what runs wrote before there was one.
+        # A run without a loss scale writes the files of versions that had none.
         assert {path.partition("/")[0] for path in checkpoints.restore_progress(2).shapes} == {
             "step", "params", "opt_state",
         }  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_loss_scale_comes_back_and_is_no_part_of_other_runs(tmp_path):
 
 
 def test_a_window_of_losses_comes_back_where_it_is_wanted_as_it_was(tmp_path):
-    """Switched off, on, or to another length between two starts, all else comes back."""
+    """Disabled, enabled, or changed in length between two starts: everything else is restored."""
     none = state_of(1)
     four = dataclasses.replace(none, losses=LossWindow(jnp.arange(4.0), jnp.int32(7)))
     six = dataclasses.replace(none, losses=LossWindow(jnp.zeros(6), jnp.int32(0)))
@@ -120,7 +120,7 @@ def test_retention(tmp_path):
 
 
 def test_nothing_is_removed_unless_a_step_that_is_kept_is_whole(tmp_path, monkeypatch, caplog):
-    """Each newer step is corrupted as soon as it is committed: the last whole one stays, whatever `keep` says."""
+    """Each newer step is corrupted right after its commit: the last intact one stays, with any `keep`."""
     with Checkpoints(str(tmp_path), Checkpointing(keep=1)) as checkpoints:
         checkpoints.save(1, state_of(1), {}, {})
         checkpoints.wait()
@@ -232,7 +232,7 @@ def test_what_is_all_there_is_stays_until_a_step_is_committed(tmp_path):
 
 
 def test_a_write_that_outlived_its_save_is_a_leftover(tmp_path):
-    """It makes the folder anew that the failed save has removed."""
+    """It makes the folder again that the failed save removed."""
     (tmp_path / "checkpoints" / "1" / "state.orbax-checkpoint-tmp" / "params.layer.bias").mkdir(parents=True)
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         assert checkpoints.restore(target_of(state_of(0))) is None
@@ -304,7 +304,7 @@ def test_what_is_left_of_a_run_with_corrupted_steps_alone_is_no_new_run(tmp_path
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("times", [1, 99])
 def test_a_disk_that_refuses_is_asked_again_and_is_no_damage(tmp_path, monkeypatch, number, times):
-    """But for EIO that stays: of such a step nothing more will come."""
+    """Except for a persistent EIO: such a step cannot become readable."""
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {}, {})
@@ -331,7 +331,7 @@ def test_a_disk_that_refuses_is_asked_again_and_is_no_damage(tmp_path, monkeypat
 @pytest.mark.parametrize("verify", ["background", "off"])
 @pytest.mark.parametrize("name", ["run.json", ".zarray"])
 def test_small_files_are_always_verified(tmp_path, verify, name):
-    """One digit that changes makes no sense of another kind: it would be believed."""
+    """A changed digit still parses: without a check it would be used."""
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {"rows": [7]}, {})
@@ -344,7 +344,7 @@ def test_small_files_are_always_verified(tmp_path, verify, name):
 
 
 def test_what_was_trained_from_damage_is_not_committed(tmp_path, monkeypatch):
-    """Verified beside training, and found corrupted while the next step is being saved."""
+    """A step is verified during training, and found corrupted while the next step is being saved."""
     beside = Checkpointing(verify="background")
     with Checkpoints(str(tmp_path), beside) as checkpoints:
         for step in (1, 2):
@@ -366,7 +366,7 @@ def test_what_was_trained_from_damage_is_not_committed(tmp_path, monkeypatch):
 
 
 def test_a_save_that_fails_after_the_lease_was_lost_removes_nothing(tmp_path, monkeypatch):
-    """The step is the other writer's."""
+    """The step belongs to the other writer."""
 
     def lost(folder, state, **options):
         (tmp_path / "checkpoints" / "lease.json").write_text('{"nonce": "another", "pid": 1, "host": "elsewhere"}')
@@ -448,7 +448,7 @@ def test_keep_every_is_checked():
 
 
 def test_a_leftover_that_goes_by_itself_is_no_fault(tmp_path, monkeypatch):
-    """The thread that renews the lease renames its own."""
+    """The thread that renews the lease has its own renames."""
     folder = stores.folder_of(str(tmp_path))
     monkeypatch.setattr(type(folder), "iterdir", lambda self: iter([self / "lease.json.partial"]))
     step_folders.remove_leftovers(folder)

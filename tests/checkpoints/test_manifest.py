@@ -1,4 +1,4 @@
-"""Manifests: what a checkpoint says of where it comes from."""
+"""Manifests: the record of a checkpoint's origin."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Which steps no rule keeps."""
+"""The steps that no retention rule keeps."""
 
 import pytest
 

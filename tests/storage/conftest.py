@@ -1,4 +1,4 @@
-"""A store that fails as it is told, and a cache and no waiting for every test."""
+"""A store that fails on demand; a cache and no retry waits for every test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from capibara.storage import remote
 
 
 class FlakyStore(MemoryFileSystem):
-    """A store in memory whose next reads raise `faults`, or give the first half of what they should where one is None."""
+    """A store in memory whose next reads raise `faults`, or return half of their bytes where one is None."""
 
     protocol = "flaky"
     cachable = False

@@ -1,4 +1,4 @@
-"""A bucket that keeps Google Cloud Storage's word on versions, and fails as it is told: a proxy before the emulator.
+"""A bucket with Google Cloud Storage's version rules that fails on demand: a proxy before the emulator.
 
 The emulator numbers versions and then ignores what a request expects of them (ifGenerationMatch, generation).
 """
@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-# (method, path with its query) -> a status to answer with, "cut": half of the answer, or None: as it is.
+# (method, path with its query) -> a status to answer with, "cut": half of the answer, or None: the emulator's answer.
 _NAME = re.compile(rb'"name": *("[^"]*")')
 Fault = Callable[[str, str], int | str | None]
 
 
 class FlakyBucket(http.server.ThreadingHTTPServer):
-    """Listens at `url`; `faults` are asked of every request, the first that is not None holds."""
+    """Listens at `url`; calls `faults` for every request, and uses the first result that is not None."""
 
     daemon_threads = True
     block_on_close = False
@@ -38,7 +38,7 @@ class FlakyBucket(http.server.ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a program take gs:// for this server."""
+        """The environment in which a program takes gs:// for this server."""
         return {
             "STORAGE_EMULATOR_HOST": self.url,  # gcsfs
             "TENSORSTORE_GCS_HTTP_URL": self.url,
@@ -48,7 +48,7 @@ class FlakyBucket(http.server.ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
-        """Within it these faults happen."""
+        """Context in which these faults happen."""
         self.faults[:0] = faults
         try:
             yield
@@ -56,7 +56,7 @@ class FlakyBucket(http.server.ThreadingHTTPServer):
             del self.faults[: len(faults)]
 
     def handle_error(self, request, client_address) -> None:
-        """Says nothing of clients that have gone."""
+        """Does not log clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -109,7 +109,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return data
 
     def _version_asked(self):
-        """A version that is there no more is not found."""
+        """A deleted version is not found."""
         asked = parse_qs(urlsplit(self.path).query).get("generation")
         if self.command == "GET" and asked and asked[0] != self._generation():
             return 404, {}, b'{"error": {"code": 404, "message": "no such version"}}'

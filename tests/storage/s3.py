@@ -1,4 +1,4 @@
-"""An emulator of S3 (moto's) in a thread of this process, whose reads fail as they are told."""
+"""An emulator of S3 (moto's) in a thread of this process, whose reads fail on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _OBJECT = re.compile(r"/[^/]+/.+")
 
 
 class S3Server:
-    """Listens at `url`. Its next reads of objects fail by `faults`: a code of S3, or "cut" in the middle; None: they do not.
+    """Listens at `url`. Its next reads of objects fail by `faults`: an S3 code, "cut" in the middle, or None: no
+    failure.
 
     Where it `refuses`, a code, all requests do.
     """
@@ -35,7 +36,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a program take s3:// for this server."""
+        """The environment in which a program takes s3:// for this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "anybody",

@@ -1,4 +1,4 @@
-"""Copies of remote files: whole or not at all, of the right size, renewed when the store has others."""
+"""Copies of remote files: complete or absent, of the right size, and renewed when the store's files change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of a disk where its files are not what they should be."""
+"""The disk's store with unexpected files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_links_are_files_and_folders_that_are_too_deep_are_refused(folder):
 
 
 def test_a_folder_that_is_being_removed_has_another_name(folder, monkeypatch):
-    """So that no half of it is taken for the whole; what had that name goes before."""
+    """So that no part of it passes for a complete folder; an older folder with the temporary name is removed first."""
     STORE.make_folder(folder / "5")
     STORE.make_folder(folder / "5.unfinished")
     (folder / "5" / "a").write_bytes(b"1")

@@ -1,4 +1,4 @@
-"""Gin files, tokenizers, texts and foreign models are opened at addresses as they are at paths."""
+"""Gin files, tokenizers, texts and foreign models are opened at addresses as at local paths."""
 
 from __future__ import annotations
 

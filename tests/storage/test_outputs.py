@@ -1,4 +1,4 @@
-"""Files that a verb writes its results to."""
+"""Output files of verbs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_two_writers_of_a_file_one_wins_whole(tmp_path):
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
-    """A living writer's file stays, and so does that of another host."""
+    """It keeps a living writer's file, and another host's."""
     path, program = str(tmp_path / "a"), (
         "import sys, time; from capibara.storage import outputs\n"
         "with outputs.replacing(sys.argv[1]) as name: print(name, flush=True); time.sleep(100)"
@@ -91,7 +91,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
 
 
 def test_a_file_that_is_taken_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    """By a process that takes it for what a killed writer left."""
+    """Another process takes it for a killed writer's."""
     path, lock, taken = str(tmp_path / "a"), fcntl.flock, []
 
     def late(file, how):

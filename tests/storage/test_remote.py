@@ -1,4 +1,4 @@
-"""Reads of a store: what may pass is tried again, a bounded number of times; what will not is told at once, on one line."""
+"""Reads of a store: passing errors are retried a few times, final ones are reported at once, in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capibara.storage import remote
 
 
 class Status(Exception):
-    """As the libraries of stores have it."""
+    """An error as the stores' libraries raise it."""
 
     def __init__(self, code: int):
         super().__init__(f"status {code}")
@@ -22,7 +22,7 @@ class Status(Exception):
 
 
 class NoCredentialsError(Exception):
-    """As botocore has it."""
+    """An error as botocore raises it."""
 
 
 PASSING = [
@@ -123,7 +123,7 @@ def test_a_store_that_cannot_be_opened_is_told(url, said, monkeypatch):
 
 
 def test_a_store_that_says_nothing_is_asked_again(store, monkeypatch):
-    """A library of the asynchronous kind is ended after the limit."""
+    """An asynchronous library's call is cancelled after the limit."""
     from fsspec.asyn import AsyncFileSystem
 
     class Silent(AsyncFileSystem):

@@ -1,4 +1,4 @@
-"""Data and models in S3, as its emulator has it."""
+"""Data and models in S3, with an emulator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.fixture
 def put(s3, monkeypatch, tmp_path):
-    """(name in the bucket, content) -> puts it there, and gives its address; reads are repeated at once."""
+    """(name in the bucket, content) -> writes it, and returns its address; retries do not wait."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)
     remote._filesystem.cache_clear()
@@ -161,7 +161,7 @@ def test_a_store_that_never_answers_is_given_up(s3, put):
 
 @pytest.mark.heavy
 def test_a_run_trains_from_s3_and_resumes(s3, put, tmp_path):
-    """The verb, with reads that fail; stopped and resumed, it has the losses of the run on the disk."""
+    """`train` with failing reads, stopped and resumed, has the losses of the run on the disk."""
     losses = {}
     for name, files in zip(("disk", "s3"), write_corpus(tmp_path / "corpus", put, "corpus"), strict=True):
         for steps in (2, 4):

@@ -1,4 +1,4 @@
-"""What a store is asked for, of each kind: a disk, gs:// and s3://."""
+"""The store's interface, for each kind: a disk, gs:// and s3://."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 1 << 16
 
 @pytest.fixture(params=["disk", "gs", "s3"])
 def folder(request, tmp_path):
-    """A folder that is not there yet, in each kind of store."""
+    """A folder that does not exist yet, in each kind of store."""
     if request.param == "disk":
         return epath.Path(tmp_path / "folder")
     request.getfixturevalue(request.param)
@@ -28,7 +28,7 @@ def folder(request, tmp_path):
 
 @pytest.fixture(params=["gs", "s3"])
 def path(request):
-    """A file that is not there yet, in each kind of bucket."""
+    """A file that does not exist yet, in each kind of bucket."""
     request.getfixturevalue(request.param)
     return stores.folder_of(f"{request.param}://bucket/{secrets.token_hex(4)}") / "a file"
 
@@ -87,7 +87,7 @@ def test_of_two_that_lock_a_folder_on_a_disk_the_second_waits(tmp_path):
 
 
 def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path, monkeypatch):
-    """Else it is gone, under its passing name, when its turn comes."""
+    """The temporary name may be gone before its turn comes."""
     synced = []
     monkeypatch.setattr(disk, "sync_entry", synced.append)
     (tmp_path / "step").mkdir()

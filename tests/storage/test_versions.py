@@ -1,4 +1,4 @@
-"""Versions of files in Google Cloud Storage where requests fail; tests/storage/test_stores.py has what every bucket must do."""
+"""Versions of files in Google Cloud Storage when requests fail; test_stores.py has the tests for all buckets."""
 
 import secrets
 
@@ -30,7 +30,7 @@ def test_a_version_and_its_content_are_of_one_file_though_another_writes_between
 @pytest.mark.fault(66)
 @pytest.mark.parametrize("status", [429, 503, "lost"])
 def test_what_the_bucket_refuses_for_now_is_asked_again(path, gs, flaky, status):
-    """An answer that is lost, too: the second request finds our own version, which is no other's."""
+    """Including a lost answer: the retry finds our own version, not another writer's."""
     with gs.failing(flaky.times(1, status, "POST", "/o?")):
         version = VERSIONS.write(path, b"one", NONE)
     with gs.failing(flaky.times(1, 503 if status == "lost" else status, "GET", "/a file")):
