@@ -23,7 +23,6 @@ def _load(path: str):
 
 
 shards = _load("../data/shards/conftest.py")
-bucket_server = _load("../training/conftest.py").bucket_server  # fixture
 
 
 @pytest.fixture
