@@ -233,7 +233,7 @@ def test_a_cache_that_is_not_there_or_not_whole(cache, tmp_path):
         read(dataset(mixture_or_task_name="cached_mix"), 60)
     path.unlink()
     for name in ("cached", "cached_mix"):
-        with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is missing in .*, 2 of 3 files are there"):
+        with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is missing in .*, which has 2 of 3 files"):
             read(dataset(mixture_or_task_name=name), 1)
     (tmp_path / "cached" / "COMPLETED").unlink()
     import seqio

@@ -298,7 +298,7 @@ def test_states_of_older_versions(numbered):
         read(numbered(task_shards=2), 1, hosts=1, state=state, batch_size=4)
     state["settings"]["hosts"] = 2
     with pytest.raises(
-        UserError, match="each of 2 hosts read.*begin another run from its weights, with Trainer.init_from"
+        UserError, match="number of hosts .2..*start another run from its weights, with Trainer.init_from"
     ):
         read(dataset, 1, hosts=2, state=state, batch_size=4)
 
@@ -311,7 +311,7 @@ def test_shards_that_do_not_divide_are_refused(numbered, register):
         make_loader(numbered(task_shards=8), batch_size=12)
     with pytest.raises(UserError, match=r"task_shards \(4\) must divide the 6 hosts or be a multiple of them: try 3"):
         make_loader(numbered(task_shards=4), batch_size=12, shard_count=6)
-    with pytest.raises(UserError, match=r"task_shards \(2\) is for SeqIO tasks.*leave it out"):
+    with pytest.raises(UserError, match=r"task_shards \(2\) is only for SeqIO tasks.*leave it out"):
         Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), task_shards=2)
     register("three", [{"targets": [5]}] * 3, features=("targets",))
     with pytest.raises(UserError, match="'three' has no example for each of its 4 streams.*lower Dataset.task_shards"):
