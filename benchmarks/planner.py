@@ -130,8 +130,8 @@ MEMORY = {
     "t5-11b-full": Point("t5_11b", "v6e-64", {"fsdp": 64}, 8, length=256, encoder_length=512),
     "20b-stage": Point("capibara_20b", "v6e-64", {"stage": 4, "fsdp": 16}, 8, length=4096),
     # Several residual streams, and an embedding of each layer.
-    "gemma3n-e2b-full": Point("gemma3n_e2b", "v5e-64", {"fsdp": 64}, 2, calibrate=True),
-    "gemma3n-e2b-none": Point("gemma3n_e2b", "v6e-64", {"fsdp": 64}, 1, "none", length=1024, calibrate=True),
+    "gemma3n-e2b-full": Point("gemma3n_e2b", "v5e-64", {"fsdp": 64}, 2),
+    "gemma3n-e2b-none": Point("gemma3n_e2b", "v6e-64", {"fsdp": 64}, 1, "none", length=1024),
     "gemma3n-e2b-minimal": Point("gemma3n_e2b", "v6e-64", {"fsdp": 64}, 1, "minimal"),
     # Adapters beside a frozen base.
     "1b-lora": Point("capibara_1b", "v5e-4", {"fsdp": 4}, 4, bindings=_LORA, calibrate=True),

@@ -30,6 +30,7 @@ _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
 # What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on.
 _WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
+# Counted from the code of Gemma 3n; no compiled step has fitted these three yet (benchmarks/planner.py, gemma3n-e2b-*).
 _NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D] with several residual streams
 _EMBEDDED = 2.0  # embeddings kept for later layers, and their gradients
 _NONE_SCORES = 2.0  # float32 attention scores without a kernel
