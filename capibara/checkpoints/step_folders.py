@@ -69,7 +69,8 @@ def quarantine(folder: epath.Path, ending: str) -> epath.Path:
     aside = folder.with_name(f"{folder.name}{ending}")
     if aside.exists():
         aside.rmtree()
-    return folder.rename(aside)
+    stores.of(folder).rename_folder(folder, aside)
+    return aside
 
 
 def _forget(folder: epath.Path) -> None:

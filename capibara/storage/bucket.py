@@ -103,6 +103,12 @@ class BucketStore:
     def remove(self, path: epath.Path) -> None:
         path.unlink(missing_ok=True)
 
+    def rename_folder(self, folder: epath.Path, target: epath.Path) -> None:
+        files, names = self._files(), list(self.list(folder))
+        threads.each(lambda name: files.cp_file(os.fspath(folder / name), os.fspath(target / name)), names)
+        threads.each(lambda name: files.rm_file(os.fspath(folder / name)), names)
+        files.invalidate_cache()
+
     def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
         files = self._files()
         threads.each(

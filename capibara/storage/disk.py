@@ -140,6 +140,9 @@ class DiskStore:
         path.unlink(missing_ok=True)
         sync_entry(path.parent)
 
+    def rename_folder(self, folder: epath.Path, target: epath.Path) -> None:
+        folder.rename(target)
+
     def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
         if aside.exists():
             aside.rmtree()

@@ -154,6 +154,10 @@ class Store(Protocol):
         """Removes a file if it exists, durably."""
         ...
 
+    def rename_folder(self, folder: epath.Path, target: epath.Path) -> None:
+        """Gives a folder a name that nothing has; where the store does not rename, file by file."""
+        ...
+
     def remove_folder(self, folder: epath.Path, *, aside: epath.Path, last: str) -> None:
         """Removes a folder so that an interrupted removal never leaves a folder that looks complete.
 

@@ -45,6 +45,10 @@ class MirroredStore(DiskStore):
         super().sync(self._in_mirror(folder))
         super().sync(folder)
 
+    def rename_folder(self, folder, target):
+        super().rename_folder(folder, target)
+        shutil.rmtree(self._in_mirror(folder), ignore_errors=True)
+
     def remove_folder(self, folder, *, aside, last):
         super().remove_folder(folder, aside=aside, last=last)
         shutil.rmtree(self._in_mirror(folder), ignore_errors=True)

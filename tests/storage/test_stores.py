@@ -52,6 +52,17 @@ def test_files_are_written_read_listed_and_removed(folder):
     assert not folder.exists() and not folder.with_name("aside").exists()
 
 
+def test_a_folder_gets_another_name(folder):
+    """With the folders in it, which s3fs's own renaming takes for files."""
+    store, other = stores.of(folder), folder.with_name(f"{folder.name}.corrupted")
+    store.make_folder(folder / "inner" / "deep")
+    for name in ("a", "inner/b", "inner/deep/c"):
+        store.write_atomic(folder / name, name.encode())
+    store.rename_folder(folder, other)
+    assert not folder.exists() and store.list(other) == {"a": 1, "inner/b": 7, "inner/deep/c": 12}
+    assert store.read(other / "inner" / "b") == b"inner/b"
+
+
 def test_ranges_globs_and_lines(folder):
     store = stores.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
