@@ -109,6 +109,24 @@ def test_a_template_that_loops_or_allocates_is_ended(tokenizer_folder, template,
 
 
 @pytest.mark.fault(62)
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_a_template_that_loops_is_ended_where_a_profiler_has_taken_its_signal(tokenizer_folder, how):
+    template_process._process.close()  # the next one inherits what this process does with the signal
+    before = signal.getsignal(signal.SIGPROF)
+    if how == "ignored":
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        with pytest.raises(TemplateFails, match=TIME):
+            render(tokenizer_folder, LOOPS["nested loops"])
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        template_process._process.close()
+
+
+@pytest.mark.fault(62)
 def test_a_template_that_writes_or_is_too_much_is_refused(tokenizer_folder, tmp_path):
     with pytest.raises(TemplateFails, match=r"writes 3000000 characters, more than 10\d+"):
         render(tokenizer_folder, "{{ 'x' * 3000000 }}")
