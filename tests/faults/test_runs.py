@@ -211,7 +211,7 @@ def test_a_bit_that_flips_in_one_replica_ends_the_run(make_trainer, train, monke
     monkeypatch.setattr(loop, "set_up", broken)
     trainer = make_trainer(steps=20, plan=Plan(batch_size=8, data=8), replica_check_every=3)
     trainer = dataclasses.replace(trainer, checkpointing=Checkpointing(every=2))
-    with pytest.raises(SilentCorruption, match=r"silent data corruption: \S+ differs on \S*0 from the other copies"):
+    with pytest.raises(SilentCorruption, match=r"silent data corruption: \S+ differs on \S*0 from the other replicas"):
         train(trainer)
     assert steps_of(pathlib.Path(trainer.model_dir)) == [2, 4]
 

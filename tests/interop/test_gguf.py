@@ -441,7 +441,7 @@ def test_tensors_that_do_not_fit(tmp_path):
         ("must have .64, 32. by config.json", values | {first: values[first].T}, "f32"),
         ("F16 cannot hold them", values | {first: values[first] * 1e6}, "f16"),
         ("Q8_0 cannot hold them", values | {first: values[first] * np.float32(np.nan)}, "q8_0"),
-        ("dtype 'q5_k' is none", values, "q5_k"),
+        ("dtype 'q5_k' is not supported", values, "q5_k"),
     ):
         with one_line(match):
             write_gguf(path, config, changed.items(), cases.byte_level(), dtype=dtype)

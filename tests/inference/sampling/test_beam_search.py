@@ -190,7 +190,7 @@ def test_one_that_nobody_wants_is_not_searched_for():
         ),
         (lambda: check_streams(BEAMS), "Sampling.beams is set, and a server streams tokens"),
         (lambda: speed.measure(made("decoder"), BEAMS, 4, 300), "--benchmark times tokens one by one"),
-        (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set: every answer is drawn"),
+        (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set, but GRPO trains on all sampled answers"),
         (lambda: EvalTask(files=("x",), metrics=(len,), num_samples=2, sampling=BEAMS), "num_samples is 2 and"),
     ],
 )
@@ -211,6 +211,6 @@ def test_a_search_without_room_says_what_it_asked_for(said, error, monkeypatch):
         error or jax.errors.JaxRuntimeError,
         match=said
         if error is None
-        else r"num_decodes \(3\) of 2 prompts with \d+ tokens need 0\.\d GiB .* ask for fewer",
+        else r"num_decodes \(3\) of 2 prompts with \d+ tokens need 0\.\d GiB .* request fewer",
     ):
         results(engine, BEAMS, PROMPTS[:1])

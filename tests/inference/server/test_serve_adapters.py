@@ -132,7 +132,7 @@ def mistake(capfd, *argv):
 def test_a_bad_adapter_is_one_line(folder, paths, run, tmp_path, capfd):
     model = f"--model={folder}"
     assert "--adapter=poet must be NAME=PATH" in mistake(capfd, model, "--adapter=poet")
-    assert "neither a folder of PEFT (adapter_config.json) nor a run" in mistake(capfd, model, "--adapter=a=/none")
+    assert "neither a PEFT folder (adapter_config.json) nor a run" in mistake(capfd, model, "--adapter=a=/none")
     twice = f"--adapter=poet={paths}/poet"
     assert "has the name of another adapter" in mistake(capfd, model, twice, twice)
     # Of another model, in both forms.
