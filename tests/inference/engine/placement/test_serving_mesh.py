@@ -53,7 +53,10 @@ def test_emulated_devices_are_one_processor_unless_more_are_asked_for():
     [
         (dict(tensor=3, data=1), r"ServingMesh.tensor \(3\) must divide the model's 8 heads of keys and values: try 1"),
         (dict(tensor=6, data=1), r"must divide the model's 8 heads of keys and values: try 2"),
-        (dict(tensor=4, data=4), r"ServingMesh.tensor \(4\) x ServingMesh.data \(4\) must be at most the 8 available devices"),
+        (
+            dict(tensor=4, data=4),
+            r"ServingMesh.tensor \(4\) x ServingMesh.data \(4\) must be at most the 8 available devices",
+        ),
         (dict(tensor=0), "ServingMesh.tensor is 0"),
     ],
 )
