@@ -525,7 +525,7 @@ def test_a_run_saves_and_ends_where_the_clock_jumps_and_threads_are_left(shell):
     began_s = time.monotonic()
     done = shell.run("train", *flags, **path)
     assert done.code == 0, done.err
-    assert "a logger that waits hangs" in done.err and time.monotonic() - began_s < 90
+    assert "a logger that waits does not end within 10 s" in done.err and time.monotonic() - began_s < 90
     with CheckpointReader(str(shell.folder / "jumpy_run"), Checkpointing()) as reader:
         assert reader.verified_step() == 6 and not reader.corrupted
     steps = [r["step"] for r in loggers.read_metrics(str(shell.folder / "jumpy_run")) if r["kind"] == "train"]
