@@ -1,4 +1,7 @@
-"""Verifies the step that a run resumes from: before it is restored, or during training."""
+"""Verifies the step that a run resumes from: before it is restored, or during training.
+
+`manifest` compares the files with their hashes; `arrays` does so with the chunks that it reads.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The projections of layers, each declared once: its axes, what it reads, what becomes of its result, who may change it.
+"""Declares each weight matrix of a layer once: axes, the input it shares, its result's name, LoRA and quantization.
 
-Layers make their weights from these declarations and name their results by them. Recomputation policies, the planner,
-adapters, quantization and the tables of checkpoints read them and repeat no name.
+Layers make their weights from these declarations and name their results by them. Rematerialization policies, the planner,
+LoRA, quantization and the tables of checkpoints' names read them from here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The store of a bucket, through fsspec: reads and writes gs:// and s3://, reads other schemes that fsspec knows.
 
-In a bucket a file is complete or does not exist, nothing can be locked or renamed, and every file has a version.
+In a bucket a file is complete or does not exist, nothing can be locked or renamed, and in gs:// and s3:// every file has a version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Outputs that are written under a temporary name and renamed when complete; removes those of killed writers.
+"""Writes outputs under a temporary name and renames them when complete; removes what killed writers have left.
 
-A writer holds a lock on a file in its temporary folder while it lives. A later writer of the same output removes the
-folders with a free lock.
+A writer holds a lock on a file in its temporary folder while it lives. A later writer of the same output on the same host
+removes the folders with a free lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the store of a path: a disk or a bucket (gs://, s3://).
+"""Finds the store of a path: a disk, a bucket (gs://, s3://), or the one that was assigned to its folder.
 
 `stores.of(path).write_atomic(path, data)` writes a file as its store does.
 """

@@ -1,7 +1,7 @@
 """Conditional writes of files in a bucket: a write succeeds only if nobody else has changed the file.
 
-A request can name the expected version, and the bucket refuses it if the file has another: of several writers at once
-exactly one wins, which reads and delays alone cannot ensure. Google Cloud Storage numbers every version
+A request can name the expected version, and the bucket refuses it if the file has another: of several concurrent
+writers exactly one wins. Reading again after a delay could not guarantee this. Google Cloud Storage numbers every version
 (ifGenerationMatch); S3 has an ETag (If-Match, and If-None-Match if the file must not exist).
 """
 

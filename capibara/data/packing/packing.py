@@ -1,4 +1,4 @@
-"""Packs documents into rows of fixed length.
+"""Packs documents into rows of fixed length, of which pipeline/feeds.py fills batches.
 
 A window of documents is packed at once. Tokens are copied only when a row is requested, so that a window needs four bytes
 a token, and a row a few slices.

@@ -1,4 +1,4 @@
-"""Beam search for an engine's requests: similar waiting ones are searched together, outside its slots."""
+"""Runs an engine's beam-search requests in batches of similar ones, without its slots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave while a batch of slots is decoded.
 
-Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read into it, and from then
-on it gets tokens with every step of all slots.
+A slot is a row of one cache of fixed length, or has pages of a pool (EngineConfig.page_size). A request waits for a slot;
+its prompt is prefilled into the slot; then each decode step, which runs all slots together, gives it a token or several.
+Where the pool has too few pages, a request may be preempted: it waits again and is prefilled anew.
 """
 
 from __future__ import annotations

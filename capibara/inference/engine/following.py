@@ -1,4 +1,4 @@
-"""The messages by which one engine leads those of other processes, so that all make the same steps.
+"""Messages with which the engine of process 0 has the engines of all other processes run the same steps.
 
 A step depends only on its inputs: new requests, cancelled ones, and how many tokens a program may generate. If
 parameters are sharded over several processes, each has an engine, and all of them must make every step. Only process 0

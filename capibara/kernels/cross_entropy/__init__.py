@@ -1,1 +1,4 @@
-"""Cross entropy of hidden states and an output projection: logits whole, by blocks of tokens, by parts of the vocabulary."""
+"""Cross entropy from hidden states and the output projection, by blocks of tokens or by parts of the vocabulary.
+
+`dispatch` chooses; `reference` has whole logits, for tests.
+"""

@@ -1,8 +1,8 @@
 """The cross entropy by parts of the vocabulary: each part computes the logits of all tokens, twice.
 
 A first pass computes the softmax's normaliser of each token, a second one the gradients. Only a part of the head's
-gradient exists at a time: it is reduced at once to the devices that hold the head's shards. By blocks of tokens the
-whole gradient exists, in float32, and every block reads and writes it.
+gradient exists at a time: it is reduced at once to the devices that hold the head's shards. The
+other form, `by_tokens`, keeps the whole float32 gradient, which every block reads and writes.
 """
 
 from __future__ import annotations

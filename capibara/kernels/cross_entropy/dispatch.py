@@ -1,4 +1,7 @@
-"""Next-token losses as sums, so that micro-batches and hosts add up exactly; the whole logits never exist at once."""
+"""Chooses how the cross entropy is computed: by blocks of tokens or by parts of the vocabulary.
+
+Losses are sums, so that those of micro-batches and hosts can be added.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a mesh shards the loss: its rows and positions, the head, and the head's gradient."""
+"""How a mesh shards the loss: its rows and positions, the output projection ("head", [V, D]) and its gradient."""
 
 from __future__ import annotations
 

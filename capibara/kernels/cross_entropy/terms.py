@@ -1,4 +1,4 @@
-"""What a loss consists of, and what is made of logits in front of its softmax."""
+"""The sums and terms of a loss (z-loss, label smoothing), and what happens to logits before its softmax (cap, temperature)."""
 
 from __future__ import annotations
 
