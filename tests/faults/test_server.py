@@ -134,8 +134,8 @@ ended()
 
 
 @pytest.mark.fault(62)
-def test_a_template_that_loops_is_ended_where_a_profiler_holds_its_signal():
-    """Ignored or blocked; in a process of its own, whose signals no profiler of another test has changed."""
+def test_a_template_that_loops_is_ended_where_libtpu_has_its_signal_ignored():
+    """Or blocked; in a process of its own: where libtpu is loaded its timer would end the process of the tests."""
     code = HELD.format(loop=LOOPS["nested loops"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def main(memory_bytes: int) -> None:
       memory_bytes: of address space beyond what the interpreter has now.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the process that asks
-    # The process that starts this one may ignore or block it, as profilers do, and that is inherited.
+    # The process that starts this one may ignore or block it (libtpu has it ignored), and that is inherited.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     _warm_up()
