@@ -55,8 +55,9 @@ def load(
     Raises:
       UserError: it is not a model, is incomplete, has no tokenizer, or has no such step or weights.
     """
-    given = (path, gin_files, bindings, search_paths)
-    return load_with_run(*given, step=step, weights=weights, placed=placed, trust=trust)[1]
+    return load_with_run(
+        path, gin_files, bindings, search_paths, step=step, weights=weights, placed=placed, trust=trust
+    )[1]
 
 
 def load_with_run(

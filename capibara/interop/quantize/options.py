@@ -60,10 +60,10 @@ class Quantize:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, and --dtype."""
-    told = (
+    help_text = (
         "of weights; default: as stored, else bf16; q*: GGUF only, q8_0 and q*_k* as in llama-quantize; mxfp4: gpt-oss"
     )
-    parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=told)
+    parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=help_text)
     parser.add_argument(
         "--quantize", choices=[str(m) for m in Method], help="write layers' weights in 4 bits: for hf and gguf"
     )

@@ -132,8 +132,8 @@ def _loss(
     def local(hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
         return by_tokens.loss_sums(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax)[None]
 
-    places, head, per_shard = specs(layout)
-    sums = on_shards(local, layout, (places, head, places, places), per_shard)(
+    tokens, head, per_shard = specs(layout)
+    sums = on_shards(local, layout, (tokens, head, tokens, tokens), per_shard)(
         hidden_BTD, head_VD, targets_BT, weights_BT
     )
     sums = jnp.sum(sums, 0)
@@ -156,9 +156,9 @@ def _loss_forward(
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return form(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax)
 
-    places, head, per_shard = specs(layout)
+    tokens, head, per_shard = specs(layout)
     sums, dhidden_BTD, dhead_VD = on_shards(
-        local, layout, (places, head, places, places), (per_shard, places, head if layout.trains_head else None)
+        local, layout, (tokens, head, tokens, tokens), (per_shard, tokens, head if layout.trains_head else None)
     )(hidden_BTD, head_VD, targets_BT, weights_BT)
     sums = jnp.sum(sums, 0)
     if layout.trains_head and sharding.platform() == "tpu":
@@ -189,8 +189,8 @@ def _log_probabilities(
     def local(hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         return by_tokens.token_log_probabilities(hidden_BTD, head_VD, targets_BT, layout, softmax)
 
-    places, head, _ = specs(layout)
-    return on_shards(local, layout, (places, head, places), places)(hidden_BTD, head_VD, targets_BT)
+    tokens, head, _ = specs(layout)
+    return on_shards(local, layout, (tokens, head, tokens), tokens)(hidden_BTD, head_VD, targets_BT)
 
 
 def _log_probabilities_forward(
