@@ -188,7 +188,7 @@ class Follower:
             yield message
 
     def signal(self, number: int) -> None:
-        """Tells process 0 that this one was signalled to end."""
+        """Reports to process 0 that this one was signalled to end."""
         with contextlib.suppress(OSError):
             self._line.sendall(_packed({"signal": number}))
 
@@ -304,7 +304,7 @@ def _listening(family: socket.AddressFamily, dual: bool, backlog: int) -> Iterat
 def _accept(
     listening: socket.socket, word: str, heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]]
 ) -> None:
-    """Accepts connections and queues what each says of itself, until `listening` is closed."""
+    """Accepts connections and queues the first message of each, until `listening` is closed."""
 
     def hear(one: socket.socket) -> None:
         heard.put((one, _hello(one, word)))
