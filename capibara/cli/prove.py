@@ -41,36 +41,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prove(args: argparse.Namespace) -> int:
     """Compiles, in this process or a child; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from capibara import config
+    from capibara import config, sharding
+    from capibara.models import api
     from capibara.monitoring.status import StatusLine
-    from capibara.planner.compiler import proof
+    from capibara.planner.compiler import compile_cache, proof
     from capibara.planner.hardware import slices, topology
     from capibara.planner.report import report
     from capibara.planner.search import automatic
     from capibara.storage import outputs
     from capibara.training import trainer
 
-    asked = slices.parse(args.slice) if args.slice is not None else None
+    asked, lengths = None if args.slice is None else slices.parse(args.slice), (args.length, args.encoder_length)
     read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
         outputs.check_writable(args.json, inputs=read)
-    run = trainer.of_gin(args.length, args.encoder_length)
-    if not (asked or run.plan.slice):
+    run = trainer.of_gin(*lengths)
+    slice_ = asked or (slices.parse(run.plan.slice) if run.plan.slice else None)
+    if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    slice_ = asked or slices.parse(run.plan.slice)
-    chosen, line = automatic.bindings(run, slice_)
+    chosen, title = automatic.bindings(run, slice_)
     if chosen:  # as in `train`
         args.gin_bindings = [*args.gin_bindings, *chosen]
         config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
-        run = trainer.of_gin(args.length, args.encoder_length)
-        print(line)
+        run = trainer.of_gin(*lengths)
+        print(title)
     run.plan.mesh_shape(slice_.devices, slice_.name)
     if args.child:
-        return _compile(run, slice_)
+        from capibara.training.setup import lower_step
+
+        compile_cache.announce("lowering")
+        mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name))
+        with proof.without_locations():
+            lowered = lower_step(run, api.build(run.model), mesh)
+        proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
+        return 0
     topology.check(slice_.name)
-    given = proof.Configuration(
-        args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
-    )
+    given = proof.Configuration(args.gin_file, args.gin_bindings, args.gin_search_paths, *lengths)
     with StatusLine() as line:
         result = proof.prove(
             run, given, slice_, deadline_s=args.deadline, fresh=args.fresh,
@@ -82,18 +88,3 @@ def prove(args: argparse.Namespace) -> int:
         raise UserError(result.message)
     print("\n".join(report.verdict_lines(result, slice_)))
     return 0 if result.compiled.fits else 1
-
-
-def _compile(run, slice_) -> int:
-    from capibara import sharding
-    from capibara.models import api
-    from capibara.planner.compiler import compile_cache, proof
-    from capibara.planner.hardware import topology
-    from capibara.training.setup import lower_step
-
-    compile_cache.announce("lowering")
-    mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name))
-    with proof.without_locations():
-        lowered = lower_step(run, api.build(run.model), mesh)
-    proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
-    return 0

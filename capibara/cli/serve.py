@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from capibara.cli import flags, multihost
 from capibara.core.types import UserError
+
+if TYPE_CHECKING:
+    from capibara.inference.server.service import Served, ServerConfig
 
 _KEY = "CAPIBARA_API_KEY"
 _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both can stream),
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve(args)
 
 
-def serve(args) -> int:
+def serve(args: flags.Arguments) -> int:
     """Connects the processes, loads the model and serves until a signal or an engine failure; the exit code."""
     from capibara.core import devices, extras
     from capibara.core.multihost import channel
@@ -62,17 +66,15 @@ def serve(args) -> int:
     if isinstance(line, channel.Follower):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda one, _: line.signal(one))
-        _load(args)[0].engine.follow(line)
+        _load(args, first=False)[0].engine.follow(line)
         return 0
     endpoint = server.open_endpoint(args.host, args.port, args.api_key_file, _KEY)
     tell = lambda served: print(f"{served.name} is at {endpoint.url}", flush=True)  # noqa: E731
     return server.run(endpoint.listening, endpoint.keys, lambda: _load(args), tell, args.host, line)
 
 
-def _load(args):
-    """The model with its engine, built alike in all processes, and the server's limits."""
-    import jax
-
+def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
+    """The model with its engine, built alike in all processes, and the server's limits; `first`: it is process 0."""
     from capibara import config, loading
     from capibara.inference.engine.engine import Engine, EngineConfig
     from capibara.inference.engine.placement import serving_mesh
@@ -88,13 +90,11 @@ def _load(args):
     loaded = adapters.beside(loaded, args.adapter, name)
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data, first = loaded.dataset, jax.process_index() == 0
-    talk = chat.of_served(data) if first else None
+    data, vocabulary, talk = loaded.dataset, loaded.tokenizer, chat.of_served(loaded.dataset) if first else None
     config.check_used()
-    vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
-    of = (loaded.model, loaded.params, vocabulary, lengths[0])
-    engine = Engine(*of, batching, lengths[1], donate=True, adapters=loaded.adapters)
+    lengths, of = (data.length, data.encoder_length), (loaded.model, loaded.params, vocabulary, data.length)
+    engine = Engine(*of, batching, data.encoder_length, donate=True, adapters=loaded.adapters)
     if takes.warm_up:
         with StatusLine() as line:
-            engine.warm_up(lambda done, count: first and line.show("compiling", f"{done} of {count} programs"))
+            engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs") if first else None)
     return Served(engine, vocabulary, talk, *lengths, name, sampling, adapters=engine.adapters), takes
