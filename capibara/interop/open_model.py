@@ -323,23 +323,61 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
     Raises:
       UserError: as in load_params.
     """
-    shapes = _shapes(model)
-    rows, stored = _matched(foreign, shapes, model)
-    if rows == tables.of(model_type, shapes):
-        for row in rows:
-            for name, _ in row.names(shapes):
-                yield name, foreign.read(stored[name])
-        return
-    # A layer's experts in one tensor are split.
-    last = ("", np.zeros(0))
-    for row in tables.of(model_type, shapes):
-        (source,) = (other for other in rows if set(other.ours) & set(row.ours))
-        for name, at in row.names(shapes):
-            held = stored[source.name.format(**dict(zip(row.numbered, at)))]
-            if held != last[0]:
-                last = held, foreign.read(held)
-            parts = source.split(last[1], shapes)
-            yield name, row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, shapes)
+    named = NamedTensors(foreign, model, model_type)
+    for name in named.names:
+        yield name, named.read(name)
+
+
+class NamedTensors:
+    """A foreign model's tensors by the names of `hf_shapes`, read one at a time in their stored dtypes.
+
+    Args:
+      foreign, model, model_type: as in `foreign_tensors`.
+
+    Attributes:
+      names: in the order of `hf_shapes`.
+
+    Raises:
+      UserError: as in load_params.
+    """
+
+    def __init__(self, foreign: ForeignModel, model: Model, model_type: str):
+        self._foreign, self._shapes = foreign, _shapes(model)
+        self._rows, self._stored = _matched(foreign, self._shapes, model)
+        own = tables.of(model_type, self._shapes)
+        self._as_stored = self._rows == own
+        self._places = {name: (row, at) for row in own for name, at in row.names(self._shapes)}
+        self.names = tuple(self._places)
+        self._last = ("", np.zeros(0))  # a tensor that holds several
+
+    def dtype(self, name: str) -> str:
+        """Dtype of the stored tensor, as in ForeignModel."""
+        return self._foreign.dtype(self._stored_name(name))
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor on the host."""
+        held = self._stored_name(name)
+        if self._as_stored:
+            return self._foreign.read(held)
+        # A layer's experts in one tensor are split.
+        if held != self._last[0]:
+            self._last = held, self._foreign.read(held)
+        row, at = self._places[name]
+        source = self._source(row)
+        parts = source.split(self._last[1], self._shapes)
+        return row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, self._shapes)
+
+    def _stored_name(self, name: str) -> str:
+        if self._as_stored:
+            return self._stored[name]
+        row, at = self._places[name]
+        source = self._source(row)
+        return self._stored[source.name.format(**dict(zip(source.numbered, at)))]
+
+    def _source(self, row: Tensor) -> Tensor:
+        """The row of the stored tensors that holds the same parameters."""
+        (source,) = (other for other in self._rows if set(other.ours) & set(row.ours))
+        return source
 
 
 def stored_dtype(foreign: ForeignModel) -> str:
