@@ -65,6 +65,8 @@ class RunFolders(Protocol):
         self, folder: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]
     ) -> LoadedModel: ...
 
+    def described(self, folder: str) -> LoadedModel: ...
+
     def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None: ...
 
     def save(self, folder: str, params: Params, gin: str) -> None: ...
@@ -170,7 +172,7 @@ def convert(
       UserError: the target exists, the model cannot be read, or the format cannot hold it.
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
-    _check_target(target, form, dtype)
+    check_target(target, form, dtype)
     gin_config.load_modules(gin[0], gin[2])
     if part is not None and (form in _ADAPTERS or isinstance(path, Sum) or adapters.is_adapter(path)):
         raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
@@ -244,16 +246,48 @@ def _of_adapter(
     """`convert` for a PEFT folder."""
     if form in _PEFT:
         raise UserError(f"--from={path} is an adapter of PEFT already: use hf, gguf, gguf_lora, pytorch or capibara")
-    of = _source(adapters.base_of(path, base), gin, runs)
     if form == "gguf_lora":
         _check_unquantized(how)
+        of = _source(adapters.base_of(path, base), gin, runs)
         return adapters.as_gguf(path, target, api.build(hf_config.from_hf(of.config)), of.config)
+    return write(_adapted(path, base, gin, runs), target, form, dtype, runs.save, how, show)
+
+
+def _adapted(path: str, base: str | None, gin: Gin, runs: RunFolders) -> OurModel:
+    """The model of a PEFT folder's adapters and their base."""
+    of = _source(adapters.base_of(path, base), gin, runs)
     model, params = adapters.merged(path, *_loaded(of), of.config)
-    made = OurModel(
+    return OurModel(
         model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | tokenizer_files.carried(path),
-        model_card.of_fine_tuned(of.about, of.config), stored=_stored(of),
+        model_card.of_fine_tuned(of.about, of.config), stored=stored(of),
     )  # fmt: skip
-    return write(made, target, form, dtype, runs.save, how, show)
+
+
+def opened(path: str, base: str | None, runs: RunFolders) -> ForeignModel | OurModel:
+    """Any model: a run and the model of an adapter with their parameters, a foreign one with its tensors on disk.
+
+    Args:
+      path, base: as in `convert`.
+      runs: loading.RunFolders.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    none: Gin = ((), (), ())
+    return _adapted(path, base, none, runs) if adapters.is_adapter(path) else _source(path, none, runs)
+
+
+def described(path: str, base: str | None, runs: RunFolders) -> ForeignModel | OurModel:
+    """Like `opened`, with shapes for a run's parameters, and for the model of an adapter those of the base."""
+    if adapters.is_adapter(path):
+        of = described(adapters.base_of(path, base), None, runs)
+        model = of.model if isinstance(of, OurModel) else api.build(hf_config.from_hf(of.config))
+        beside = of.tokenizer | tokenizer_files.carried(path)
+        about = model_card.of_fine_tuned(of.about, of.config)
+        return OurModel(model, model.abstract_params, dict(of.config), beside, about, stored=stored(of))
+    if runs.is_run(path) and not t5x_read.is_t5x(path):
+        return _as_model(runs.described(path))
+    return _foreign(path, ((), (), ()))
 
 
 def _check_unquantized(how: Quantize | None) -> None:
@@ -261,7 +295,8 @@ def _check_unquantized(how: Quantize | None) -> None:
         raise UserError(f"--quantize={how.method} is for hf and gguf: adapters are stored in f32")
 
 
-def _check_target(target: str, form: str, dtype: str | None) -> None:
+def check_target(target: str, form: str, dtype: str | None) -> None:
+    """Raises UserError if a model cannot be written to `target`, or not in this format and dtype; as in `convert`."""
     if not stores.of(target).has_local_paths:
         raise UserError(f"--to={target} must be a local path: write it there, then copy it")
     if (form in _FILES) != os.path.normpath(target).endswith(".gguf"):
@@ -292,8 +327,13 @@ def _run(path: str, gin: Gin, runs: RunFolders) -> LoadedModel | None:
 
 def _merged(run: LoadedModel) -> OurModel:
     params = run.params if run.model.config.lora is None else jax.jit(run.model.merge)(run.params)
+    return _as_model(dataclasses.replace(run, model=run.model.plain, params=params))
+
+
+def _as_model(run: LoadedModel) -> OurModel:
+    """A run without adapters."""
     trained = run.training is not None and run.training.init_from is not None
-    return of_run(run.model.plain, params, run.dataset, run.origin, trained=trained)
+    return of_run(run.model, run.params, run.dataset, run.origin, trained=trained)
 
 
 def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
@@ -368,7 +408,7 @@ def write(
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
         raise UserError(f"--format={form} has no decoder with T5's relative positions: use t5x or capibara")
     optimizer = source.optimizer if isinstance(source, OurModel) else None
-    dtype = dtype or ("f32" if optimizer is not None else _stored(source))  # weights that T5X resumes from stay exact
+    dtype = dtype or ("f32" if optimizer is not None else stored(source))  # weights that T5X resumes from stay exact
     shapes = view.shapes()
     computed = "bfloat16" if dtype == _MXFP4 else _FLOATS.get(dtype, "float32")
     config = dict(view.config) | dict.fromkeys(("dtype", "torch_dtype"), computed)
@@ -457,7 +497,7 @@ def _as_ours(source: ForeignModel | OurModel) -> OurModel:
         return source
     model = api.build(hf_config.from_hf(source.config))
     config = hf_config.to_hf(model.config, source.config)
-    short = _stored(source)
+    short = stored(source)
     params = _host_params(source, model, hf_folder.DTYPES[_FLOATS[short]])
     return OurModel(model, params, config, source.tokenizer, source.about, stored=short)
 
@@ -511,7 +551,7 @@ def _computing(source: ForeignModel | OurModel) -> dict[str, Any]:
     return dict(source.computing) if isinstance(source, t5x_read.T5xModel) else {}
 
 
-def _stored(source: ForeignModel | OurModel) -> str:
+def stored(source: ForeignModel | OurModel) -> str:
     """The dtype that loses nothing of a foreign model; for a run its default dtype."""
     if isinstance(source, OurModel):
         return source.stored

@@ -119,6 +119,11 @@ class RunFolders:
         run = run_folder.load(folder, gin_files, bindings, search_paths, merge=False, trust=self.trust)
         return _of_run(run, folder)
 
+    def described(self, folder: str) -> LoadedModel:
+        """A run without adapters, with shapes (jax.ShapeDtypeStruct) for parameters: reads only its configuration."""
+        trainer, model = run_folder.described(folder, trust=self.trust)
+        return _of_run(TrainedRun(trainer, model, model.abstract_params, 0, False), folder)
+
     def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
         """Like `run_folder.newest_optimizer`; None for a foreign model, too."""
         if loaded.training is None:

@@ -115,9 +115,7 @@ def load(
     Raises:
       UserError: it is not a run folder, or has no checkpoint, no such step, or no averages.
     """
-    config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
-    trainer = own_tokenizer.of_run(config.build(Trainer), folder)
-    model = api.build(trainer.model)
+    trainer, model = _configured(folder, gin_files, bindings, search_paths, trust)
     target = with_shardings(model.abstract_params, placed(trainer.plan, model))
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         found = _found(checkpoints, folder, target, step, average is not False)
@@ -135,6 +133,23 @@ def load(
     if merge and model.config.lora:
         params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer.plan, model.plain)))(params)
     return TrainedRun(trainer, model.plain if merge else model, params, step, kept and average is not False)
+
+
+def described(folder: str, *, trust: bool = False) -> tuple[Trainer, api.Model]:
+    """A run and its model without adapters, from its configuration alone; arguments and errors as in `load`."""
+    trainer, model = _configured(folder, (), (), (), trust)
+    with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
+        if not checkpoints.steps():
+            raise UserError(f"{folder} holds no checkpoint yet: train it first")
+    return trainer, model.plain
+
+
+def _configured(
+    folder: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], trust: bool
+) -> tuple[Trainer, api.Model]:
+    config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
+    trainer = own_tokenizer.of_run(config.build(Trainer), folder)
+    return trainer, api.build(trainer.model)
 
 
 def newest_optimizer(
