@@ -1,0 +1,1 @@
+"""Replicas that agree: pure functions over pytrees and arrays."""

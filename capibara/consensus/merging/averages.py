@@ -1,0 +1,91 @@
+"""Averages of models, and a model alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(Weighted):
+    """The weighted mean (model soups, Wortsman et al. 2022).
+
+    Attributes:
+      normalize: divide by the sum of the weights.
+    """
+
+    name: ClassVar[str] = "linear"
+
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalize:
+            check_share(self.weights)
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        weights = self.weights_of(len(tensors))
+        total = np.zeros_like(tensors[0], dtype=np.float32)
+        for weight, tensor in zip(weights, tensors, strict=True):
+            total += np.float32(weight) * tensor
+        return total / np.float32(sum(weights)) if self.normalize else total
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStock(Method):
+    """Between the base and the mean of its fine-tunes, closer to the mean the more they agree (Jang et al. 2024).
+
+    With k models whose offsets from the base have the mean cosine c: t = k c / (1 + (k - 1) c) of the mean.
+
+    Attributes:
+      by_row: a t for each row of a matrix, not one for the tensor.
+    """
+
+    name: ClassVar[str] = "model_stock"
+    base: ClassVar[BaseUse] = BaseUse.REQUIRED
+
+    by_row: bool = False
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        assert base is not None, "check sees to it"
+        rows = base.shape[-1] if self.by_row and base.ndim else base.size
+        offsets = [(tensor - base).reshape(-1, rows) for tensor in tensors]
+        norms = [np.linalg.norm(offset, axis=-1) for offset in offsets]
+        cosines = [
+            np.clip(np.einsum("rc,rc->r", a, b) / np.maximum(norm_a * norm_b, 1e-6), -1, 1)
+            for (a, norm_a), (b, norm_b) in itertools.combinations(zip(offsets, norms, strict=True), 2)
+        ]
+        cosine, count = np.mean(cosines, axis=0, dtype=np.float64), len(tensors)
+        below = 1 + (count - 1) * cosine
+        # Opposite offsets: no finite t, the base remains.
+        t = np.divide(count * cosine, below, out=np.zeros_like(cosine), where=np.abs(below) >= 1e-6)
+        mean_offset = sum(offsets[1:], start=offsets[0]) / np.float32(count)
+        return base + (t.astype(np.float32)[:, None] * mean_offset).reshape(base.shape)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passthrough(Method):
+    """One model as it is, scaled.
+
+    Attributes:
+      scale: factor of all its tensors.
+    """
+
+    name: ClassVar[str] = "passthrough"
+    fewest: ClassVar[int] = 1
+    most: ClassVar[int | None] = 1
+
+    scale: float = 1.0
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        return tensors[0] if self.scale == 1 else np.float32(self.scale) * tensors[0]

@@ -1,0 +1,140 @@
+"""What all ways to merge models have in common: inputs, settings per model, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import zlib
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from capibara.core.types import UserError
+
+Array = np.ndarray
+
+
+class BaseUse(enum.StrEnum):
+    """Whether a method needs the base model, which the merged models were fine-tuned from."""
+
+    REQUIRED = "required"
+    OPTIONAL = "optional"
+    UNUSED = "unused"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to merge tensors of the same name, one from each model, into one. Subclasses are bound by Gin.
+
+    Attributes (of the class):
+      name: its name on the command line.
+      base: whether it needs the base model.
+      fewest, most: number of models, without the base.
+    """
+
+    name: ClassVar[str]
+    base: ClassVar[BaseUse] = BaseUse.UNUSED
+    fewest: ClassVar[int] = 2
+    most: ClassVar[int | None] = None
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        """The merged tensor, float32.
+
+        Args:
+          tensors: of the models, float32, of one shape.
+          base: of the base model; None: there is none.
+          draw: of this tensor, for methods with random masks (`draw_of`).
+        """
+        raise NotImplementedError
+
+    def check(self, models: int, *, has_base: bool) -> None:
+        """Compares the settings with the models.
+
+        Args:
+          models: their number, without the base.
+          has_base: whether there is a base.
+
+        Raises:
+          UserError: too few or too many models, no base, or settings for another number of models.
+        """
+        if models < self.fewest or self.most is not None and models > self.most:
+            exactly = self.fewest == self.most
+            must = f"exactly {self.fewest}" if exactly else f"at least {self.fewest}"
+            raise UserError(f"{self.name} is given {models} models, must have {must}: name others, or another --method")
+        if self.base is BaseUse.REQUIRED and not has_base:
+            raise UserError(
+                f"{self.name} needs the base model, which the others were fine-tuned from, and there is none: set --base=PATH"
+            )
+        if self.base is BaseUse.UNUSED and has_base:
+            raise UserError(
+                f"{self.name} has no use for a base model: leave --base out, or merge it as one of the models"
+            )
+        for field in ("weights", "density"):
+            values = getattr(self, field, ())
+            if (
+                isinstance(values, tuple)
+                and values
+                and len(values) not in (models, 1 if field == "density" else models)
+            ):
+                raise UserError(
+                    f"{field} has {len(values)} numbers, must have one for each of the {models} models: "
+                    f"{', '.join(map(str, values))}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighted(Method):
+    """A method in which models have weights.
+
+    Attributes:
+      weights: one for each model, in their order; empty: 1 each.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for weight in self.weights:
+            if not math.isfinite(weight):
+                raise UserError(f"weights has {weight}, must be finite: try 0.5")
+
+    def weights_of(self, models: int) -> list[float]:
+        """The weight of each model."""
+        return list(self.weights) or [1.0] * models
+
+
+def check_share(weights: Sequence[float]) -> None:
+    """Raises UserError if weights cannot be scaled to sum to 1."""
+    if weights and abs(sum(weights)) < 1e-8:
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise UserError(f"weights are {shown}, their sum must not be 0: try 1 for each, or normalize = False")
+
+
+def draw_of(seed: int, name: str) -> np.random.Generator:
+    """The random numbers of one tensor: the same in whatever order tensors are merged.
+
+    Args:
+      seed: of the merge.
+      name: of the tensor.
+    """
+    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+
+def dot(a: Array, b: Array) -> float:
+    """Sum of products of two arrays, accumulated in float64."""
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    pieces = range(0, flat_a.size, _PIECE)
+    return float(
+        sum(
+            np.dot(flat_a[i : i + _PIECE].astype(np.float64), flat_b[i : i + _PIECE].astype(np.float64)) for i in pieces
+        )
+    )
+
+
+def norm(a: Array) -> float:
+    """Euclidean norm of all values."""
+    return math.sqrt(dot(a, a))
+
+
+_PIECE = 1 << 20  # elements: bounds the memory of float64 copies

@@ -1,0 +1,81 @@
+"""Which values of an offset from the base are kept, and by how much the rest makes up for the others."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from capibara.consensus.merging.method import Array
+
+_SMALL = 1e-7  # a smaller sum of magnitudes is not scaled
+
+
+class Rescale(enum.StrEnum):
+    """How kept values make up for the dropped ones."""
+
+    NONE = "none"
+    NORM = "norm"  # to the sum of magnitudes that the tensor had
+    PROBABILITY = "probability"  # divided by their probability to be kept: unbiased
+
+
+def keep_largest(offset: Array, density: float) -> Array:
+    """The share `density` of the values that are largest in magnitude, at least one; zeros elsewhere."""
+    count = offset.size
+    kept = max(1, int(density * count))
+    if density >= 1 or kept >= count:
+        return offset
+    return _between(offset, count - kept, count)
+
+
+def keep_middle(offset: Array, density: float, outliers: float) -> Array:
+    """The share `density` of the values below the share `outliers` of the largest ones in magnitude.
+
+    Fewer outliers are dropped where `density` would not be reached otherwise.
+    """
+    if density >= 1:
+        return offset
+    count = offset.size
+    kept = int(density * count)
+    first = max(0, count - kept - int(outliers * count))
+    return _between(offset, first, first + kept)
+
+
+def _between(offset: Array, first: int, end: int) -> Array:
+    """The values whose rank by magnitude, smallest first, is in [first, end); zeros elsewhere."""
+    flat = offset.reshape(-1)
+    bounds = [bound for bound in (first, end) if 0 < bound < flat.size]
+    order = np.argpartition(np.abs(flat), bounds) if bounds else np.arange(flat.size)
+    kept = np.zeros_like(flat)
+    at = order[first:end]
+    kept[at] = flat[at]
+    return kept.reshape(offset.shape)
+
+
+def keep_random(offset: Array, probability: Array | float, draw: np.random.Generator, rescale: Rescale) -> Array:
+    """Each value with its own probability; zeros elsewhere. Draws one uniform number for each value."""
+    mask = draw.random(offset.shape, dtype=np.float32) < probability
+    if rescale is Rescale.PROBABILITY:
+        return np.divide(offset, probability, out=np.zeros_like(offset), where=mask, casting="same_kind")
+    return rescaled(offset, offset * mask, rescale)
+
+
+def probabilities(offset: Array, density: float, spread: float) -> Array:
+    """For each value the probability to be kept: by its rank in its row, from `density` - `spread` to + `spread`.
+
+    The largest magnitude of a row has the highest. The mean is `density`.
+    """
+    rows = offset.reshape(1, -1) if offset.ndim < 2 else offset
+    order = np.argsort(np.abs(rows), axis=1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.arange(rows.shape[1]).reshape(1, -1, *[1] * (rows.ndim - 2)), axis=1)
+    share = ranks / (rows.shape[1] - 1) if rows.shape[1] > 1 else np.full(rows.shape, 0.5)
+    return (density - spread + share * 2 * spread).astype(np.float32).reshape(offset.shape)
+
+
+def rescaled(offset: Array, kept: Array, rescale: Rescale) -> Array:
+    """Kept values with the sum of magnitudes of the whole offset, for Rescale.NORM; unchanged otherwise."""
+    if rescale is not Rescale.NORM:
+        return kept
+    before, after = (float(np.abs(x).sum(dtype=np.float64)) for x in (offset, kept))
+    return kept if min(before, after) < _SMALL else np.float32(before / after) * kept

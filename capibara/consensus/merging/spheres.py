@@ -1,0 +1,202 @@
+"""Merges along spheres: directions are averaged apart from lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share, dot, norm
+from capibara.core.types import UserError
+
+_TINY = 1e-8  # a shorter tensor has no direction
+_PARALLEL = 0.9995  # cosine beyond which the arc is taken as straight
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slerp(Method):
+    """Spherical interpolation between two models (Shoemake 1985); straight if they are nearly parallel or opposite.
+
+    Attributes:
+      t: 0 gives the first model, 1 the second.
+    """
+
+    name: ClassVar[str] = "slerp"
+    most: ClassVar[int | None] = 2
+
+    t: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.t <= 1:
+            raise UserError(f"t is {self.t}, must be from 0 (the first model) to 1 (the second): try 0.5")
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        first, second = tensors
+        lengths = [length if (length := norm(tensor)) > _TINY else 1.0 for tensor in tensors]
+        cosine = min(max(dot(first, second) / (lengths[0] * lengths[1]), -1.0), 1.0)
+        a, b = 1 - self.t, self.t
+        if abs(cosine) <= _PARALLEL:
+            angle = math.acos(cosine)
+            a, b = math.sin(a * angle) / math.sin(angle), math.sin(b * angle) / math.sin(angle)
+        return np.float32(a) * first + np.float32(b) * second
+
+
+class Along(enum.StrEnum):
+    """What has a direction of its own."""
+
+    TENSOR = "tensor"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NuSlerp(Weighted):
+    """Spherical interpolation between two models with weights, of their offsets from the base if there is one.
+
+    Attributes:
+      along: what is interpolated: whole tensors, or each row or column of the matrices.
+    """
+
+    name: ClassVar[str] = "nuslerp"
+    base: ClassVar[BaseUse] = BaseUse.OPTIONAL
+    most: ClassVar[int | None] = 2
+
+    along: Along = Along.TENSOR
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        first, second = tensors if base is None else [tensor - base for tensor in tensors]
+        shape, weights = first.shape, self.weights_of(2)
+        t = 0.5 if abs(sum(weights)) < 1e-6 else weights[1] / sum(weights)
+        if self.along is Along.TENSOR:
+            first, second = first.reshape(1, -1), second.reshape(1, -1)
+        # A vector has one row, and each of its values is a column.
+        axis = 0 if self.along is Along.COLUMNS else -1
+        merged = _interpolated(t, first, second, axis).reshape(shape)
+        return merged if base is None else base + merged
+
+
+def _interpolated(t: float, first: Array, second: Array, axis: int) -> Array:
+    """Spherical interpolation of the vectors along an axis."""
+    if not first.ndim:
+        return np.float32(1 - t) * first + np.float32(t) * second
+
+    def inner(a: Array, b: Array) -> Array:
+        return np.asarray(np.sum(a * b, axis=axis, keepdims=True, dtype=np.float64))
+
+    lengths = [np.maximum(np.sqrt(inner(x, x)), 1e-7) for x in (first, second)]
+    cosine = np.clip(inner(first, second) / (lengths[0] * lengths[1]), -1, 1)
+    sine_squared = 1 - cosine**2
+    straight = sine_squared <= 1e-12
+    angle = np.arccos(np.where(straight, 0, cosine))
+    a = np.where(straight, 1 - t, np.sin((1 - t) * angle) / np.sin(angle)).astype(np.float32)
+    b = np.where(straight, t, np.sin(t * angle) / np.sin(angle)).astype(np.float32)
+    return a * first + b * second
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiSlerp(Weighted):
+    """The mean direction of several models at their mean length, of their offsets from the base if there is one.
+
+    mergekit's multislerp adds the mean of the projections to the tangent plane at the mean direction. That mean is zero by
+    the choice of the plane, so this is the same result. `Karcher` is the mean along the sphere.
+
+    Attributes:
+      normalize: divide the weights by their sum; otherwise the length is their weighted sum.
+    """
+
+    name: ClassVar[str] = "multislerp"
+    base: ClassVar[BaseUse] = BaseUse.OPTIONAL
+
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalize:
+            check_share(self.weights)
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        offsets = list(tensors) if base is None else [tensor - base for tensor in tensors]
+        weights = self.weights_of(len(offsets))
+        if self.normalize:
+            weights = [weight / sum(weights) for weight in weights]
+        lengths = [norm(offset) for offset in offsets]
+        mean = _weighted_sum(
+            offsets, [weight / (length + _TINY) for weight, length in zip(weights, lengths, strict=True)]
+        )
+        size = norm(mean)
+        if size < _TINY:
+            if len(offsets) > 2 and max(lengths) > _TINY:
+                raise UserError(
+                    "the weighted directions of the models cancel out: try other weights, or --method=linear"
+                )
+            merged = _weighted_sum(offsets, weights)
+        else:
+            merged = np.float32(sum(w * length for w, length in zip(weights, lengths, strict=True)) / size) * mean
+        return merged if base is None else base + merged
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Karcher(Weighted):
+    """The mean of directions along the sphere (Karcher 1977) by iteration, at the mean length.
+
+    Attributes:
+      max_iterations: of each tensor.
+      tolerance: angle in radians at which the iteration ends; tensors that are shorter than it are left out.
+    """
+
+    name: ClassVar[str] = "karcher"
+
+    max_iterations: int = 10
+    tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.weights)
+        if self.max_iterations < 1:
+            raise UserError(f"max_iterations is {self.max_iterations}, must be at least 1: try 10")
+        if not self.tolerance > 0:
+            raise UserError(f"tolerance is {self.tolerance}, must be greater than 0: try 1e-5")
+
+    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        weights = self.weights_of(len(tensors))
+        weights = [weight / sum(weights) for weight in weights]
+        lengths = [norm(tensor) for tensor in tensors]
+        kept = [i for i, length in enumerate(lengths) if length > self.tolerance]
+        if not kept:
+            return np.zeros_like(tensors[0])
+        units = [tensors[i] / np.float32(lengths[i]) for i in kept]
+        total = sum(weights[i] for i in kept)
+        mean = self._mean(units, [weights[i] / total for i in kept])
+        return np.float32(sum(w * length for w, length in zip(weights, lengths, strict=True))) * mean
+
+    def _mean(self, units: Sequence[Array], weights: Sequence[float]) -> Array:
+        mean = _weighted_sum(units, weights)
+        mean = units[0] if (size := norm(mean)) < self.tolerance else mean / np.float32(size)
+        for _ in range(self.max_iterations):
+            tangent = np.zeros_like(mean)  # the weighted mean of the directions to the units, as long as their angles
+            for unit, weight in zip(units, weights, strict=True):
+                cosine = min(max(dot(mean, unit), -1.0), 1.0)
+                angle = math.acos(cosine)
+                if angle >= self.tolerance and math.sin(angle) > 0:
+                    tangent += np.float32(weight * angle / math.sin(angle)) * (unit - np.float32(cosine) * mean)
+            if (step := norm(tangent)) < self.tolerance:
+                break
+            mean = np.float32(math.cos(step)) * mean + np.float32(math.sin(step) / step) * tangent
+            mean = mean / np.float32(norm(mean))
+        return mean
+
+
+def _weighted_sum(tensors: Sequence[Array], weights: Sequence[float]) -> Array:
+    total = np.zeros_like(tensors[0])
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total += np.float32(weight) * tensor
+    return total
