@@ -18,6 +18,7 @@ VERBS = {
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
     "launch": "run a verb, and start it again when it dies",
     "convert": "take models in and out; list, verify and prune checkpoints",
+    "merge": "merge fine-tuned models into one",
     "convert-config": "translate a Gin file of T5X",
     "prepare": "train a vocabulary, or make conversations of instructions",
 }

@@ -56,12 +56,13 @@ VERBS = {
     "serve",
     "convert",
     "convert_config",
+    "merge",
     "prepare",
     "dashboard",
     "launch",
 }
 # Verbs that use a model, whatever it came in: they open a LoadedModel, and know no run.
-MODEL_VERBS = {"infer", "serve", "convert"}
+MODEL_VERBS = {"infer", "serve", "convert", "merge"}
 ANYTHING = VERBS | {"cli", "__main__"}
 # Third-party package -> where it may be imported.
 ONLY_IN = {"flax": ("models",), "gin": ("config",), **dict.fromkeys(("fsspec", "gcsfs", "s3fs"), ("storage",))}

@@ -103,6 +103,32 @@ def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict
     return others | {CARD: card(head, f"Fine-tuned with capibara from {name or 'another model'}.")}
 
 
+def of_merged(models: Mapping[str, tuple[Mapping[str, bytes], Mapping[str, Any]]], method: str) -> dict[str, bytes]:
+    """The files of a merged model: a card that names the models, and the licences of all.
+
+    Args:
+      models: path -> files of each model, from `carried`, and its config.json.
+      method: how they were merged.
+    """
+    known = {path: facts(about.get(CARD, b"")) for path, (about, _) in models.items()}
+    names = [
+        name_of(known[path], config) or os.path.basename(os.path.normpath(path)) for path, (_, config) in models.items()
+    ]
+    first, *others = known.values()
+    head: dict[str, str | list[str]] = {
+        key: first[key] for key in _KEPT if key in first and all(other.get(key) == first[key] for other in others)
+    }
+    files: dict[str, bytes] = {}
+    for number, (about, _) in enumerate(models.values(), 1):
+        for name, content in about.items():
+            if name != CARD and files.setdefault(name, content) != content:
+                files[f"{name}.{number}"] = content
+    tags = head.get("tags", [])
+    tags = [tags] if isinstance(tags, str) else tags
+    head |= {"base_model": names, "tags": [*tags, *(["merge"] if "merge" not in tags else [])]}
+    return files | {CARD: card(head, f"Merged with capibara by {method} from {', '.join(names)}.")}
+
+
 def name_of(known: Facts, config: Mapping[str, Any]) -> str:
     """A model's name; "": unknown."""
     for value in (known.get("model_name"), config.get("_name_or_path")):

@@ -1,0 +1,1 @@
+"""Merges models of any format: opens and compares them, streams their tensors, and writes the result."""

@@ -1,0 +1,184 @@
+"""Merges models: the implementation of `capibara merge`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara import __version__
+from capibara.consensus.merging.method import Method, draw_of
+from capibara.core.types import UserError
+from capibara.interop import conversion
+from capibara.interop.conversion import OurModel, RunFolders, Show
+from capibara.interop.hf import model_card
+from capibara.interop.hf.tensors import Shape
+from capibara.interop.merge import inputs
+from capibara.interop.merge.inputs import Described, Tensors
+from capibara.storage import outputs, partial
+
+REPORT = "merge.json"
+_FORMATS = ("hf", "pytorch", "gguf", "t5x", "capibara")
+
+
+def _silent(topic: str, detail: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merge:
+    """What to merge.
+
+    Attributes:
+      models: paths of run folders, folders of PEFT, Hugging Face or T5X, or .gguf files.
+      method: how.
+      base: path of the model that they were fine-tuned from; None: there is none.
+      tokenizer: path of the model whose tokenizer the result has; None: that of the first, and all must be the same.
+      seed: of random masks.
+    """
+
+    models: tuple[str, ...]
+    method: Method
+    base: str | None = None
+    tokenizer: str | None = None
+    seed: int = 0
+
+
+class MergedModel:
+    """Models merged as they are read, tensor by tensor: an open_model.ForeignModel.
+
+    Args:
+      models: in the order of the method's settings.
+      base: the base model; None: there is none.
+      method: how.
+      seed: of random masks.
+      like: the result's configuration, tokenizer and cards.
+      stored: dtype of the result's tensors.
+      show: reports the progress.
+    """
+
+    def __init__(
+        self, models: Sequence[Tensors], base: Tensors | None, method: Method, seed: int, like: OurModel, stored: str,
+        show: Show,
+    ):  # fmt: skip
+        self.config, self.tokenizer, self.about = like.config, like.tokenizer, like.about
+        self._models, self._base, self._method, self._seed = models, base, method, seed
+        self._shapes, self._stored, self._show = like.shapes(), stored, show
+        self._done: set[str] = set()
+
+    def shapes(self) -> dict[str, Shape]:
+        return dict(self._shapes)
+
+    def dtype(self, name: str) -> str:
+        return self._stored
+
+    def read(self, name: str) -> np.ndarray:
+        """A merged tensor, float32.
+
+        Raises:
+          UserError: a model has values that are not finite, or the method finds no result.
+        """
+        self._done.add(name)
+        self._show("merging", f"tensor {len(self._done)} of {len(self._shapes)}, {name}")
+        tensors = [model.read(name) for model in self._models]
+        base = None if self._base is None else self._base.read(name)
+        try:
+            merged = self._method.merge(tensors, base, draw_of(self._seed, name))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if not np.isfinite(merged).all():
+            self._explain(name, tensors, base)
+        return merged
+
+    def _explain(self, name: str, tensors: Sequence[np.ndarray], base: np.ndarray | None) -> None:
+        """Raises UserError about a tensor whose merge is not finite."""
+        given = [*zip(self._models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
+        for model, tensor in given:
+            if not np.isfinite(tensor).all():
+                raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
+        raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
+
+
+def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: RunFolders, show: Show = _silent) -> str:
+    """Merges models and writes the result; returns a line that describes it.
+
+    The host holds one tensor of each model and what the written format needs; a run or an adapter is read whole once, and
+    lies in a temporary folder beside the target in float32.
+
+    Args:
+      what: the models and the method.
+      target: a new folder or file; it gets a report of the merge, or x.gguf one beside it, x.merge.json.
+      form: one of hf, pytorch, gguf, t5x and capibara; None: gguf if the target's name ends so, else hf.
+      dtype: of the stored tensors, as in conversion.convert; None: that of the models if they have the same, else f32.
+      runs: loading.RunFolders.
+      show: reports the progress.
+
+    Raises:
+      UserError: models, settings or target do not fit; no model was read whole, unless its values are not finite.
+    """
+    form = form or ("gguf" if target.endswith(".gguf") else "hf")
+    if form not in _FORMATS:
+        raise UserError(f"--format={form} cannot hold a merged model, must be one of {', '.join(_FORMATS)}")
+    conversion.check_target(target, form, dtype)
+    if os.path.lexists(report := _report_path(target)):
+        raise UserError(f"{report} exists already: name another --to, or remove it")
+    what.method.check(len(what.models), has_base=what.base is not None)
+    paths = [*what.models, *([what.base] if what.base is not None else [])]
+    models = [inputs.described(path, what.base if path != what.base else None, runs) for path in paths]
+    inputs.check_alike(models, tokenizer=what.tokenizer)
+    like = _like(models, what)
+    with partial.beside(os.path.abspath(target) + ".models") as spool:
+        tensors = [_tensors(one, os.path.join(spool, str(i)), like, runs, show) for i, one in enumerate(models)]
+        base = tensors[-1] if what.base is not None else None
+        merged = MergedModel(tensors[: len(what.models)], base, what.method, what.seed, like, _dtype(models), show)
+        said = conversion.write(merged, target, form, dtype, runs.save)
+        outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
+    return f"{said}; {what.method.name} of {len(what.models)} models, see {report}"
+
+
+def _report_path(target: str) -> str:
+    return f"{target.removesuffix('.gguf')}.{REPORT}" if target.endswith(".gguf") else os.path.join(target, REPORT)
+
+
+def _like(models: Sequence[Described], what: Merge) -> OurModel:
+    """The result without values: configuration of the first model, tokenizer of the named one, cards of all."""
+    speaks = next(one for one in models if one.path == (what.tokenizer or models[0].path))
+    config = dict(inputs.config_of(models[0]))
+    cards = {one.path: (one.source.about, one.source.config) for one in models}
+    about = model_card.of_merged(cards, what.method.name)
+    model = models[0].model
+    return OurModel(model, model.abstract_params, config, dict(speaks.source.tokenizer), about)
+
+
+def _dtype(models: Sequence[Described]) -> str:
+    """The dtype that all models are stored in, or float32."""
+    found = {conversion.stored(one.source) for one in models}
+    return {"bf16": "bfloat16", "f16": "float16"}.get(found.pop() if len(found) == 1 else "", "float32")
+
+
+def _tensors(one: Described, spool: str, like: OurModel, runs: RunFolders, show: Show) -> Tensors:
+    if isinstance(one.source, OurModel):
+        os.makedirs(os.path.dirname(spool), exist_ok=True)
+        source = inputs.read_whole(one, spool, runs, show)
+    else:
+        source = one.source
+    return Tensors(one.path, source, one.model, like.config["model_type"])
+
+
+def _report(what: Merge, tensors: Sequence[Tensors], merged: MergedModel) -> dict[str, Any]:
+    settings: Mapping[str, Any] = dataclasses.asdict(what.method)
+    models = [{"path": one.path, "weights_hash": one.hash} for one in tensors]
+    return {
+        "method": what.method.name,
+        "settings": settings,
+        "seed": what.seed,
+        "models": models[: len(what.models)],
+        "base": models[-1] if what.base is not None else None,
+        "tokenizer": what.tokenizer or what.models[0],
+        "model_type": merged.config["model_type"],
+        "tensors": len(merged.shapes()),
+        "capibara": __version__,
+    }

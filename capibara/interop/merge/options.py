@@ -1,0 +1,73 @@
+"""Command-line options of `capibara merge`: the method and its settings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+from capibara import config
+from capibara.consensus.merging import METHODS
+from capibara.consensus.merging.method import Method
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+# Flag -> how its text is read. Each sets a field of the method.
+_FLAGS: dict[str, Callable[[str], object]] = {"weights": _numbers, "density": _numbers, "t": float, "scale": float}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --method and the flags of the methods' settings."""
+    parser.add_argument("--method", metavar="NAME", help=f"how to merge: {', '.join(METHODS)}")
+    parser.add_argument("--weights", metavar="N,N", help="weights of the models, in their order; default: 1 each")
+    parser.add_argument("--density", metavar="N,N", help="share of values to keep, of all models or of each")
+    parser.add_argument("--t", metavar="N", help="for slerp: 0 is the first model, 1 the second; default: 0.5")
+    parser.add_argument("--scale", metavar="N", help="factor of the sum of offsets, or of the model; default: 1")
+
+
+def from_args(args: argparse.Namespace) -> Method:
+    """The method, from the flags and the parsed Gin files; flags win.
+
+    Raises:
+      UserError: there is no such method, or it has no such settings.
+    """
+    if not args.method:
+        raise UserError(f"merge needs --method=NAME: one of {', '.join(METHODS)}")
+    if args.method not in METHODS:
+        raise UserError(f"--method={args.method} is unknown{did_you_mean(args.method, METHODS, 'methods')}")
+    found = METHODS[args.method]
+    own = {field.name for field in dataclasses.fields(found)}
+    settings: dict[str, object] = {}
+    for flag, read in _FLAGS.items():
+        if (text := getattr(args, flag)) is None:
+            continue
+        if flag not in own:
+            having = ", ".join(name for name, cls in METHODS.items() if flag in _fields(cls))
+            raise UserError(f"--{flag}={text} is not a setting of {args.method}, but of {having}: leave it out")
+        try:
+            value = read(text)
+        except ValueError:
+            several = "numbers separated by commas: try 0.5,0.5" if read is _numbers else "a number: try 0.5"
+            raise UserError(f"--{flag}={text} must be {several}") from None
+        single = flag == "density" and found.name == "sce"
+        settings[flag] = _only(flag, text, value) if single else value
+    config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    method: Method = config.build(found, **settings)
+    config.check_used()
+    return method
+
+
+def _fields(cls: type[Method]) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def _only(flag: str, text: str, value: object) -> float:
+    assert isinstance(value, tuple)
+    if len(value) != 1:
+        raise UserError(f"--{flag}={text} has {len(value)} numbers, must have one for all models: try {value[0]}")
+    return float(value[0])
