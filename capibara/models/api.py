@@ -27,9 +27,9 @@ from capibara.models.architectures.gemma3n.submodel import Submodel
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
+from capibara.models.layers.config import ComputeDtype, Head, TransformerConfig
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
-from capibara.models.layers.transformer import ComputeDtype, Head, TransformerConfig
 from capibara.models.moe import moe
 from capibara.models.moe.moe import Moe
 from capibara.models.registry import configurations, model_of, module_of

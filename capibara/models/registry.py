@@ -8,7 +8,7 @@ from typing import TypeVar
 from flax import nnx
 
 from capibara.core.types import UserError
-from capibara.models.layers.transformer import TransformerConfig
+from capibara.models.layers.config import TransformerConfig
 
 _Module = TypeVar("_Module", bound=type[nnx.Module])
 _MODULES: dict[type[TransformerConfig], type[nnx.Module]] = {}

@@ -14,7 +14,7 @@ from capibara.core import tree
 from capibara.models import api
 from capibara.models.adapters import quantized_weights
 from capibara.models.layers import relative
-from capibara.models.layers.transformer import ComputeDtype
+from capibara.models.layers.config import ComputeDtype
 
 _ROOMS = (
     "capibara.kernels.",

@@ -19,21 +19,19 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack, transformer
-from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.layers.layers import NormScale
-from capibara.models.layers.relative import RelativeBias
-from capibara.models.layers.rope import Rope
-from capibara.models.layers.transformer import (
-    Block,
+from capibara.models.layers.config import (
     ComputeDtype,
     EmbeddingScale,
     Head,
     LayerKind,
     Positions,
-    Rows,
-    Shared,
     TransformerConfig,
 )
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.layers import NormScale
+from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.rope import Rope
+from capibara.models.layers.transformer import Block, Rows, Shared
 from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 

@@ -18,19 +18,11 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, embedding, layers, stack, transformer
 from capibara.models.layers.attention import Attention
+from capibara.models.layers.config import EmbeddingScale, Head, LayerKind, NormPlacement, Residual, TransformerConfig
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
-from capibara.models.layers.transformer import (
-    Block,
-    EmbeddingScale,
-    Head,
-    LayerKind,
-    Residual,
-    Rows,
-    Shared,
-    TransformerConfig,
-)
+from capibara.models.layers.transformer import Block, Rows, Shared
 from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
@@ -113,7 +105,7 @@ class CrossBlock(Block):
         super().__init__(config, rngs)
         self.cross_attention = Attention(config, rngs)
         self.cross_attention_norm = config.make_norm(rngs)
-        if config.norm_placement is transformer.NormPlacement.SANDWICH:
+        if config.norm_placement is NormPlacement.SANDWICH:
             self.cross_attention_post_norm = config.make_norm(rngs)
 
     def __call__(

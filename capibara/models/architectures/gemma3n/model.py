@@ -19,10 +19,11 @@ from capibara.models.architectures.gemma3n.block import CachedLayer, Gemma3nBloc
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig, Segment
 from capibara.models.cache import dense
 from capibara.models.layers import layers, stack
+from capibara.models.layers.config import LayerKind
 from capibara.models.layers.embedding import lookup
 from capibara.models.layers.layers import Norm
 from capibara.models.layers.stack import LayerLoop
-from capibara.models.layers.transformer import LayerKind, Rows, residual
+from capibara.models.layers.transformer import Rows, residual
 from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 

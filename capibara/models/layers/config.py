@@ -1,0 +1,239 @@
+"""The configuration common to all transformers, and its variants."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import ClassVar
+
+from flax import nnx
+
+from capibara.core.types import UserError
+from capibara.kernels.attention.dispatch import AttentionBackend
+from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.matmul.quantized import Quantization
+from capibara.models.adapters.lora import Lora
+from capibara.models.layers.layers import (
+    Activation,
+    AttentionSinks,
+    Bias,
+    ClampedSwiglu,
+    Gating,
+    Norm,
+    NormKind,
+    NormScale,
+    QKNorm,
+)
+from capibara.models.layers.stack import LayerLoop
+from capibara.models.moe.router import Moe
+
+
+class Positions(enum.StrEnum):
+    """Position encoding: rotary, a learned table, T5's relative biases, or none."""
+
+    ROPE = "rope"
+    LEARNED = "learned"
+    RELATIVE = "relative"
+    NONE = "none"
+
+
+class Head(enum.StrEnum):
+    """Whether the output projection is tied to the token embedding or has its own weights."""
+
+    TIED = "tied"
+    SEPARATE = "separate"
+
+
+class ComputeDtype(enum.StrEnum):
+    """Dtype of activations and matmuls; parameters stay float32. float16 trains with a dynamic loss scale."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class NormPlacement(enum.StrEnum):
+    """What a block normalises: its inputs, the sums after its residuals (BERT), or inputs and outputs (Gemma 2)."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+
+
+class Residual(enum.StrEnum):
+    """Whether the MLP follows attention, or both have the same input (GPT-NeoX)."""
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+
+
+class LayerKind(enum.StrEnum):
+    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local)."""
+
+    GLOBAL = "global"
+    LOCAL = "local"
+
+
+class EmbeddingScale(enum.StrEnum):
+    """Factor of the token embeddings: none, or sqrt(embed_dim) (Gemma)."""
+
+    NONE = "none"
+    SQRT_DIM = "sqrt_dim"
+
+
+_POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
+    "norm_eps": "1e-6",
+    "attention_scale": "None",
+    "attention_soft_cap": "None",
+    "logit_soft_cap": "None",
+    "swiglu_alpha": "1.702",
+    "swiglu_limit": "7.0",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes and variants common to all transformers.
+
+    Attributes:
+      vocab_size: rows of the token embedding; at least the size of the vocabulary.
+      embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP.
+      num_kv_heads: key/value heads; None: as many as query heads.
+      head_dim: size of a head; None: embed_dim / num_heads.
+      norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
+      activation, bias, residual: variants of the blocks.
+      swiglu_alpha, swiglu_limit: parameters of the activation "clamped_swiglu" (layers.ClampedSwiglu).
+      qk_norm: normalisation of queries and keys.
+      attention_sinks: a learned logit per head in the softmax's denominator, or none.
+      attention_scale: factor of q k^T; None: head_dim**-0.5.
+      attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: no cap.
+      attention: back end of attention.
+      max_length: longest row; None: no limit. Learned positions need one.
+      moe: a mixture of experts in place of every MLP; None: none.
+      embedding_scale, head: factor of the token embeddings; kind of output projection.
+      quantization: of the matmuls with weights, in training too.
+      lora: adapters; only they are trained then. None: all parameters are trained.
+      dtype: compute dtype.
+      layer_loop: scan over layers, or unrolled.
+      dropout_rate: dropout rate in training, on embeddings, attention probabilities, branches and MLPs, as in T5X; 0:
+        no dropout. A rate above 0 makes attention use the reference implementation.
+    """
+
+    streams: ClassVar[int] = 1  # residual streams
+    data_kind: ClassVar[str] = "causal"  # the Dataset.kind that the model is trained on
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm: NormKind = NormKind.RMS
+    norm_eps: float = 1e-6
+    norm_scale: NormScale = NormScale.ONE
+    norm_placement: NormPlacement = NormPlacement.PRE
+    activation: Activation = Activation.SWIGLU
+    bias: Bias = Bias.NONE
+    residual: Residual = Residual.SEQUENTIAL
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    qk_norm: QKNorm = QKNorm.NONE
+    attention_sinks: AttentionSinks = AttentionSinks.NONE
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    attention: AttentionBackend = AttentionBackend.AUTO
+    max_length: int | None = None
+    moe: Moe | None = None
+    embedding_scale: EmbeddingScale = EmbeddingScale.NONE
+    head: Head = Head.TIED
+    quantization: Quantization = Quantization.NONE
+    lora: Lora | None = None
+    dtype: ComputeDtype = ComputeDtype.BFLOAT16
+    layer_loop: LayerLoop = LayerLoop.SCAN
+    dropout_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        own = type(self).__name__
+        if not 0 <= self.dropout_rate < 1:
+            raise UserError(f"{own}.dropout_rate is {self.dropout_rate}, must be from 0 to below 1: try 0.1")
+        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be at least 1")
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be below 2**31: no device has room")
+        for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
+        for name, usual in _POSITIVE.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
+        if self.activation is not Activation.CLAMPED_SWIGLU and (self.swiglu_alpha, self.swiglu_limit) != (1.702, 7.0):
+            raise UserError(
+                f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
+                f"{str(self.activation)!r}: leave them out"
+            )
+        if self.num_heads % self.kv_heads:
+            divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
+            nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
+            raise UserError(
+                f"{own}.num_kv_heads ({self.kv_heads}) must divide num_heads ({self.num_heads}): try {nearest}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise UserError(
+                f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
+                f"or set {own}.head_dim"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def gating(self) -> Gating:
+        """The activation, with its parameters if it has any."""
+        if self.activation is Activation.CLAMPED_SWIGLU:
+            return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
+        return self.activation
+
+    @property
+    def layer_widths(self) -> tuple[int, ...] | None:
+        """Hidden widths of the layers' MLPs if they differ (mlp_dim is the largest); None: all are equal."""
+        return None
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers, from the first, that compute their own keys and values."""
+        return self.num_layers
+
+    @property
+    def embedded_dim(self) -> int:
+        """Values per token that are embedded once and kept beside the residual stream until their layers read them."""
+        return 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, the number of positions visible to a query, its own included; None: all before it."""
+        return (None,) * self.num_layers
+
+    @property
+    def runs_in_stages(self) -> bool:
+        """Whether a pipeline can divide its layers into stages."""
+        return True
+
+    def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
+        """The attention spec of a layer."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return AttentionSpec(causal=causal, window=window, soft_cap=self.attention_soft_cap, scale=scale)
+
+    def make_norm(self, rngs: nnx.Rngs) -> Norm:
+        """A norm for the residual stream."""
+        return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
