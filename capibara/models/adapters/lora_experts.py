@@ -92,7 +92,7 @@ class Rows:
       tokens: int32, the number of each row's token among those of all devices; set if dropout needs it.
     """
 
-    product: Callable[..., jax.Array]
+    product: Callable[[jax.Array, Weight], jax.Array]
     of_experts: Callable[[jax.Array], jax.Array]
     real: jax.Array | bool
     tokens: jax.Array | None

@@ -17,6 +17,7 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
+from capibara.models.layers.config import TransformerConfig
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.sharding import constrain
 
@@ -24,7 +25,7 @@ from capibara.sharding import constrain
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head if num_kv_heads == num_heads."""
 
-    def __init__(self, config, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
         self.config = config
         # Whatever the scale of the scores (T5 has none), they start with variance 1.
@@ -43,9 +44,8 @@ class Attention(nnx.Module):
         if config.attention_sinks is layers.AttentionSinks.HEAD:
             self.sinks = layers.param(rngs, (N,), ("heads",), layers.zeros)
         if config.qk_norm is layers.QKNorm.HEAD:
-            norm = {"kind": layers.NormKind.RMS, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
-            self.query_norm = layers.Norm(H, **norm)
-            self.key_norm = layers.Norm(H, **norm)
+            norm = functools.partial(layers.Norm, H, kind=layers.NormKind.RMS, eps=config.norm_eps, rngs=rngs)
+            self.query_norm, self.key_norm = norm(scale=config.norm_scale), norm(scale=config.norm_scale)
 
     def __call__(
         self,
@@ -67,20 +67,23 @@ class Attention(nnx.Module):
         `angles` rotate queries and keys; `heads` are queries, keys and values that the block has computed already. See
         `attend` and `AttentionInputs` for the others.
         """
-        itself = encoded_BSD is None
-        q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles) if heads is None else heads
-        site = Site.PROBABILITIES if itself else Site.CROSS_PROBABILITIES
+        if encoded_BSD is None:
+            source, segments, site = x_BTD, segment_ids_BT, Site.PROBABILITIES
+        else:
+            assert encoded_segments_BS is not None, "what is encoded has documents"
+            source, segments, site = encoded_BSD, encoded_segments_BS, Site.CROSS_PROBABILITIES
+        q, k, v = self._heads(x_BTD, source, angles) if heads is None else heads
         inputs = AttentionInputs(
             layers.named(q, projections.QUERY),
             layers.named(k, projections.KEY),
             layers.named(v, projections.VALUE),
             q_segments_BT=segment_ids_BT,
-            kv_segments_BS=segment_ids_BT if itself else encoded_segments_BS,
+            kv_segments_BS=segments,
             q_row_positions_T=row_positions_T,
-            kv_row_positions_S=row_positions_T if itself else None,
+            kv_row_positions_S=row_positions_T if encoded_BSD is None else None,
             bias_NTS=bias_NTS,
             prefix_BT=prefix_BT,
-            drop=None if drop is None else functools.partial(drop, site=site),
+            drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, site),
             sinks_N=self.sinks_N,
         )
         return self._output(attend(inputs, kind, self.config.attention))
@@ -94,7 +97,7 @@ class Attention(nnx.Module):
         kind: AttentionSpec,
         angles: rotary.Angles | None = None,
         bias_NTS: jax.Array | None = None,
-        bias_at=None,
+        bias_at: dense.PositionBias | None = None,
         prefix_BT: jax.Array | None = None,
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
         written: dense.LayerCache | None = None,
@@ -110,9 +113,10 @@ class Attention(nnx.Module):
         written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
         if now.is_prefill and not dense.attends_quantized_cache(layer, q):
             segments = now.real.astype(jnp.int32)
-            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "sinks_N": self.sinks_N}
             k, v = dense.as_cached(layer, k, v)
-            inputs = AttentionInputs(q, k, v, segments, segments, **of_scores)
+            inputs = AttentionInputs(
+                q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT, sinks_N=self.sinks_N
+            )
             y = attend(inputs, kind, self.config.attention)
         elif in_pages:
             y = paged.attend(q, written, kind, now, bias_at, self.sinks_N)
@@ -125,7 +129,9 @@ class Attention(nnx.Module):
         _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
-    def to_encoded(self, x_BTD: jax.Array, k_BKSH, v_BKSH, segments_BS: jax.Array, kind: AttentionSpec) -> jax.Array:
+    def to_encoded(
+        self, x_BTD: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments_BS: jax.Array, kind: AttentionSpec
+    ) -> jax.Array:
         """Cross-attention of x_BTD, each row one document, to cached keys and values of the encoder's output."""
         q, _, _ = self._heads(x_BTD, x_BTD, None)
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))

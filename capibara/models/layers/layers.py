@@ -85,8 +85,10 @@ def dense(
     Returns:
       [B, T, out ...].
     """
-    frozen = isinstance(weight, Whole | Blocks)
-    y = frozen_matmul(x, weight, in_dims) if frozen else matmul(x, weight, in_dims, quantization)
+    if isinstance(weight, Whole | Blocks):
+        y = frozen_matmul(x, weight, in_dims)
+    else:
+        y = matmul(x, weight, in_dims, quantization)
     return y if adapter is None else adapter(x, y, weight)
 
 

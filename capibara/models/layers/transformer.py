@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -16,9 +16,14 @@ from capibara.models.layers import dropout, layers
 from capibara.models.layers.attention import Attention
 from capibara.models.layers.config import LayerKind, NormPlacement, Residual, TransformerConfig
 from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Angles, Rope, angles
+from capibara.models.layers.stack import Stats
 from capibara.models.moe.moe import MoeMLP
 from capibara.sharding import constrain
+
+Branch = Callable[[jax.Array], jax.Array]
+"""A branch of a block: its normalised input [B, T, D] -> what is added to the residual stream."""
 
 
 class Rows(NamedTuple):
@@ -108,7 +113,13 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A residual layer: self-attention, then an MLP or a mixture of experts."""
+    """A residual layer: self-attention, then an MLP or a mixture of experts.
+
+    Attributes:
+      relative_bias: the layer's own relative positions; None: it has none of its own.
+    """
+
+    relative_bias: RelativeBias | None = None
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
@@ -120,11 +131,11 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    ) -> tuple[jax.Array, Stats]:
         """The layer's output, and its statistics (those of the experts, or none)."""
-        stats: dict[str, Any] = {}
+        stats: Stats = {}
 
-        def attention(x):
+        def attention(x: jax.Array) -> jax.Array:
             angles = None if rows.angles is None else rows.angles[layer_kind]
             y = self.attention(
                 x,
@@ -153,27 +164,29 @@ class Block(nnx.Module):
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
 
-        def attention(x):
+        def attention(x: jax.Array) -> jax.Array:
             angles = None if rows.angles is None else rows.angles[layer_kind]
-            of_scores = {"bias_NTS": shared.bias, "bias_at": shared.bias_at, "prefix_BT": rows.prefix}
-            y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles, **of_scores)
+            y, new = self.attention.cached(
+                x, layer, now, kind=kind, angles=angles,
+                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
+            )  # fmt: skip
             written.update(new)
             return y
 
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
 
-    def _joined(self, x_BTD: jax.Array, attention, mlp) -> jax.Array:
+    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
         if self.config.residual is Residual.PARALLEL:
             y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
             return residual(x_BTD + y)
         x_BTD = self.add(x_BTD, "attention", attention)
         return self.add(x_BTD, "mlp", mlp)
 
-    def mlp_part(self, rows: Rows, shared: Shared, stats: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
+    def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
 
-        def part(x):
-            if self.config.moe is None:
+        def part(x: jax.Array) -> jax.Array:
+            if not isinstance(self.mlp, MoeMLP):
                 return dropout.apply(shared.drop, self.mlp(x, shared.drop), Site.MLP)
             y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
             stats.update(of_experts)
@@ -181,14 +194,14 @@ class Block(nnx.Module):
 
         return part
 
-    def add(self, x: jax.Array, name: str, part) -> jax.Array:
+    def add(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
         """`x + part(x)`, with the block's norms of that name. Profiles show the name."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
         return residual(x + self._normed(x, name, part))
 
-    def _normed(self, x: jax.Array, name: str, part) -> jax.Array:
+    def _normed(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
         with jax.named_scope(name):
             y = part(within(getattr(self, f"{name}_norm")(x)))
             if self.config.norm_placement is NormPlacement.SANDWICH:
@@ -207,7 +220,7 @@ def within(x_BTD: jax.Array) -> jax.Array:
 
 
 def rotary(
-    config, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
+    config: TransformerConfig, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
 ) -> dict[LayerKind, Angles]:
     """Rotary angles for each kind of layer; equal ones share a table. `length` is as in `rope.angles`."""
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in kinds}

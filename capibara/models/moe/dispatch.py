@@ -8,6 +8,7 @@ device, k experts per token; M rows of expert inputs; G experts of the device, E
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,10 +19,10 @@ from capibara.kernels import ragged_exchange
 from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
 from capibara.models.layers import layers
-from capibara.models.layers.layers import Gating
+from capibara.models.layers.layers import ClampedSwiglu, Gating
 
 # up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype; up_lora and so on: their adapters.
-Weights = dict[str, Weight | Factors]
+Weights = Mapping[str, Weight | Factors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +69,20 @@ def to_rows(x_ND: jax.Array, layout: Layout) -> jax.Array:
     return _take(x_ND, layout.choice // layout.row.shape[1])
 
 
-def _to_rows_forward(x_ND, layout):
+def _to_rows_forward(x_ND: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
     return to_rows(x_ND, layout), layout
 
 
-def _to_rows_backward(layout, dx_MD):
+def _to_rows_backward(layout: Layout, dx_MD: jax.Array) -> tuple[jax.Array, None]:
     # Both directions gather: XLA scatters a row at a time on CPU, and on TPU it sorts first.
     dx_NkD = _take(dx_MD, layout.row).astype(jnp.float32)
     return jnp.sum(dx_NkD, axis=1).astype(dx_MD.dtype), None
 
 
 to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+
+
+_Saved = tuple[jax.Array, jax.Array, Layout]
 
 
 @jax.custom_vjp
@@ -88,11 +92,11 @@ def from_rows(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> jax.Array
     return jnp.sum(y_NkD * gates_Nk[..., None], axis=1).astype(y_MD.dtype)
 
 
-def _from_rows_forward(y_MD, gates_Nk, layout):
+def _from_rows_forward(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> tuple[jax.Array, _Saved]:
     return from_rows(y_MD, gates_Nk, layout), (y_MD, gates_Nk, layout)
 
 
-def _from_rows_backward(saved, dy_ND):
+def _from_rows_backward(saved: _Saved, dy_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     y_MD, gates_Nk, layout = saved
     gates_M = _take(gates_Nk.reshape(-1), layout.choice)
     dy_MD = _take(dy_ND, layout.choice // gates_Nk.shape[1]).astype(jnp.float32) * gates_M[:, None]
@@ -138,31 +142,38 @@ def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Ax
     """
 
     def dense(name: str, x: jax.Array) -> jax.Array:
-        y, adapter = rows.product(x, weights[name]), weights.get(f"{name}_lora")
+        weight, adapter = weights[name], weights.get(f"{name}_lora")
+        assert not isinstance(weight, Factors)
+        y = rows.product(x, weight)
         if adapter is None:
             return y
+        assert isinstance(adapter, Factors)
         shared = name == "down" and axes.hidden
         start = x.shape[-1] * jax.lax.axis_index(axes.hidden).astype(jnp.int32) if shared else 0
         return adapter(x, y, rows, start)
 
-    h = dense("up", x)
-    if "up_bias" in weights:
-        h = h + rows.of_experts(weights["up_bias"])
-    h = layers.named(h, projections.EXPERT_UP)
-    if activation.gated:
-        gate = dense("gate", x)
-        if "gate_bias" in weights:
-            gate = gate + rows.of_experts(weights["gate_bias"])
-        h = activation.gate(layers.named(gate, projections.EXPERT_GATE), h)
+    def biased(name: str, x: jax.Array) -> jax.Array:
+        y, bias = dense(name, x), weights.get(f"{name}_bias")
+        if bias is None:
+            return y
+        assert isinstance(bias, jax.Array)
+        return y + rows.of_experts(bias)
+
+    h = layers.named(biased("up", x), projections.EXPERT_UP)
+    if isinstance(activation, ClampedSwiglu) or activation.gated:
+        h = activation.gate(layers.named(biased("gate", x), projections.EXPERT_GATE), h)
     else:
         h = activation(h)
     return layers.named(dense("down", h), projections.EXPERT_DOWN)
 
 
-def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Gating, axes: Axes):
+def _grouped_mlp(
+    x_MD: jax.Array, tokens_M1: jax.Array | None, sizes_G: jax.Array, tile: int,
+    weights: Weights, activation: Gating, axes: Axes,
+) -> jax.Array:  # fmt: skip
     ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
 
-    def of_experts(values_GN):
+    def of_experts(values_GN: jax.Array) -> jax.Array:
         # A product, not a lookup, so that its gradient is a product too.
         return ((row >= ends - sizes_G) & (row < ends)).astype(values_GN.dtype) @ values_GN
 
@@ -216,7 +227,10 @@ def dropless(
     return jax.lax.psum_scatter(y_ND, axes.experts, tiled=True) if axes.tokens_travel else y_ND
 
 
-def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating, axes: Axes, tokens_N1):
+def _exchanged(
+    x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array,
+    weights: Weights, activation: Gating, axes: Axes, tokens_N1: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     """`dropless` by ragged all-to-all: sends rows, sorted by expert, to the experts' devices and outputs back."""
     (N, k), G, axis = experts_Nk.shape, _count(weights), axes.experts
     parts, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -228,7 +242,7 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating,
     tile = row_tile(N * k, G)
     R = padded_rows(parts * N * min(k, G), tile)
 
-    def sent(rows):
+    def sent(rows: jax.Array) -> jax.Array:
         return ragged_exchange.exchanged(rows, R, starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis)
 
     received_RD = sent(to_rows(x_ND, layout))
@@ -319,7 +333,10 @@ def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
     return E, -(-capacity // shards) * shards
 
 
-def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Gating, axes: Axes) -> jax.Array:
+def _buffered(
+    rows: tuple[jax.Array, jax.Array | None], shape: tuple[int, int, int],
+    weights: Weights, activation: Gating, axes: Axes,
+) -> jax.Array:  # fmt: skip
     """Runs buffered rows through their experts; returns those of the device's own tokens.
 
     Args:
@@ -329,7 +346,7 @@ def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: G
     """
     (B, E, C), G = shape, _count(weights)
 
-    def to_experts(x_MD):
+    def to_experts(x_MD: jax.Array) -> jax.Array:
         x_BECD = x_MD.reshape(B, E, C, -1)
         if axes.time:  # each device has some of a row's tokens, and takes a part of the buffer
             x_BECD = jax.lax.psum_scatter(x_BECD, axes.time, scatter_dimension=2, tiled=True)
@@ -341,7 +358,7 @@ def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: G
 
     x_GMD, tokens_GM1 = jax.tree.map(to_experts, rows)
 
-    def product(x_GMD, w_GDF):
+    def product(x_GMD: jax.Array, w_GDF: Weight) -> jax.Array:
         if not isinstance(w_GDF, jax.Array):
             return batched_matmul(x_GMD, w_GDF)
         return jnp.einsum("GMD,GDF->GMF", x_GMD, w_GDF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
 from capibara.core import projections
-from capibara.models.adapters.lora_experts import Factors, in_compute_dtype, placed
+from capibara.models.adapters.lora import Adapter
+from capibara.models.adapters.lora_experts import Factors, Weight, in_compute_dtype, placed
 from capibara.models.layers import layers
+from capibara.models.layers.config import TransformerConfig
 from capibara.models.moe import dispatch, router
 from capibara.models.moe.router import (
     Choice,
@@ -46,6 +49,8 @@ __all__ = [
 
 
 _HIDDEN_BIASES = ("up_bias", "gate_bias")
+_Routed = tuple[jax.Array, ...]
+"""The arrays of an ExpertChoice, or of a Choice, with its positions in the experts between them if there is a capacity."""
 
 
 class MoeMLP(nnx.Module):
@@ -54,7 +59,7 @@ class MoeMLP(nnx.Module):
     Experts' products are in the compute dtype whatever TransformerConfig.quantization is.
     """
 
-    def __init__(self, config, moe: Moe, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, moe: Moe, rngs: nnx.Rngs):
         D, E = config.embed_dim, moe.num_experts
         F = config.mlp_dim if moe.expert_dim is None else moe.expert_dim
         self.config, self.moe = config, moe
@@ -145,11 +150,17 @@ class MoeMLP(nnx.Module):
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
         names = [name for name in (*(one.name for one in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)]
         # Cast here, so that what is gathered from other devices is in the compute dtype.
-        weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
+        weights: dict[str, Weight | Factors] = {
+            name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names
+        }
         for name in names:
             if (adapter := layers.adapter_of(self, name)) is not None:
+                assert isinstance(adapter, Adapter), "experts have no others"
                 weights[f"{name}_lora"] = adapter.of_experts(getattr(self, name)[...], x_BTD.dtype)
-        of_routing = tuple(choice) if positions_BTk is None else (choice.experts, positions_BTk, choice.gates)
+        if isinstance(choice, Choice) and positions_BTk is not None:
+            of_routing: _Routed = (choice.experts, positions_BTk, choice.gates)
+        else:
+            of_routing = tuple(choice)
         run = functools.partial(self._on_device, isinstance(choice, ExpertChoice), x_BTD.shape[1])
         dropped = any(weight.seeds is not None for weight in weights.values() if isinstance(weight, Factors))
         numbers = jnp.arange(x_BTD.shape[0] * x_BTD.shape[1], dtype=jnp.int32).reshape(*x_BTD.shape[:2], 1)
@@ -160,7 +171,7 @@ class MoeMLP(nnx.Module):
         mesh, rules = current
         axes = _axes(mesh, rules, *x_BTD.shape[:2])
         tokens = P(axes.batch or None, axes.time or None)
-        weights, specs = _placed(weights, mesh, axes)
+        placed_weights, specs = _placed(weights, mesh, axes)
         of_choice = P(axes.batch or None) if isinstance(choice, ExpertChoice) else tokens
         return jax.shard_map(
             functools.partial(run, axes),
@@ -171,25 +182,39 @@ class MoeMLP(nnx.Module):
             # (pipeline.run).
             axis_names=set(mesh.axis_names),
             check_vma=False,
-        )(x_BTD, of_routing, weights, tokens_BT1)
+        )(x_BTD, of_routing, placed_weights, tokens_BT1)
 
-    def _on_device(self, by_experts: bool, length: int, axes: dispatch.Axes, x_BTD, of_routing, weights, tokens_BT1):
+    def _on_device(
+        self, by_experts: bool, length: int, axes: dispatch.Axes,
+        x_BTD: jax.Array, of_routing: _Routed, weights: dispatch.Weights, tokens_BT1: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
         moe, activation = self.moe, self.config.gating
         if by_experts:
-            y = dispatch.by_expert_choice(x_BTD, *of_routing, weights, activation, axes, tokens_BT1)
+            tokens_BEC, gates_BEC = of_routing
+            y = dispatch.by_expert_choice(x_BTD, tokens_BEC, gates_BEC, weights, activation, axes, tokens_BT1)
         elif moe.has_capacity:
-            y = dispatch.with_capacity(x_BTD, *of_routing, weights, activation, moe.capacity(length), axes, tokens_BT1)
+            experts, positions, gates = of_routing
+            capacity = moe.capacity(length)
+            y = dispatch.with_capacity(
+                x_BTD, experts, positions, gates, weights, activation, capacity, axes, tokens_BT1
+            )
         else:
-            flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1))
-            y = dispatch.dropless(*flat[:-1], weights, activation, axes, flat[-1]).reshape(x_BTD.shape)
+            x_ND, experts, gates, tokens_N1 = jax.tree.map(
+                lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1)
+            )
+            y_ND = dispatch.dropless(x_ND, experts, gates, weights, activation, axes, tokens_N1)
+            y = y_ND.reshape(x_BTD.shape)
         return sharding.psum(y, axes.partial) if axes.partial else y
 
 
-def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes):
+def _placed(
+    weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes
+) -> tuple[dispatch.Weights, Mapping[str, P | Weight | Factors]]:
     """The experts' weights for shard_map, and their partition specs."""
     experts, hidden = axes.experts or None, axes.hidden or None
     shards = int(np.prod([mesh.shape[axis] for axis in axes.hidden]))
-    of_weights, specs = {}, {}
+    of_weights: dict[str, Weight | Factors] = {}
+    specs: dict[str, P | Weight | Factors] = {}
     for name, weight in weights.items():
         down = name.startswith("down")
         if isinstance(weight, Factors):
