@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from capibara.config import configurable
-from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share
+from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share, weighted_sum
 
 
 @configurable
@@ -33,9 +33,7 @@ class Linear(Weighted):
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         weights = self.weights_of(len(tensors))
-        total = np.zeros_like(tensors[0], dtype=np.float32)
-        for weight, tensor in zip(weights, tensors, strict=True):
-            total += np.float32(weight) * tensor
+        total = weighted_sum(tensors, weights)
         return total / np.float32(sum(weights)) if self.normalize else total
 
 
@@ -88,4 +86,5 @@ class Passthrough(Method):
     scale: float = 1.0
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
-        return tensors[0] if self.scale == 1 else np.float32(self.scale) * tensors[0]
+        (tensor,) = tensors
+        return tensor if self.scale == 1 else np.float32(self.scale) * tensor

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -43,7 +43,7 @@ class Method:
         """The merged tensor, float32.
 
         Args:
-          tensors: of the models, float32, of one shape.
+          tensors: of the models, float32, of one shape; each is read from its file when it is taken from the sequence.
           base: of the base model; None: there is none.
           draw: of this tensor, for methods with random masks (`draw_of`).
         """
@@ -121,15 +121,13 @@ def draw_of(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
+_PIECE = 1 << 16  # elements of a product in float32; their sum is in float64
+
+
 def dot(a: Array, b: Array) -> float:
-    """Sum of products of two arrays, accumulated in float64."""
+    """Sum of products of two arrays."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    pieces = range(0, flat_a.size, _PIECE)
-    return float(
-        sum(
-            np.dot(flat_a[i : i + _PIECE].astype(np.float64), flat_b[i : i + _PIECE].astype(np.float64)) for i in pieces
-        )
-    )
+    return sum(float(np.dot(flat_a[i : i + _PIECE], flat_b[i : i + _PIECE])) for i in range(0, flat_a.size, _PIECE))
 
 
 def norm(a: Array) -> float:
@@ -137,4 +135,11 @@ def norm(a: Array) -> float:
     return math.sqrt(dot(a, a))
 
 
-_PIECE = 1 << 20  # elements: bounds the memory of float64 copies
+def weighted_sum(tensors: Iterable[Array], weights: Iterable[float]) -> Array:
+    """The sum of tensors times their weights, which holds one of them at a time."""
+    total: Array | None = None
+    for tensor, weight in zip(tensors, weights, strict=True):
+        own = np.float32(weight) * tensor
+        total = own if total is None else np.add(total, own, out=np.asarray(total))
+    assert total is not None, "check sees to it"
+    return np.asarray(total)

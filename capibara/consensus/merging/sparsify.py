@@ -43,13 +43,17 @@ def keep_middle(offset: Array, density: float, outliers: float) -> Array:
 
 def _between(offset: Array, first: int, end: int) -> Array:
     """The values whose rank by magnitude, smallest first, is in [first, end); zeros elsewhere."""
-    flat = offset.reshape(-1)
-    bounds = [bound for bound in (first, end) if 0 < bound < flat.size]
-    order = np.argpartition(np.abs(flat), bounds) if bounds else np.arange(flat.size)
-    kept = np.zeros_like(flat)
-    at = order[first:end]
-    kept[at] = flat[at]
-    return kept.reshape(offset.shape)
+    if end <= first:
+        return np.zeros_like(offset)
+    sizes = np.abs(offset.reshape(-1))
+    ordered = np.partition(sizes, sorted({first, end - 1}))
+    lower, upper = ordered[first], ordered[end - 1]
+    mask = (sizes >= lower) & (sizes <= upper)
+    # Of values of the same magnitude as many are dropped as it takes.
+    below, above = first - np.count_nonzero(sizes < lower), np.count_nonzero(sizes <= upper) - end
+    mask[np.flatnonzero(sizes == lower)[:below]] = False
+    mask[np.flatnonzero(sizes == upper)[::-1][:above]] = False
+    return offset * mask.reshape(offset.shape)
 
 
 def keep_random(offset: Array, probability: Array | float, draw: np.random.Generator, rescale: Rescale) -> Array:

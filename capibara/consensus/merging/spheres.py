@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from capibara.config import configurable
-from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share, dot, norm
+from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share, dot, norm, weighted_sum
 from capibara.core.types import UserError
 
 _TINY = 1e-8  # a shorter tensor has no direction
@@ -38,7 +38,7 @@ class Slerp(Method):
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         first, second = tensors
-        lengths = [length if (length := norm(tensor)) > _TINY else 1.0 for tensor in tensors]
+        lengths = [length if (length := norm(one)) > _TINY else 1.0 for one in (first, second)]
         cosine = min(max(dot(first, second) / (lengths[0] * lengths[1]), -1.0), 1.0)
         a, b = 1 - self.t, self.t
         if abs(cosine) <= _PARALLEL:
@@ -128,7 +128,7 @@ class MultiSlerp(Weighted):
         if self.normalize:
             weights = [weight / sum(weights) for weight in weights]
         lengths = [norm(offset) for offset in offsets]
-        mean = _weighted_sum(
+        mean = weighted_sum(
             offsets, [weight / (length + _TINY) for weight, length in zip(weights, lengths, strict=True)]
         )
         size = norm(mean)
@@ -137,7 +137,7 @@ class MultiSlerp(Weighted):
                 raise UserError(
                     "the weighted directions of the models cancel out: try other weights, or --method=linear"
                 )
-            merged = _weighted_sum(offsets, weights)
+            merged = weighted_sum(offsets, weights)
         else:
             merged = np.float32(sum(w * length for w, length in zip(weights, lengths, strict=True)) / size) * mean
         return merged if base is None else base + merged
@@ -167,6 +167,7 @@ class Karcher(Weighted):
             raise UserError(f"tolerance is {self.tolerance}, must be greater than 0: try 1e-5")
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
+        tensors = list(tensors)
         weights = self.weights_of(len(tensors))
         weights = [weight / sum(weights) for weight in weights]
         lengths = [norm(tensor) for tensor in tensors]
@@ -179,7 +180,7 @@ class Karcher(Weighted):
         return np.float32(sum(w * length for w, length in zip(weights, lengths, strict=True))) * mean
 
     def _mean(self, units: Sequence[Array], weights: Sequence[float]) -> Array:
-        mean = _weighted_sum(units, weights)
+        mean = weighted_sum(units, weights)
         mean = units[0] if (size := norm(mean)) < self.tolerance else mean / np.float32(size)
         for _ in range(self.max_iterations):
             tangent = np.zeros_like(mean)  # the weighted mean of the directions to the units, as long as their angles
@@ -193,10 +194,3 @@ class Karcher(Weighted):
             mean = np.float32(math.cos(step)) * mean + np.float32(math.sin(step) / step) * tangent
             mean = mean / np.float32(norm(mean))
         return mean
-
-
-def _weighted_sum(tensors: Sequence[Array], weights: Sequence[float]) -> Array:
-    total = np.zeros_like(tensors[0])
-    for tensor, weight in zip(tensors, weights, strict=True):
-        total += np.float32(weight) * tensor
-    return total

@@ -11,7 +11,7 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.consensus.merging import sparsify
-from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted
+from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, weighted_sum
 from capibara.consensus.merging.sparsify import Rescale
 from capibara.core.types import UserError
 
@@ -44,23 +44,20 @@ class _TaskVectors(Weighted):
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         assert base is not None, "check sees to it"
         weights = self.weights_of(len(tensors))
-        offsets = [np.float32(w) * self.kept(x - base, i, draw) for i, (x, w) in enumerate(zip(tensors, weights))]
-        total, share = voted_sum(offsets, weights) if self.votes else (_sum(offsets), np.asarray(sum(weights)))
+        kept = (self.kept(tensor - base, i, draw) for i, tensor in enumerate(tensors))
+        if self.votes:
+            offsets = [np.float32(weight) * offset for offset, weight in zip(kept, weights, strict=True)]
+            total, share = voted_sum(offsets, weights)
+        else:
+            total, share = weighted_sum(kept, weights), np.asarray(sum(weights))
         if self.normalize:
             total = total / np.where(np.abs(share) < 1e-8, 1, share).astype(np.float32)
         return base + np.float32(self.scale) * total
 
 
-def _sum(values: Sequence[Array]) -> Array:
-    total = np.zeros_like(values[0])
-    for value in values:
-        total += value
-    return total
-
-
 def voted_sum(offsets: Sequence[Array], weights: Sequence[Array | float]) -> tuple[Array, Array]:
     """The sum of the values that have the sign of the sum of all, and the sum of their weights."""
-    positive = _sum(offsets) >= 0
+    positive = weighted_sum(offsets, [1.0] * len(offsets)) >= 0
     total, share = np.zeros_like(offsets[0]), np.zeros_like(offsets[0])
     for offset, weight in zip(offsets, weights, strict=True):
         agrees = np.where(positive, offset > 0, offset < 0)
@@ -273,7 +270,7 @@ class Sce(Method):
         total = sum(energies)
         same = total == 0 or total < self.least_energy
         weights = [1 / len(offsets) if same else energy / total for energy in energies]
-        positive = _sum(offsets) >= 0
+        positive = weighted_sum(offsets, [1.0] * len(offsets)) >= 0
         merged, share = np.zeros_like(base), np.zeros_like(base)
         for offset, weight in zip(offsets, weights, strict=True):
             agrees = np.where(positive, offset > 0, offset < 0)

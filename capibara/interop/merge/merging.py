@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class MergedModel:
         """
         self._done.add(name)
         self._show("merging", f"tensor {len(self._done)} of {len(self._shapes)}, {name}")
-        tensors = [model.read(name) for model in self._models]
+        tensors = _Lazy(self._models, name)
         base = None if self._base is None else self._base.read(name)
         try:
             merged = self._method.merge(tensors, base, draw_of(self._seed, name))
@@ -100,6 +100,25 @@ class MergedModel:
             if not np.isfinite(tensor).all():
                 raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
         raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
+
+
+class _Lazy(Sequence[np.ndarray]):
+    """A tensor of each model, which is read when it is taken."""
+
+    def __init__(self, models: Sequence[Tensors], name: str):
+        self._models, self._name = models, name
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @overload
+    def __getitem__(self, i: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, i: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(i, slice):
+            return [model.read(self._name) for model in self._models[i]]
+        return self._models[i].read(self._name)
 
 
 def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: RunFolders, show: Show = _silent) -> str:
