@@ -4,6 +4,7 @@
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
 # make test-t5x T5X_PYTHON=PATH   training and beam search as in T5X, with T5X itself in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
+# make test-mergekit MERGEKIT_PYTHON=PATH    merges against mergekit, which is in the environment of that python
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
@@ -31,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-faults test-hosts test-slices finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-faults test-hosts test-slices finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -51,6 +52,9 @@ test-t5x: $(STAMP)
 
 test-quantized: $(STAMP)
 	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)
+
+test-mergekit: $(STAMP)
+	MERGEKIT_PYTHON=$(MERGEKIT_PYTHON) $(BIN)/python -m pytest -q -s tests/consensus/merging tests/interop/merge $(ARGS)
 
 test-hosts: $(STAMP)
 	$(PYTEST) tests/hosts tests/core/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)

@@ -67,6 +67,7 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
         "serve": ["serve", f"--model={path}", "--port=0"],
         "convert": ["convert", f"--from={path}", f"--to={out}/made"],
         "convert gguf": ["convert", f"--from={path}", f"--to={out}/made.gguf"],
+        "merge": ["merge", path, path, "--method=linear", f"--to={out}/merged"],
     }
     if kind == "model":
         return model | {"train": ["train", *tiny, f"--gin.Trainer.init_from={path!r}"]}
@@ -209,6 +210,7 @@ def preload() -> None:
     import capibara.interop.conversion
     import capibara.interop.gguf.read
     import capibara.loading
+    import capibara.merge
     import capibara.prepare
     import capibara.serve
     import capibara.train
