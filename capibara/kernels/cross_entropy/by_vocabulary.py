@@ -114,10 +114,8 @@ def _look(tokens: _Tokens, parts: _Parts, terms: Terms) -> _Seen:
             largest, target, *sum_, total = _largest_and_sums(logits_SNX, *summed)
             largest, total = jnp.maximum(seen.largest, largest), seen.total + total
         else:
-            largest = jnp.maximum(seen.largest, jnp.max(logits_SNX, axis=2))
-            total = seen.total * jnp.exp(seen.largest - largest)
-            total = total + jnp.sum(jnp.exp(logits_SNX - largest[..., None]), axis=2)
-            target, *sum_ = (jnp.sum(x, axis=2) for x in summed)
+            largest, total, target, *sum_ = _softmax_and_sums(logits_SNX, *summed)
+            largest, total = _either((seen.largest, seen.total), (largest, total))
         return _Seen(largest, total, seen.target + target, None if seen.sum is None else seen.sum + sum_[0])
 
     V = parts.head_SPV.shape[2]
@@ -141,6 +139,22 @@ def _largest_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]
 
     start = (jnp.float32(_LOWEST), *(jnp.float32(0.0) for _ in summed))
     return tuple(jax.lax.reduce((x, *summed), start, both, (x.ndim - 1,)))
+
+
+def _softmax_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]:
+    """Like `_largest_and_sums`; the second result is the sum of exp(x - largest)."""
+
+    def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return *_either((a[0], a[1]), (b[0], b[1])), *(one + other for one, other in zip(a[2:], b[2:], strict=True))
+
+    start = (jnp.float32(_LOWEST), *(jnp.float32(0.0) for _ in summed), jnp.float32(0.0))
+    return tuple(jax.lax.reduce((x, jnp.ones_like(x), *summed), start, both, (x.ndim - 1,)))
+
+
+def _either(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The largest value and the sum of exp(value - largest) of two sets of values together."""
+    largest = jnp.maximum(a[0], b[0])
+    return largest, a[1] * jnp.exp(a[0] - largest) + b[1] * jnp.exp(b[0] - largest)
 
 
 def _sums(seen: _Seen, tokens: _Tokens, V: int, terms: Terms, ceiling: float | None) -> tuple[jax.Array, jax.Array]:
