@@ -535,8 +535,10 @@ def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
 
 def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
     user_modules.add_folders()
+    is_loaded = statement.module.partition(".")[0] in sys.modules
     try:
         context.process_import(statement)
+        user_modules.note(statement.module, is_loaded=is_loaded)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{statement.module}.".startswith(f"{error.name}."):
             raise UserError(
@@ -551,8 +553,12 @@ def _import(statement: config_parser.ImportStatement, where: str, context: gin_c
         raise UserError(f"{where}: no module named {error.name}{hint}") from None
     except (SyntaxError, ImportError) as error:
         if isinstance(error, SyntaxError) and not statement.module.startswith("__gin__."):
-            raise  # in the user's module: its traceback says where
+            raise UserError(f"{where}: {user_modules.failed_import(error, statement.module)}") from error
         raise UserError(f"{where}: {error.msg}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{where}: {user_modules.failed_import(error, statement.module)}") from error
 
 
 # The operative configuration: what was used, saved with the run and compared when it is resumed.

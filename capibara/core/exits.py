@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from capibara.core import bucket_faults
+from capibara.core import bucket_faults, user_modules
 from capibara.core.bucket_faults import Denied
 from capibara.core.multihost import peers
 from capibara.core.types import TryAgain, UserError
@@ -31,9 +31,9 @@ _EXIT_S, _JOINED_EXIT_S = 10.0, 330.0  # for any process to exit; JAX's own exit
 def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns its exit code.
 
-    A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
-    exception is a fault of capibara and keeps its traceback. If this is one process of several, it reports the error to
-    the others and does not wait for them.
+    A UserError, a full disk and an error of the user's own code become one line on stderr and exit code 2, ctrl-C exit
+    code 130; every other exception is a fault of capibara and keeps its traceback. If this is one process of several, it
+    reports the error to the others and does not wait for them.
 
     Args:
       main: the verb; takes the arguments after its name (None: sys.argv) and returns an exit code, or None for 0.
@@ -52,17 +52,18 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         return EXIT_BROKEN_PIPE
     except Exception as error:
         sys.stdout.flush()
-        if (known := _expected(error)) is not None:
+        known = _expected(error)
+        if known is None and (fault := peers.peer_fault()) is not None:
+            print(f"error: {fault.line}", file=sys.stderr)
+            return _leaving_peers(fault.code, fault.line)
+        if known is None and (lost := peers.peer_lost(_chain(error))) is not None:
+            known = lost
+        known = known or _of_users_code(error)
+        if known is not None:
             print(f"error: {known}", file=sys.stderr)
             return _leaving_peers(EXIT_HUNG if isinstance(known, TryAgain) else EXIT_USER_ERROR, str(known))
         if not peers.is_joined():
             raise
-        if (fault := peers.peer_fault()) is not None:
-            print(f"error: {fault.line}", file=sys.stderr)
-            return _leaving_peers(fault.code, fault.line)
-        if (lost := peers.peer_lost(_chain(error))) is not None:
-            print(f"error: {lost}", file=sys.stderr)
-            return _leaving_peers(EXIT_HUNG, str(lost))
         traceback.print_exc()
         return _leaving_peers(EXIT_FAULT, f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}")
 
@@ -159,6 +160,17 @@ def _expected(error: BaseException) -> UserError | TryAgain | None:
                 f"disk full{f' while writing {where}' if where else ''}: free some space, then run this again"
             )
     return bucket_faults.explained(_chain(error))
+
+
+def _of_users_code(error: Exception) -> UserError | TryAgain | None:
+    """The line for an error of the user's own code; one of its network (a tracker's server) is worth another try."""
+    original = unwrap(error)
+    if (known := user_modules.explained(original)) is None:
+        return None
+    if os.environ.get(user_modules.TRACEBACK):
+        traceback.print_exception(original)
+    is_of_files = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+    return TryAgain(str(known)) if isinstance(original, OSError) and not isinstance(original, is_of_files) else known
 
 
 def unwrap(error: BaseException) -> BaseException:
