@@ -107,11 +107,15 @@ def state_shardings(
     trained = model.trained(model.abstract_params)
     opt_axes = optim.state_axes(tx, trained, model.trained(model.axes))
     opt_shapes = jax.eval_shape(tx.init, trained)
+
+    def of_moment(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> NamedSharding:
+        return _fitting(NamedSharding(mesh, rules.spec(axes)), leaf)
+
     everywhere: PyTree = NamedSharding(mesh, PartitionSpec())
     return TrainState(
         step=everywhere,
         params=params,
-        opt_state=jax.tree.map(_fitting, sharding.shardings(mesh, rules, opt_axes), opt_shapes),
+        opt_state=jax.tree.map(of_moment, opt_shapes, opt_axes),
         ema=model.trained(params) if ema else None,
         loss_scale=None if loss_scaling is None else LossScale(everywhere, everywhere),
         losses=None if anomalies is None or not anomalies.keep_losses else LossWindow(everywhere, everywhere),
@@ -139,16 +143,16 @@ def with_new_window(state: TrainState, target: TrainState, anomalies: Anomalies)
     """A restored state, with an empty window of losses if `target` has one that the checkpoint lacks."""
     if state.losses is not None or target.losses is None:
         return state
-    put = jax.tree.map(lambda new, wanted: jax.device_put(new, wanted.sharding), anomalies.start(), target.losses)
+    put = jax.tree.map(lambda new, like: jax.device_put(new, like.sharding), anomalies.start(), target.losses)
     return dataclasses.replace(state, losses=put)
 
 
-def _fitting(wanted: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+def _fitting(of_axes: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
     """The sharding, replicated in dimensions that do not divide: 8-bit moments may have too few scales for an axis."""
-    names = [None if name is None else (name,) if isinstance(name, str) else name for name in wanted.spec]
-    shards = [math.prod(wanted.mesh.shape[axis] for axis in name or ()) for name in names]
-    fits = (n if leaf.shape[i] % shards[i] == 0 else None for i, n in enumerate(wanted.spec))
-    return NamedSharding(wanted.mesh, PartitionSpec(*fits))
+    names = [None if name is None else (name,) if isinstance(name, str) else name for name in of_axes.spec]
+    shards = [math.prod(of_axes.mesh.shape[axis] for axis in name or ()) for name in names]
+    fits = (n if leaf.shape[i] % shards[i] == 0 else None for i, n in enumerate(of_axes.spec))
+    return NamedSharding(of_axes.mesh, PartitionSpec(*fits))
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from capibara import sharding
@@ -90,6 +91,15 @@ def test_parameters_and_moments_are_sharded():
     assert len(moments) == 4  # first and second moments of the two projections into the MLP
     for leaf in [state.params["layers"]["mlp"]["up"], *moments]:
         assert leaf.addressable_shards[0].data.size * 8 == leaf.size
+
+
+def test_an_optimizer_may_keep_no_state():
+    """The empty tuple, which optimizers outside of optax have for no state, is no tuple of axis names."""
+    model, plan = api.build(CONFIG), Plan(batch_size=16, fsdp=8)
+    stateless = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
+    tx = optax.chain(stateless, optax.trace(0.9))
+    found = states.state_shardings(model, tx, sharding.make_mesh(plan), plan.rules, ema=False).opt_state
+    assert found[0] == () and jax.tree.structure(found[1].trace) == jax.tree.structure(model.abstract_params)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.heavy), "full"])
