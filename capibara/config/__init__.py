@@ -16,9 +16,7 @@ import inspect
 import io
 import os
 import pathlib
-import pkgutil
 import re
-import sys
 import tokenize
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,9 +128,23 @@ def build(cls: Callable[..., T], **overrides: object) -> T:
             raise UserError(f"{original}{_origin(original)}") from None
         if isinstance(original, UserError):
             raise original from None
+        if isinstance(original, RecursionError) and (message := _own_part()):
+            raise UserError(message) from None
         if isinstance(original, TypeError) and (message := _missing_arguments(original)):
             raise UserError(message) from None
         raise
+
+
+def _own_part() -> str | None:
+    """The message for a class that is bound as a part of itself, if there is one."""
+    for (scope, selector), parameters in gin_config._CONFIG.items():
+        for parameter, value in parameters.items():
+            for reference in gin_config.iterate_references([value]):
+                if reference.configurable.selector == selector:
+                    where = _bound_at.get((scope, selector, parameter), "")
+                    name = f"{selector.rpartition('.')[2]}.{parameter}"
+                    return f"{where}: {name} is an object of its own class, {value}, which never ends: bind another"
+    return None
 
 
 def _origin(error: fields.FieldError) -> str:
@@ -328,6 +340,8 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
     except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
         raise UserError(f"{shown}: {error}") from None
     if found is None:
+        if (where := user_modules.defined_in(selector.rpartition(".")[2])) is not None:
+            raise UserError(f"{shown} is in {where}: mark it with @capibara.config.configurable")
         known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
         names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}
         choices = known if "." in selector else names
@@ -443,7 +457,7 @@ class _Parsing:
             if self._in_record:
                 raise UserError(f"{where}: {gin_record.refused(statement.format())}")
             self.imported.append(statement.module)
-            _import(statement, where, context)
+            gin_search.import_module(statement.module, lambda: context.process_import(statement), where)
         elif isinstance(statement, config_parser.BlockDeclaration):
             _located(where, self._lookup, statement.selector, statement.selector)
         elif not statement.arg_name:
@@ -531,34 +545,6 @@ def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
         match = re.search(r"line (\d+)\n", str(error).removeprefix(str(unwrap(error))))
         where = f"{name}:{match[1]}" if match and name != "command line" else name
         raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
-
-
-def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
-    user_modules.add_folders()
-    is_loaded = statement.module.partition(".")[0] in sys.modules
-    try:
-        context.process_import(statement)
-        user_modules.note(statement.module, is_loaded=is_loaded)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{statement.module}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{where}: importing {statement.module} needs the module {error.name}, which is not installed"
-            ) from None
-        parent, _, _ = error.name.rpartition(".")
-        path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else None
-        prefix = f"{parent}." if parent else ""
-        choices = [prefix + module.name for module in pkgutil.iter_modules(path)]
-        close = fields.nearest(error.name, choices)
-        hint = f": did you mean {' or '.join(close)}?" if close else " (is its folder on PYTHONPATH?)"
-        raise UserError(f"{where}: no module named {error.name}{hint}") from None
-    except (SyntaxError, ImportError) as error:
-        if isinstance(error, SyntaxError) and not statement.module.startswith("__gin__."):
-            raise UserError(f"{where}: {user_modules.failed_import(error, statement.module)}") from error
-        raise UserError(f"{where}: {error.msg}") from None
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    except Exception as error:
-        raise UserError(f"{where}: {user_modules.failed_import(error, statement.module)}") from error
 
 
 # The operative configuration: what was used, saved with the run and compared when it is resumed.

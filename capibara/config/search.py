@@ -7,12 +7,14 @@ import functools
 import inspect
 import os
 import pathlib
+import pkgutil
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from capibara.core import fields
+from capibara.core import fields, user_modules
 from capibara.core.types import UserError
 from capibara.storage import stores
 
@@ -216,3 +218,41 @@ def raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoRetur
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def import_module(name: str, execute: Callable[[], object], where: str) -> None:
+    """Imports a module that a Gin file names.
+
+    Args:
+      name: of the module.
+      execute: imports it.
+      where: file and line of the statement, for errors.
+
+    Raises:
+      UserError: it is missing, or raises an error.
+    """
+    user_modules.add_folders()
+    is_loaded = name.partition(".")[0] in sys.modules
+    try:
+        execute()
+        user_modules.note(name, is_loaded=is_loaded)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{where}: importing {name} needs the module {error.name}, which is not installed"
+            ) from None
+        parent, _, _ = error.name.rpartition(".")
+        path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else None
+        prefix = f"{parent}." if parent else ""
+        choices = [prefix + module.name for module in pkgutil.iter_modules(path)]
+        close = fields.nearest(error.name, choices)
+        hint = f": did you mean {' or '.join(close)}?" if close else " (is its folder on PYTHONPATH?)"
+        raise UserError(f"{where}: no module named {error.name}{hint}") from None
+    except (SyntaxError, ImportError) as error:
+        if isinstance(error, SyntaxError) and not name.startswith("__gin__."):
+            raise UserError(f"{where}: {user_modules.failed_import(error, name)}") from error
+        raise UserError(f"{where}: {error.msg}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{where}: {user_modules.failed_import(error, name)}") from error

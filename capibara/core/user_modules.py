@@ -6,6 +6,7 @@ from its folder.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import inspect
@@ -104,6 +105,29 @@ def explained(error: BaseException) -> UserError | None:
     return UserError(f"{where}: {said_by(error)}: mend it there; {TRACEBACK}=1 shows the whole traceback")
 
 
+@contextlib.contextmanager
+def attributed(what: str, *parts: object) -> Iterator[None]:
+    """A context whose errors are the user's mistakes if a class of the user's takes part: JAX traces what it returned.
+
+    Args:
+      what: is done, for the error.
+      parts: classes, or objects of them; without one of the user's among them nothing is changed.
+
+    Raises:
+      UserError: it failed, and a class of the user's took part.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        own = [name for part in parts if (name := own_class(part)) is not None]
+        if isinstance(error, UserError) or not own or explained(error) is not None:
+            raise
+        names = " and ".join(dict.fromkeys(own))
+        raise UserError(
+            f"{what} with {names} fails: {said_by(error)}: mend {names}; {TRACEBACK}=1 shows the whole traceback"
+        ) from error
+
+
 def failed_import(error: Exception, module: str) -> UserError:
     """The one line for an error while a module that the user has named was imported."""
     if isinstance(error, SyntaxError) and error.filename is not None:
@@ -155,6 +179,11 @@ def _called(error: Exception) -> str | None:
             line = inspect.getsourcelines(owner)[1]
             return f"{_shown(inspect.getsourcefile(owner) or '')}:{line}, {'.'.join(name)}"
     return None
+
+
+def defined_in(name: str) -> str | None:
+    """The file of the user's that defines a class or function of this name; None: there is none."""
+    return next((_shown(inspect.getsourcefile(found) or "") for found in _named(name)), None)
 
 
 def _named(name: str) -> Iterator[type | types.FunctionType]:

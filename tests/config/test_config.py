@@ -301,6 +301,18 @@ class TestMistakes:
         assert mistake("import json.decodr") == "run.gin:1: no module named json.decodr: did you mean json.decoder?"
         assert "importing my_pasture needs the module no_such_thing_at_all" in mistake("import my_pasture")
 
+    def test_a_class_that_is_not_marked(self, mistake, monkeypatch):
+        monkeypatch.syspath_prepend(pathlib.Path.cwd())
+        pathlib.Path("my_marsh.py").write_text("class Marsh: pass")
+        assert mistake("import my_marsh\nHerd.pond = @Marsh()").endswith(
+            "@Marsh is in my_marsh.py: mark it with @capibara.config.configurable"
+        )
+
+    def test_an_object_that_is_a_part_of_itself(self, mistake):
+        assert mistake("Herd.folder = 'a'\nHerd.pond = @Herd()").startswith(
+            "run.gin:2: Herd.pond is an object of its own"
+        )
+
     def test_two_configurables_of_one_name(self, mistake):
         twin = dataclasses.make_dataclass("Pond", [("depth", int, 1)])
         twin.__module__ = "elsewhere"
