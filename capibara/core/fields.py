@@ -11,6 +11,7 @@ import difflib
 import enum
 import functools
 import inspect
+import json
 import math
 import numbers
 import pathlib
@@ -18,7 +19,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from capibara.core.types import UserError
 
@@ -89,6 +90,39 @@ def short(value: object) -> str:
     """repr(value) on one line, cut to what an error message can hold."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+_T = TypeVar("_T")
+
+
+def returned(value: object, cls: type[_T] | tuple[type[_T], ...], name: str) -> _T:
+    """What a method of the user's has returned, if it is of a class.
+
+    Args:
+      value: what it returned.
+      cls: what it must return; several: any of them.
+      name: of the method, for the error: "MyLoss.objective".
+
+    Raises:
+      UserError: it is something else.
+    """
+    if not isinstance(value, cls):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else short(value)
+        kinds = " or ".join(_article(one.__name__) for one in (cls if isinstance(cls, tuple) else (cls,)))
+        raise UserError(f"{name} returned {shown}, must return {kinds}: see docs/extending.md")
+    return value
+
+
+def as_json(value: object, name: str) -> str:
+    """The JSON text of what a method of the user's has returned; raises UserError if it is no JSON value."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} returned {short(value)}, must return a JSON value: {error}") from None
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from capibara.config import MODULE, configurable
+from capibara.core import user_modules
+from capibara.core.fields import as_json, returned
 from capibara.core.types import UserError
 from capibara.data.packing import packing as packed
 from capibara.data.packing.masking import Masking, SpanCorruption
@@ -181,7 +183,16 @@ class Dataset:
     def documents(self, split: str) -> Documents | Blocks:
         """Of `source`, of "train" or "validation"; raises as Source.open."""
         assert self.source is not None, "a SeqIO task has no documents to open"
-        return self.source.open(split)
+        name = type(self.source).__name__
+        found = self.source.open(split)
+        returned(found, (Documents, Blocks), f"{name}.open")
+        if user_modules.own_class(found) is not None:
+            as_json(found.fingerprint(), f"{type(found).__name__}.fingerprint")
+            with user_modules.attributed("the number of documents", found):
+                count = len(found)
+            if count == 0:
+                raise UserError(f"{name}.open returned no document for {split!r}: hold some out, or add data")
+        return found
 
     @property
     def most_pairs(self) -> int:

@@ -129,7 +129,7 @@ class RunFolders:
         if loaded.training is None:
             return None
         model, training = loaded.model, loaded.training
-        tx = training.optimizer.build(training.steps, model.trained(model.axes))
+        tx = training.optimizer.transformation(training.steps, model.trained(model.axes))
         return run_folder.newest_optimizer(loaded.path, model, tx, training.checkpointing)
 
     def save(self, folder: str, params: Params, gin: str) -> None:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara.core import tree
-from capibara.core.types import Batch, Params
+from capibara.core import tree, user_modules
+from capibara.core.fields import short
+from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.matmul import dispatch as matmul
 from capibara.kernels.matmul.quantized import Quantization
 from capibara.models import flops, serving_params
@@ -55,6 +56,7 @@ __all__ = [
     "build",
     "configurations",
     "model_of",
+    "module_of",
     "paged",
     "put_rows",
     "trainable_tokens",
@@ -267,14 +269,13 @@ class Model:
 def build(config: TransformerConfig) -> Model:
     """Builds the model of a configuration. Computes nothing and places nothing on a device."""
     make = module_of(config)
+    own = user_modules.own_class(make)
     of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
     graphdef, template = (
         of_plain
         if config.lora is None
         else nnx.split(nnx.eval_shape(lambda: _adapted(make(config, nnx.Rngs(0)), config, jax.random.key(0))))
     )
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.replace(_Names(v.axes)), template, is_leaf=is_variable))
 
     def bind(params: Params) -> nnx.Module:
         return _bound(graphdef, template, params)
@@ -290,14 +291,16 @@ def build(config: TransformerConfig) -> Model:
         params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
     ) -> tuple[jax.Array, Stats]:
         with lora.at_step(step):
-            return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
+            found = bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
+        return found if own is None else _checked_hidden(found, own, config.embed_dim)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
         return bind(params).encode(batch, RematPolicy(), None)[0]
 
     def head(params: Params) -> jax.Array:
         # The layers of `serving` do not fit the template; the head does not need them.
-        return bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
+        found = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
+        return found if own is None else _checked_head(found, own, (config.vocab_size, config.embed_dim))
 
     def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         values = []
@@ -311,7 +314,7 @@ def build(config: TransformerConfig) -> Model:
     return Model(
         config=config,
         abstract_params=nnx.to_pure_dict(template),
-        axes=jax.tree.map(lambda n: n.names, axes, is_leaf=lambda x: isinstance(x, _Names)),
+        axes=_axes(template, make),
         init=init,
         hidden=hidden,
         head=head,
@@ -321,6 +324,41 @@ def build(config: TransformerConfig) -> Model:
         empty_cache=empty_cache if generates else None,
         **(_layerwise(bind) if getattr(make, "layerwise", False) else {}),
     )
+
+
+def _axes(template: nnx.State, make: type[nnx.Module]) -> Params:
+    """The nested dict of a model's axes."""
+
+    def names(variable: nnx.Variable) -> nnx.Variable:
+        if "axes" not in variable.get_metadata():
+            shape = tuple(variable.get_value().shape)
+            raise UserError(
+                f"{make.__name__} has a parameter of the shape {shape} without axes: make it with layers.param, as in "
+                "examples/extend/my_model.py"
+            )
+        return variable.replace(_Names(variable.axes))
+
+    found = jax.tree.map(names, template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(lambda n: n.names, nnx.to_pure_dict(found), is_leaf=lambda x: isinstance(x, _Names))
+
+
+def _checked_hidden(found: object, own: str, D: int) -> tuple[jax.Array, Stats]:
+    """What a model of the user's has returned; raises UserError if it is no hidden states and statistics."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
+        shape = jnp.shape(found[0])
+        if len(shape) == 3 and shape[-1] == D:
+            return found
+    shapes = jax.tree.map(jnp.shape, found)
+    raise UserError(
+        f"{own}.__call__ returned {short(shapes)} (shapes), must return two: hidden states [B, T, {D}], and a dict of the "
+        "layers' statistics"
+    )
+
+
+def _checked_head(found: jax.Array, own: str, shape: tuple[int, int]) -> jax.Array:
+    if jnp.shape(found) != shape:
+        raise UserError(f"{own}.head returned the shape {jnp.shape(found)}, must return {shape} [V, D]")
+    return found
 
 
 def _layerwise(bind: Callable[[Params], nnx.Module]) -> dict[str, Callable]:

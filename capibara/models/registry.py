@@ -19,9 +19,23 @@ def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
 
     Args:
       config: the configuration class. Its subclasses use the same model unless they register their own.
+
+    Raises:
+      UserError: one of the two is no such class, or the model class lacks a method.
     """
+    if not (isinstance(config, type) and issubclass(config, TransformerConfig)):
+        raise UserError(
+            f"@model_of({getattr(config, '__name__', config)}) must name a configuration, a class that derives from "
+            "TransformerConfig: write @model_of(MyConfig) above the model"
+        )
 
     def register(module: _Module) -> _Module:
+        if not (isinstance(module, type) and issubclass(module, nnx.Module)):
+            name = getattr(module, "__name__", module)
+            raise UserError(f"@model_of({config.__name__}) decorates {name}, must decorate a class of nnx.Module")
+        for name in ("__call__", "head"):
+            if not any(name in vars(cls) for cls in module.__mro__):
+                raise UserError(f"{module.__name__} has no `{name}`: write it as in examples/extend/my_model.py")
         _MODULES[config] = module
         return module
 

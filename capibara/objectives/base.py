@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, PyTree
+from capibara.core.fields import short
+from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.kernels.cross_entropy.dispatch import cross_entropy, token_log_probabilities
 from capibara.kernels.cross_entropy.terms import LossSums
 from capibara.models.api import Model, Stats
@@ -58,6 +59,29 @@ class Objective(NamedTuple):
     sums: Callable[..., tuple[jax.Array, PyTree, Stats]]
     metrics: Callable[[PyTree, jax.Array], Metrics]
     divisor: Callable[[jax.Array, Batch], jax.Array | float] | None = None
+
+    def checked_sums(
+        self, params: Params, batch: Batch, remat: RematPolicy, step: jax.Array | None
+    ) -> tuple[jax.Array, PyTree, Stats]:
+        """What `sums` returns; raises UserError if that is something else."""
+        found = self.sums(params, batch, remat, step)
+        if isinstance(found, tuple) and len(found) == 3 and jnp.shape(found[0]) == () and hasattr(found[1], "weight"):
+            return found
+        shapes = jax.tree.map(jnp.shape, found)
+        raise UserError(
+            f"the objective's sums are {short(shapes)} (shapes), must be three: the loss, a scalar; Totals; the layers' "
+            "statistics: see examples/extend/my_loss.py"
+        )
+
+    def checked_metrics(self, sums: PyTree, weight: jax.Array) -> Metrics:
+        """What `metrics` returns; raises UserError if `loss` or `tokens` is missing."""
+        found = self.metrics(sums, weight)
+        if missing := [name for name in ("loss", "tokens") if name not in found]:
+            raise UserError(
+                f"the objective's metrics are {', '.join(found)}, and {' and '.join(missing)} must be among them: see "
+                "examples/extend/my_loss.py"
+            )
+        return found
 
 
 class Totals(NamedTuple):

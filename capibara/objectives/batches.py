@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
+from capibara.core.fields import returned
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader
@@ -143,7 +144,8 @@ class LoaderBatches(BatchProvider):
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         del params
-        return sharding.global_batch(self.run.batch_sharding, self.on_host(step, next(self.run.batches)))
+        batch = returned(self.on_host(step, next(self.run.batches)), Mapping, f"{type(self).__name__}.on_host")
+        return sharding.global_batch(self.run.batch_sharding, batch)
 
     def evaluate(self, params: Params) -> dict[str, float]:
         total = None
@@ -153,7 +155,9 @@ class LoaderBatches(BatchProvider):
                 total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         if total is None:
             raise UserError("the validation split has no document: add data, or set Evaluation.every = 0")
-        return {name: float(value) for name, value in self._objective.metrics(total, max(total.weight, 1.0)).items()}
+        return {
+            name: float(value) for name, value in self._objective.checked_metrics(total, max(total.weight, 1.0)).items()
+        }
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -161,4 +165,4 @@ class LoaderBatches(BatchProvider):
     def _batch_sums(self, params: Params, batch: Batch) -> PyTree:
         plan, mesh = self.run.plan, self.run.mesh
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
-            return self._objective.sums(params, batch, RematPolicy(), None)[1]
+            return self._objective.checked_sums(params, batch, RematPolicy(), None)[1]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from capibara.core.fields import returned
 from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.data.sources.sources import DataFormat
@@ -87,6 +88,10 @@ class Loss(abc.ABC):
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         """The objective for the train step of a model."""
 
+    def checked_objective(self, model: Model, dataset: Dataset) -> Objective:
+        """What `objective` returns; raises UserError if that is something else."""
+        return returned(self.objective(model, dataset), Objective, f"{type(self).__name__}.objective")
+
     def batch_provider(self, run: RunParts) -> BatchProvider:
         """The batch provider of a run."""
-        return LoaderBatches(run, self.objective(run.model, run.dataset))
+        return LoaderBatches(run, self.checked_objective(run.model, run.dataset))

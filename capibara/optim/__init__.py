@@ -19,7 +19,7 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.optim import adafactor, matrices
 from capibara.optim import state_dtypes as optim_state
 from capibara.optim.adafactor import Adafactor, FactoredState, Factoring, Parts
-from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, decay_mask
+from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, check_updates, decay_mask
 from capibara.optim.matrices import Axes
 from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleConfig, ScheduleKind, StepFunction
 from capibara.optim.state_dtypes import Path, StateDtype
@@ -38,6 +38,7 @@ __all__ = [
     "ScheduleKind",
     "StandardOptimizer",
     "StateDtype",
+    "check_updates",
     "decay_mask",
     "hidden_matrix",
     "state_axes",
@@ -121,7 +122,7 @@ class Optimizer(StandardOptimizer):
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
         if self.name is not OptimizerName.ADAFACTOR:
             return super().build(total_steps, axes)
-        return optax.chain(*self._clip(), *self._adafactor(axes, self.schedule.build(total_steps)))
+        return optax.chain(*self._clip(), *self._adafactor(axes, self.schedule.learning_rates(total_steps)))
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
         if self.name is OptimizerName.ADAFACTOR and dtype is not self.state_dtype:

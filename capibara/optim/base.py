@@ -14,8 +14,9 @@ from typing import Protocol, Self, runtime_checkable
 import jax
 import optax
 
-from capibara.core.tree import is_axes
-from capibara.core.types import PyTree, UserError
+from capibara.core.fields import returned
+from capibara.core.tree import is_axes, path_names
+from capibara.core.types import Params, PyTree, UserError
 from capibara.optim import matrices
 from capibara.optim import state_dtypes as optim_state
 from capibara.optim.schedules import Schedule, ScheduleConfig
@@ -50,6 +51,17 @@ class OptimizerConfig(abc.ABC):
         Raises:
           UserError: the schedule does not fit into the run.
         """
+
+    def transformation(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
+        """What `build` returns, checked; arguments as there.
+
+        Raises:
+          UserError: it is no transformation, or the class has no schedule.
+        """
+        own = type(self).__name__
+        if not isinstance(getattr(self, "schedule", None), ScheduleConfig):
+            raise UserError(f"{own} has no schedule: add a field, schedule: ScheduleConfig")
+        return returned(self.build(total_steps, axes), optax.GradientTransformation, f"{own}.build")
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
         """The same optimizer with moments stored in another dtype; the planner compares their memory.
@@ -103,16 +115,39 @@ class StandardOptimizer(OptimizerConfig):
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
         weights = jax.tree.map(lambda a, decays: a if decays else None, axes, decay_mask(axes), is_leaf=is_axes)
-        chain = [*self._clip(), optim_state.stored(self.rule(axes), self.state_dtype, weights)]
+        rule = returned(self.rule(axes), optax.GradientTransformation, f"{type(self).__name__}.rule")
+        chain = [*self._clip(), optim_state.stored(rule, self.state_dtype, weights)]
         if self.weight_decay:
             chain.append(optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes)))
-        return optax.chain(*chain, optax.scale_by_learning_rate(self.schedule.build(total_steps)))
+        return optax.chain(*chain, optax.scale_by_learning_rate(self.schedule.learning_rates(total_steps)))
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
         return dataclasses.replace(self, state_dtype=dtype)
 
     def _clip(self) -> list[optax.GradientTransformation]:
         return [] if self.clip_norm is None else [optax.clip_by_global_norm(self.clip_norm)]
+
+
+def check_updates(tx: optax.GradientTransformation, params: Params, name: str) -> None:
+    """Checks that an optimizer returns updates that are like the parameters; nothing is computed.
+
+    Args:
+      tx: the optimizer.
+      params: tree of the parameters' shapes.
+      name: of its class, for the error.
+
+    Raises:
+      UserError: an update is missing or has another shape.
+    """
+    updates = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[0], params)
+    shapes, given = (dict(zip(path_names(tree), jax.tree.leaves(tree))) for tree in (params, updates))
+    for path, leaf in shapes.items():
+        update = given.get(path)
+        if update is None or update.shape != leaf.shape:
+            found = "none" if update is None else str(update.shape)
+            raise UserError(
+                f"the updates of {name} have {found} for {path}, must have the parameter's shape {leaf.shape}"
+            )
 
 
 def decay_mask(axes: PyTree) -> PyTree:

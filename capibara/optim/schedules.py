@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.config import configurable
-from capibara.core.fields import did_you_mean
+from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 
 StepFunction = Callable[[jax.typing.ArrayLike], jax.Array]  # updates done before -> a float32 scalar
@@ -36,6 +36,25 @@ class ScheduleConfig(abc.ABC):
         Raises:
           UserError: the schedule is longer than the run.
         """
+
+    def learning_rates(self, total_steps: int) -> StepFunction:
+        """What `build` returns, checked; arguments as there.
+
+        Raises:
+          UserError: it is no function of a step to a scalar.
+        """
+        name, rates = f"{type(self).__name__}.build", self.build(total_steps)
+        if not callable(rates):
+            raise UserError(
+                f"{name} returned {short(rates)}, must return a function of the step: see docs/extending.md"
+            )
+        rate = jax.eval_shape(rates, jax.ShapeDtypeStruct((), jnp.int32))
+        if getattr(rate, "shape", None) != ():
+            found = f"the shape {rate.shape}" if hasattr(rate, "shape") else short(rate)
+            raise UserError(
+                f"the learning rate of {name} is {found} for a step, must be a scalar: see docs/extending.md"
+            )
+        return rates
 
 
 class ScheduleKind(enum.StrEnum):

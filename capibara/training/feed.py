@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
+from capibara.core import user_modules
+from capibara.core.fields import as_json
 from capibara.core.multihost import hosts
-from capibara.core.types import Params
+from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_states
 from capibara.objectives.batches import BatchProvider
 from capibara.training.trainer import Trainer
@@ -24,10 +27,17 @@ class BatchFeed:
       batches: the training split.
       batch_sharding: of every array of a batch.
       provider: makes the batches, if the loss needs more than the data.
+      spec: shape and dtype of every array of a provider's batch.
     """
 
-    def __init__(self, batches: Loader, batch_sharding: NamedSharding, provider: BatchProvider | None):
-        self._batches, self._batch_sharding, self.provider = batches, batch_sharding, provider
+    def __init__(
+        self,
+        batches: Loader,
+        batch_sharding: NamedSharding,
+        provider: BatchProvider | None,
+        spec: Mapping[str, tuple[tuple[int, int], np.dtype]],
+    ):
+        self._batches, self._batch_sharding, self.provider, self._spec = batches, batch_sharding, provider, spec
         self._unused: dict[str, Any] | None = None  # the data's state before a batch that was abandoned
         self.position: Position = None  # the data's position before the current batch
 
@@ -61,9 +71,20 @@ class BatchFeed:
         before, count = self._batches.position, self._batches.batches
         self._unused = self._batches.get_state() if self.takes_long(step) else None
         batch = self.provider.next_batch(step, params)
+        self._check(batch)
         self._unused = None
         self.position = before if self._batches.batches > count else self.position
         return batch
+
+    def _check(self, batch: Mapping[str, jax.Array]) -> None:
+        """Raises UserError if a batch of the provider's does not have the arrays that the step was compiled for."""
+        name = f"the batch of {type(self.provider).__name__}"
+        if self._spec.keys() != batch.keys():
+            raise UserError(f"{name} has the arrays {sorted(batch)}, must have {sorted(self._spec)}")
+        for key, (shape, dtype) in self._spec.items():
+            if batch[key].shape != shape or batch[key].dtype != dtype:
+                found = f"{batch[key].dtype}{list(batch[key].shape)}"
+                raise UserError(f"{name} has {found} for {key!r}, must have {np.dtype(dtype)}{list(shape)}")
 
     def state(self) -> dict[str, Any]:
         """The state of the data on all hosts, for a checkpoint; every process calls it."""
@@ -71,7 +92,10 @@ class BatchFeed:
 
     def provider_state(self) -> dict[str, Any] | None:
         """The provider's state for a checkpoint; None: there is no provider."""
-        return None if self.provider is None else self.provider.state()
+        state = None if self.provider is None else self.provider.state()
+        if (own := user_modules.own_class(self.provider)) is not None:
+            as_json(state, f"{own}.state")
+        return state
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the batches since the last call."""

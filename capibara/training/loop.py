@@ -73,7 +73,7 @@ def train(
         stack.callback(dog.ending)
         spent = dict(setup.spent)
         reporter = _reporter(stop, dog, callbacks, spent)
-        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.batch_provider(reporter))
+        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.batch_provider(reporter), trainer.batch_spec)
         evaluator = setup.evaluator(reporter, feed.provider, callbacks, sampler, judge)
         begins, reason = initial.step, None
         try:

@@ -16,14 +16,16 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from capibara import sharding
+from capibara import optim, sharding
 from capibara.checkpoints import manifest
 from capibara.checkpoints.manager import Checkpoints, Restored
-from capibara.core import processes
+from capibara.core import processes, user_modules
+from capibara.core.fields import did_you_mean, returned
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader, Position, check_task_shards, merge_states
+from capibara.data.tokenizers import vocabulary as vocabularies
 from capibara.models import api
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
@@ -93,7 +95,12 @@ class Setup:
 
     def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
         """The batch provider of the loss; None: batches come from the data alone."""
-        return None if self.trainer.loss is None else self.trainer.loss.batch_provider(self._parts(reporter))
+        loss = self.trainer.loss
+        if loss is None:
+            return None
+        return returned(
+            loss.batch_provider(self._parts(reporter)), BatchProvider, f"{type(loss).__name__}.batch_provider"
+        )
 
     def step(self, step: int, state: TrainState, batch: Batch, position: Position) -> tuple[TrainState, Metrics]:
         """Runs a train step, with implicit transfers to and from the devices forbidden.
@@ -307,14 +314,17 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
     }
-    tx = trainer.optimizer.build(trainer.steps, model.trained(model.axes))
+    tx = trainer.optimizer.transformation(trainer.steps, model.trained(model.axes))
+    if (own := user_modules.own_class(trainer.optimizer)) is not None:
+        with user_modules.attributed("an update", trainer.optimizer):
+            optim.check_updates(tx, model.trained(model.abstract_params), own)
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
 
 
 def _objective(trainer: Trainer, model: api.Model) -> Objective:
     if trainer.loss is not None:
-        return trainer.loss.objective(model, trainer.dataset)
+        return trainer.loss.checked_objective(model, trainer.dataset)
     return of_cross_entropy(model, trainer.z_loss, trainer.label_smoothing, trainer.loss_normalization)
 
 
@@ -338,7 +348,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
     step = make_train_step(
         model,
         spec.tx,
-        trainer.optimizer.schedule.build(trainer.steps),
+        trainer.optimizer.schedule.learning_rates(trainer.steps),
         plan,
         mesh,
         ema_decay=trainer.ema_decay,
@@ -351,7 +361,19 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for key, (shape, dtype) in trainer.batch_spec.items()
     }
-    return jitted.lower(spec.abstract, batch)
+    parts = (trainer.model, api.module_of(trainer.model), trainer.loss, trainer.optimizer)
+    with user_modules.attributed("the train step", *parts):
+        lowered = jitted.lower(spec.abstract, batch)
+    _check_means(trainer, lowered.out_info[1])
+    return lowered
+
+
+def _check_means(trainer: Trainer, metrics: Mapping[str, object]) -> None:
+    """Raises UserError if a loss of the user's names metrics that its step does not have; ours name optional ones."""
+    own = user_modules.own_class(trainer.loss)
+    for name in trainer.loss.means if trainer.loss is not None and own is not None else ():
+        if name not in metrics:
+            raise UserError(f"{own}.means has {name!r}, which is no metric of its steps{did_you_mean(name, metrics)}")
 
 
 def _open_checkpoints_and_data(
@@ -393,6 +415,7 @@ def _check(trainer: Trainer, mesh: Mesh) -> None:
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
+        vocabularies.check(trainer.dataset.vocabulary)
         _check_vocabulary(trainer)
 
 

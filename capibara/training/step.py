@@ -73,7 +73,7 @@ def make_train_step(
             decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
-            **objective.metrics(sums, weight),
+            **objective.checked_metrics(sums, weight),
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             **model.layer_metrics(stats),
@@ -91,7 +91,7 @@ def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax
     def loss_sum(
         params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None
     ) -> tuple[jax.Array, tuple[PyTree, Stats]]:
-        loss, sums, stats = objective.sums(params, batch, plan.remat_policy, step)
+        loss, sums, stats = objective.checked_sums(params, batch, plan.remat_policy, step)
         return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))
 
     return loss_sum

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from capibara.core import user_modules
+from capibara.core.fields import returned, short
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.packing.examples import Assembler, Tally
@@ -139,6 +141,14 @@ class Reader(abc.ABC):
             raise UserError("the documents have no text: the corpus is empty")
 
 
+def _checked(example: Example, documents: Documents) -> Example:
+    """What a source of the user's has returned; raises UserError if it is no text."""
+    name = f"{type(documents).__name__}.example"
+    if not isinstance(returned(example, Example, name).text, str):
+        raise UserError(f"{name} returned {short(example)}, its text must be a str: see docs/extending.md")
+    return example
+
+
 class DocumentReader(Reader):
     """Reads documents number index, index + count, ... of the concatenated epochs."""
 
@@ -151,12 +161,13 @@ class DocumentReader(Reader):
         return {"document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
-        first, group = begin, 1
+        first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
         while at_positions := positions_of(self._index, self._count, first, group, self._epochs, len(self._documents)):
             found = []
             for number, at in enumerate(at_positions, first):
                 inner = position_in_epoch(len(self._documents), at, self._seed)[1]
-                found.append(Found(number, (at,), inner + 1, self._documents.example(inner)))
+                example = self._documents.example(inner)
+                found.append(Found(number, (at,), inner + 1, _checked(example, self._documents) if is_own else example))
             yield found
             first, group = first + len(at_positions), _READ_TOGETHER
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from capibara.config import configurable
-from capibara.core import limits
+from capibara.core import limits, user_modules
+from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.data.tokenizers import limits as tokenizer_limits
 from capibara.data.tokenizers.files import (
@@ -65,6 +66,41 @@ class OwnFiles(NamedTuple):
     files: dict[str, bytes]
     places: dict[str, str]
     deciding: Sequence[str]
+
+
+def _check_ids(ids: object, size: int, name: str) -> None:
+    """Raises UserError if what a vocabulary of the user's has returned is no list of ids."""
+    found = np.asarray(ids)
+    if found.ndim != 1 or found.size and not np.issubdtype(found.dtype, np.integer):
+        raise UserError(f"{name}.encode returned {short(ids)}, must return a list of ids: see docs/extending.md")
+    if found.size and not 0 <= found.min() <= found.max() < size:
+        wrong = next(int(i) for i in found if not 0 <= i < size)
+        raise UserError(
+            f"{name}.encode returned the id {wrong}, must return ids from 0 to {size - 1} (its size less 1)"
+        )
+
+
+def check(vocabulary: Vocabulary) -> None:
+    """Checks what a vocabulary of the user's declares.
+
+    Raises:
+      UserError: an attribute is missing or of a wrong type, or an id is outside of the vocabulary.
+    """
+    if (own := user_modules.own_class(vocabulary)) is None:
+        return
+    for name in ("size_multiple", "extra_ids", "pad_id", "eos_id", "bos_id"):
+        value = getattr(vocabulary, name, None)
+        if not isinstance(value, (int, np.integer)):
+            raise UserError(f"{own}.{name} is {short(value)}, must be an int: see Vocabulary")
+    pieces = vocabulary.pieces
+    if not isinstance(pieces, Sequence) or not all(isinstance(piece, bytes) for piece in pieces):
+        raise UserError(
+            f"{own}.pieces is {short(pieces)}, must be a sequence with the bytes of every id: see Vocabulary"
+        )
+    for name in ("pad_id", "eos_id", "bos_id"):
+        if not 0 <= getattr(vocabulary, name) < vocabulary.size:
+            top = vocabulary.size - 1
+            raise UserError(f"{own}.{name} is {getattr(vocabulary, name)}, must be from 0 to {top} (its size less 1)")
 
 
 class Vocabulary(abc.ABC):
@@ -134,7 +170,11 @@ class Vocabulary(abc.ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, as int32 arrays."""
-        return [np.asarray(self.encode(text), np.int32) for text in texts]
+        encoded = [self.encode(text) for text in texts]
+        if (own := user_modules.own_class(self)) is not None:
+            for ids in encoded:
+                _check_ids(ids, self.size, own)
+        return [np.asarray(ids, np.int32) for ids in encoded]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a conversation that a chat template rendered.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
+from capibara.core.fields import short
 from capibara.core.types import Batch, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
@@ -156,6 +157,11 @@ class Decoder(nnx.Module):
 
     block: ClassVar[type[nnx.Module]] = Block
     layerwise: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not (isinstance(cls.block, type) and issubclass(cls.block, nnx.Module)):
+            raise UserError(f"{cls.__name__}.block is {short(cls.block)}, must be a class that derives from Block")
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim

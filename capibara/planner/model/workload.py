@@ -308,7 +308,7 @@ def _is_relaid(model: Model, leaf: Leaf) -> bool:
 
 def _state(model: Model, optimizer: OptimizerConfig, rules: Rules) -> Sharded:
     trained, trained_axes = model.trained(model.abstract_params), model.trained(model.axes)
-    tx = optimizer.build(1_000_000, trained_axes)
+    tx = optimizer.transformation(1_000_000, trained_axes)
     shapes = jax.eval_shape(tx.init, trained)
     axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, trained, trained_axes))
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)

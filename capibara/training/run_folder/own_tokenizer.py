@@ -18,6 +18,7 @@ from typing import TypeGuard, TypeVar
 from etils import epath
 
 from capibara.checkpoints import run_manifest
+from capibara.core.fields import returned
 from capibara.core.types import Dataclass, UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
@@ -70,6 +71,8 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
 
     def moved(value: _T, *names: str) -> _T:
         """Replaces the paths of a vocabulary or template by those of the run's copies."""
+        if unknown := [name for name in names if not hasattr(value, name)]:
+            raise UserError(f"{type(value).__name__}.path_fields has {unknown[0]!r}, must have names of its fields")
         paths = {name: path for name in names if _is_path(path := getattr(value, name))}
         gone = {
             n: path for n, path in paths.items() if (always or not tokenizer_files.is_there(path)) and path in known()
@@ -94,7 +97,9 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
 def _taken(dataset: Dataset) -> OwnFiles:
     """The files of a run's tokenizer and chat template, and the path of each copy in the run folder."""
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
-    own = OwnFiles({}, {}, ()) if vocabulary is None else vocabulary.own_files()
+    own = OwnFiles({}, {}, ())
+    if vocabulary is not None:
+        own = returned(vocabulary.own_files(), OwnFiles, f"{type(vocabulary).__name__}.own_files")
     files, places = dict(own.files), dict(own.places)
     if isinstance(template, ChatTemplate):
         beside = tokenizer_files.beside(template.tokenizer)
