@@ -46,6 +46,8 @@ RULES = {
     "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest"},
     "jobs": _LOW | {"sharding", "planner"},
 }
+# Within a room: folders that a folder must not import.
+WITHIN = {"inference.engine": ("inference.server", "inference.interactive")}
 # `python -m capibara.VERB` and `capibara VERB`; the verbs themselves are in cli/, with what only they share.
 VERBS = {
     "train",
@@ -163,6 +165,11 @@ def _forbidden(imported: Import, package: str) -> str | None:
         return f"{importer} opens a LoadedModel: it must not import {inner}"
     if verb in VERBS and target in ("cli", verb) and room not in ANYTHING:
         return f"nobody imports the verb {verb}"
+    for folder, above in WITHIN.items():
+        if imported.importer.startswith(f"{package}.{folder}.") and f"{inner}.".startswith(
+            tuple(f"{a}." for a in above)
+        ):
+            return f"{folder} must not import {inner}"
     if room in ANYTHING or target == room or target == "":
         return None
     if room and room not in RULES:
@@ -254,6 +261,7 @@ def test_every_rule_names_rooms_of_the_plan():
 PLANTED = {
     "training/loop.py": ("def f():\n    from house.monitoring import log", "training must not import monitoring"),
     "training/step.py": ("from ..inference import sample", "training must not import inference"),
+    "inference/engine/loop.py": ("from house.inference.server import http", "inference.engine must not import"),
     "inference/sample.py": ("import house.training.step", "inference must not import training.step"),
     "planner/cost.py": ("from house import interop", "planner must not import interop"),
     "planner/search.py": ("from house.models import decoder", "planner must not import models.decoder"),

@@ -10,7 +10,7 @@ from capibara.core.multihost import peers
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.request import Request
-from capibara.inference.server.http_errors import lost_process
+from capibara.inference.engine.stream import ProcessLost
 
 
 class EngineLoop:
@@ -118,7 +118,7 @@ class EngineLoop:
             if self.failed:
                 return  # `fail` was called with a more precise error
             if self._send is not None and peers.peer_fault() is not None:
-                self.fail(lost_process())
+                self.fail(ProcessLost("another process is gone: start the command again on every host"))
                 return
             self.fail(error)
             self._scheduler.release_pages()

@@ -106,6 +106,10 @@ def of_search(completion: Completion) -> dict[str, Any]:
     return {"score": decodes[-1].score} | ({"decodes": each} if len(each) > 1 else {})
 
 
+class ProcessLost(Exception):
+    """Another process of the engine's mesh is gone, and the texts that it computed with this one."""
+
+
 Item = Piece | Completion | BaseException
 """Items of a stream: pieces, then the complete text, or the engine's error."""
 

@@ -25,8 +25,8 @@ from capibara.core import allocator
 from capibara.core.multihost import peers
 from capibara.core.multihost.channel import Leader
 from capibara.core.types import UserError
+from capibara.inference.engine.stream import ProcessLost
 from capibara.inference.server import http_protocol
-from capibara.inference.server.http_errors import lost_process
 from capibara.inference.server.openai_app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service, State
@@ -219,7 +219,7 @@ def _fail_requests(service: Service) -> float:
     """Fails open requests after another process was lost; returns the seconds until this process ends."""
     if service.served is None:
         return 0.0
-    service.served.engine.fail(lost_process())
+    service.served.engine.fail(ProcessLost("another process is gone"))
     return _FAILED_S + _LAST_WRITES_S + 2 * _CLOSE_S
 
 

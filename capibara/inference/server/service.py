@@ -16,10 +16,10 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Completion, Finish, Item, Piece, Stream
+from capibara.inference.engine.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.http_errors import Refusal, lost_process
 
 _SOON = {"Retry-After": "1"}
 _LEAST = {
@@ -213,7 +213,7 @@ class Answers:
                 raise Refusal(504, "the text took too long: ask for fewer tokens", code="timeout") from None
             if isinstance(item, BaseException):
                 self.cancel()
-                raise item
+                raise lost_process() if isinstance(item, ProcessLost) else item
             if isinstance(item, Completion):
                 if item.finish is Finish.CANCELLED:
                     raise shutting_down()

@@ -20,11 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.stream import ProcessLost, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
+from capibara.inference.server.http_errors import Refusal
 from capibara.inference.server.openai_app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import ServerConfig, Service
+from capibara.inference.server.service import Answers, ServerConfig, Service
 
 SLOTS, LENGTH = 2, 256
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -509,3 +511,17 @@ def test_a_configuration_that_makes_no_sense():
         ServerConfig(timeout_s=0.0)
     with pytest.raises(UserError, match="has no key"):
         server.read_api_keys("/dev/null", "NONE")
+
+
+def test_texts_of_a_process_that_is_gone_are_refused_with_503():
+    """The engine only says what happened; what that is in HTTP is the server's."""
+    stream = Stream(lambda: False)
+
+    async def ask():
+        answers = Answers([stream], time.monotonic() + 5, lambda answers, item: None)
+        stream.fail(ProcessLost("gone"))
+        return await answers.all()
+
+    with pytest.raises(Refusal, match="another host is gone") as refused:
+        asyncio.run(ask())
+    assert refused.value.status == 503 and refused.value.code == "model_failed"
