@@ -7,6 +7,7 @@ import argparse
 from capibara.core.types import UserError
 
 FLAGS = ("skip_layers", "mlp_dims")
+_MOST_LAYERS = 10_000  # more than any model has
 SubmodelSizes = tuple[tuple[int, ...], tuple[int, ...]]  # layers to remove, hidden widths of the remaining ones
 
 
@@ -20,16 +21,25 @@ def from_args(args: argparse.Namespace) -> SubmodelSizes | None:
     """The values of the flags; None: they are not set.
 
     Raises:
-      UserError: they are not numbers.
+      UserError: they are not numbers, or a range ends before it begins.
     """
     if args.skip_layers is None and args.mlp_dims is None:
         return None
-    layers: list[int] = []
-    for part in (args.skip_layers or "").split(",") if args.skip_layers else ():
-        first, _, last = part.partition("-")
-        layers.extend(range(_number("skip_layers", first), _number("skip_layers", last or first) + 1))
-    widths = args.mlp_dims.split(",") if args.mlp_dims else ()
-    return tuple(layers), tuple(_number("mlp_dims", width) for width in widths)
+    parts = [] if args.skip_layers is None else args.skip_layers.split(",")
+    widths = [] if args.mlp_dims is None else args.mlp_dims.split(",")
+    layers = tuple(layer for part in parts for layer in _range(part))
+    return layers, tuple(_number("mlp_dims", width) for width in widths)
+
+
+def _range(part: str) -> range:
+    first, dash, last = part.partition("-")
+    begin = _number("skip_layers", first)
+    end = _number("skip_layers", last) if dash else begin
+    if not begin <= end < _MOST_LAYERS:
+        raise UserError(
+            f"--skip_layers has {part!r}, must be layers of the model, the first before the last: try 20-24"
+        )
+    return range(begin, end + 1)
 
 
 def _number(flag: str, text: str) -> int:
