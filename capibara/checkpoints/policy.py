@@ -14,9 +14,9 @@ from capibara.storage.store import Store
 class Verify(enum.StrEnum):
     """When the files of the step that a run resumes from are compared with its manifest.
 
-    before: before anything is restored. background: during training; corruption stops the run at its next checkpoint,
-      and
-    the step is quarantined. off: never.
+    before: before anything is restored.
+    background: during training; corruption stops the run at its next checkpoint, and the step is quarantined.
+    off: never.
     """
 
     BEFORE = "before"

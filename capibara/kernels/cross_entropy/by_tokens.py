@@ -181,7 +181,7 @@ def _log_probabilities_of_block(block: _Arrays, head: Head, softmax: Softmax) ->
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """[places, V] bool."""
+    """Whether an id is its position's target, bool [N, V]."""
     return targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
 
 
