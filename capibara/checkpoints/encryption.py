@@ -151,19 +151,19 @@ def _derived(secret: bytes, purpose: str) -> bytes:
 def _of_file(field: str, path: str) -> Key:
     try:
         with open(path, "rb") as file:
-            given = file.read(_MOST_BYTES)
+            content = file.read(_MOST_BYTES)
     except OSError as error:
         raise UserError(
             f"Encryption.{field} ({path}) cannot be read ({error.strerror}): name a file of yours with the key"
         ) from error
-    return _key(f"Encryption.{field} ({path})", given, bare=True)
+    return _key(f"Encryption.{field} ({path})", content, bare=True)
 
 
-def _key(name: str, given: bytes, bare: bool = False) -> Key:
+def _key(name: str, content: bytes, bare: bool = False) -> Key:
     """Parses a key; rejects 32 printable characters, which are probably a password and too weak."""
-    if bare and len(given) == 32 and not all(32 <= byte < 127 for byte in given):
-        return Key(given)
-    text = given.strip()
+    if bare and len(content) == 32 and not all(32 <= byte < 127 for byte in content):
+        return Key(content)
+    text = content.strip()
     for decode in (binascii.unhexlify, functools.partial(base64.b64decode, validate=True)):
         try:
             if len(secret := decode(text)) == 32:

@@ -153,8 +153,8 @@ class Checkpoints(CheckpointReader):
     def step_before(self, spike: int, at_most: int) -> int | None:
         """The newest intact step up to `at_most`, else the oldest one before `spike`; None: there is none."""
         older = [step for step in self.steps() if step < spike]
-        wanted = [s for s in reversed(older) if s <= at_most] + [s for s in older if s > at_most]
-        return next((step for step in wanted if step_folders.is_whole(self._folder / str(step))), None)
+        candidates = [s for s in reversed(older) if s <= at_most] + [s for s in older if s > at_most]
+        return next((step for step in candidates if step_folders.is_whole(self._folder / str(step))), None)
 
     def go_back(self, step: int) -> Restored:
         """Renames the steps after `step`: runs ignore them and may save them again; every process must call it."""

@@ -162,7 +162,7 @@ def read(folder: epath.Path) -> Manifest:
     return manifest
 
 
-def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool] = lambda file: True) -> list[str]:
+def faults(folder: epath.Path, manifest: Manifest, selected: Callable[[File], bool] = lambda file: True) -> list[str]:
     """Faults of a step's files, one per line; empty if they are intact.
 
     Reads and hashes the files, in threads.
@@ -170,12 +170,12 @@ def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool
     Args:
       folder: of the step.
       manifest: its manifest.
-      wanted: selects the files to check.
+      selected: selects the files to check.
 
     Raises:
       Unreadable: the disk cannot read them.
     """
-    files = [file for file in manifest.files if wanted(file)]
+    files = [file for file in manifest.files if selected(file)]
     return [line for line in threads.each(lambda file: _fault(folder, file), files) if line]
 
 
@@ -185,14 +185,14 @@ def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
     return [path for path in stores.of(folder).list(folder) if path not in own and path != NAME]
 
 
-def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
+def verify(folder: epath.Path, selected: Callable[[File], bool] = lambda file: True) -> Manifest:
     """The manifest of a step, after its files were verified.
 
     Raises:
       Corrupted: some are not intact.
     """
     manifest = read(folder)
-    if found := faults(folder, manifest, wanted):
+    if found := faults(folder, manifest, selected):
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise Corrupted("; ".join(found[:_SHOWN]) + more)
     return manifest
@@ -315,9 +315,9 @@ def _file(values: Mapping[str, Any]) -> File:
 
 def _check_types(manifest: Manifest) -> None:
     about, encryption = manifest.about, manifest.encryption
-    wanted: dict[str, tuple[type, ...]] = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
-    wanted |= {"score": (int, float, type(None)), "parent": (int, type(None)), "run": (dict, type(None))}
-    right = isinstance(about, dict) and all(isinstance(about.get(name), kinds) for name, kinds in wanted.items())
+    types: dict[str, tuple[type, ...]] = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
+    types |= {"score": (int, float, type(None)), "parent": (int, type(None)), "run": (dict, type(None))}
+    right = isinstance(about, dict) and all(isinstance(about.get(name), kinds) for name, kinds in types.items())
     for values in (about.get("run") or {}, encryption or {}) if right else ():
         right &= isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
     if not right or type(manifest.step) is not int or not isinstance(manifest.mac, str | None):

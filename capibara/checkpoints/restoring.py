@@ -76,9 +76,9 @@ class StepReader:
         if key is not None:
             key.check_mac(found.signed(), found.mac)
         elif found.encryption is not None:
-            wanted = found.encryption.get("key")
+            key_id = found.encryption.get("key")
             raise UserError(
-                f"checkpoint {self._folder}/{step} is encrypted with the key {wanted}, "
+                f"checkpoint {self._folder}/{step} is encrypted with the key {key_id}, "
                 + (
                     f"{' and '.join(self._keys)} given: give that key, as Encryption.old_key_file where it was replaced"
                     if self._keys
@@ -123,18 +123,18 @@ class StepReader:
 
     def state(self, restored: Restored, target: S) -> S:
         """The arrays of a step; see `CheckpointReader.restore_state`."""
-        saved, wanted = restored.shapes, target.parts()
-        if _window(saved) != _window(shapes_of(wanted)):
+        saved, targets = restored.shapes, target.parts()
+        if _window(saved) != _window(shapes_of(targets)):
             saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
-            wanted.pop("losses", None)
-        self._check(restored.step, saved, wanted)
-        return type(target)(**self._read(restored.step, wanted))
+            targets.pop("losses", None)
+        self._check(restored.step, saved, targets)
+        return type(target)(**self._read(restored.step, targets))
 
     def params(self, restored: Restored, target: PyTree, *, average: bool) -> PyTree:
         """The parameters of a step; see `CheckpointReader.restore_params`."""
         saved = restored.shapes
         averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
-        wanted = {
+        targets = {
             "ema": tree.part(target, lambda name: name in averaged),
             "params": tree.part(target, lambda name: name not in averaged),
         }
@@ -144,22 +144,22 @@ class StepReader:
             if path.startswith("params/") != (path.partition("/")[2] in averaged)
             and path.startswith(("ema/", "params/"))
         }
-        self._check(restored.step, saved, wanted)
-        found = self._read(restored.step, wanted)
+        self._check(restored.step, saved, targets)
+        found = self._read(restored.step, targets)
         return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
 
     def part(self, restored: Restored, keep: Callable[[str], bool]) -> PyTree:
         """Parameters selected by name; see `CheckpointReader.newest_part`."""
         here = SingleDeviceSharding(jax.local_devices()[0])
         saved = restored.shapes
-        wanted: dict[str, jax.ShapeDtypeStruct] = {}
+        targets: dict[str, jax.ShapeDtypeStruct] = {}
         for path, shape in saved.items():
             part, _, name = path.partition("/")
             has_average = part == "params" and f"ema/{name}" in saved
             if part in ("ema", "params") and not has_average and keep(name):
                 leaf = parsed_shape(shape)
-                wanted |= {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
-        found = self._read(restored.step, tree.nested(wanted))
+                targets |= {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
+        found = self._read(restored.step, tree.nested(targets))
         return tree.joined(found.get("ema", {}), found.get("params", {}))
 
     def optimizer(self, restored: Restored, target: PyTree) -> tuple[int, PyTree] | None:
@@ -170,12 +170,12 @@ class StepReader:
         saved = {path: shape for path, shape in saved.items() if path.startswith("opt_state/")}
         if not saved:
             return None
-        wanted = {"opt_state": target}
-        self._check(step, saved, wanted)
-        return step, self._read(step, wanted)["opt_state"]
+        targets = {"opt_state": target}
+        self._check(step, saved, targets)
+        return step, self._read(step, targets)["opt_state"]
 
-    def _check(self, step: int, saved: Mapping[str, str], wanted: PyTree) -> None:
-        check_shapes(self._folder / str(step), saved, shapes_of(wanted), cast=self._config.cast)
+    def _check(self, step: int, saved: Mapping[str, str], targets: PyTree) -> None:
+        check_shapes(self._folder / str(step), saved, shapes_of(targets), cast=self._config.cast)
 
     def _read(self, step: int, target: PyTree) -> PyTree:
         found, check = self.manifest(step), self._config.verify is Verify.BEFORE
@@ -399,20 +399,20 @@ def parsed_shape(text: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype))
 
 
-def check_shapes(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str], *, cast: bool) -> None:
+def check_shapes(folder: epath.Path, saved: Mapping[str, str], expected: Mapping[str, str], *, cast: bool) -> None:
     """Compares a step's arrays with the wanted ones.
 
     Args:
       folder: of the step.
-      saved, wanted: from `shapes_of`.
+      saved, expected: from `shapes_of`.
       cast: ignore differences between floating-point dtypes.
 
     Raises:
       UserError: they differ; names the first array that does.
     """
     # Parameters first: the optimizer's moments differ only because parameters do.
-    for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
-        old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
+    for path in sorted(saved.keys() | expected.keys(), key=lambda p: (not p.startswith("params/"), p)):
+        old, new = saved.get(path, "nothing"), expected.get(path, "nothing")
         if old == new or (cast and _differ_in_precision(old, new)):
             continue
         part, absent = path.partition("/")[0], "nothing" in (old, new)

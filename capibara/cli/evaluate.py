@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> None:
     multihost.join_all(args)
     channel.watch()
     hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
-    given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         show = line.show if jax.process_index() == 0 else lambda *_: None
-        show("reading", given[0])
-        subject = open_subject(*given, step=args.step, weights=args.weights, trust=args.trust_config)
+        show("reading", source[0])
+        subject = open_subject(*source, step=args.step, weights=args.weights, trust=args.trust_config)
         if args.harness:
             from capibara.evaluation import harness
 

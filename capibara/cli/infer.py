@@ -64,8 +64,8 @@ def run(args: flags.Arguments) -> None:
     if args.out:
         hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
-    given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    loaded = adapters.beside(loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
+    source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    loaded = adapters.beside(loading.load(*source, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
     data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
     vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
     of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
@@ -84,8 +84,8 @@ def run(args: flags.Arguments) -> None:
         engine.lead(send)
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
-            asked, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
-            stream = engine.submit(asked, sampling, ends=ends, adapter=names[0])
+            text, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
+            stream = engine.submit(text, sampling, ends=ends, adapter=names[0])
             print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
         elif args.benchmark:
             print(speed.report(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0]))

@@ -56,6 +56,6 @@ def _merge(args: argparse.Namespace) -> int:
         models=tuple(args.models), method=method, base=args.base, tokenizer=args.tokenizer, seed=args.seed
     )
     with StatusLine() as bar:
-        said = merging.merge(what, args.target, args.format, args.dtype, RunFolders(args.trust_config), bar.show)
-    print(said)
+        summary = merging.merge(what, args.target, args.format, args.dtype, RunFolders(args.trust_config), bar.show)
+    print(summary)
     return 0

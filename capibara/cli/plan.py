@@ -46,17 +46,17 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.storage import outputs
     from capibara.training import trainer
 
-    asked = slices.parse(args.slice) if args.slice is not None else None  # errors are raised before the model is built
+    of_flag = None if args.slice is None else slices.parse(args.slice)  # errors are raised before the model is built
     dtypes = questions.state_dtypes(args)
-    given = proof.Configuration(
+    configuration = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
-    read = config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
+    read = config.parse(configuration.gin_files, configuration.gin_bindings, configuration.gin_search_paths)
     written = [path for path in (args.json, args.html, args.output) if path is not None]
     outputs.check_writable(*written, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
     if args.serve:
-        return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(asked, run.plan))
+        return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(of_flag, run.plan))
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
     found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
@@ -66,7 +66,7 @@ def plan(args: argparse.Namespace) -> int:
         chosen = slice_choice.best(found, args)
         slice_, ranked = chosen.slice_, chosen.ranked
     else:
-        slice_ = questions.slice_of(asked, run.plan)
+        slice_ = questions.slice_of(of_flag, run.plan)
         ranked = ranking.search(work, slice_, question)
         if not ranked[0].fits:
             raise ranking.no_plan(ranked[0], work, slice_, question)
@@ -74,7 +74,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.verify:
         topology.check(slice_.name)
         with StatusLine() as line:
-            prove = proof.prover(run, given, work, slice_, deadline_s=args.deadline, status=line.show)
+            prove = proof.prover(run, configuration, work, slice_, deadline_s=args.deadline, status=line.show)
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
     files.save(args, walk, work, slice_, found, **money)
     if found:

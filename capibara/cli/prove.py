@@ -51,12 +51,12 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.storage import outputs
     from capibara.training import trainer
 
-    asked, lengths = None if args.slice is None else slices.parse(args.slice), (args.length, args.encoder_length)
+    of_flag, lengths = None if args.slice is None else slices.parse(args.slice), (args.length, args.encoder_length)
     read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
         outputs.check_writable(args.json, inputs=read)
     run = trainer.of_gin(*lengths)
-    slice_ = asked or (slices.parse(run.plan.slice) if run.plan.slice else None)
+    slice_ = of_flag or (slices.parse(run.plan.slice) if run.plan.slice else None)
     if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     chosen, title = automatic.bindings(run, slice_)
@@ -76,10 +76,10 @@ def prove(args: argparse.Namespace) -> int:
         proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
         return 0
     topology.check(slice_.name)
-    given = proof.Configuration(args.gin_file, args.gin_bindings, args.gin_search_paths, *lengths)
+    configuration = proof.Configuration(args.gin_file, args.gin_bindings, args.gin_search_paths, *lengths)
     with StatusLine() as line:
         result = proof.prove(
-            run, given, slice_, deadline_s=args.deadline, fresh=args.fresh,
+            run, configuration, slice_, deadline_s=args.deadline, fresh=args.fresh,
             status=lambda elapsed_s, phase: line.show(f"{slice_.name}: {phase}", f"{elapsed_s:.0f} s"),
         )  # fmt: skip
     if args.json is not None:

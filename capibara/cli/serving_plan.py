@@ -40,14 +40,14 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
         raise UserError(
             f"--serve is for models that generate, which {type(model.config).__name__} is not: leave it out"
         )
-    asked = config.build(EngineConfig)
-    dtype = str(asked.cache_dtype)
+    options = config.build(EngineConfig)
+    dtype = str(options.cache_dtype)
     engine = Engine(
         length=length,
-        cache_dtype=str(model.config.dtype) if asked.cache_dtype is CacheDtype.COMPUTE else dtype,
-        slots=asked.slots if config.is_bound("EngineConfig.slots") else None,
-        prefill_tokens=asked.prefill_tokens,
-        prefix_bytes=0.0 if model.encode else asked.prefix_cache_mib * 2**20,
+        cache_dtype=str(model.config.dtype) if options.cache_dtype is CacheDtype.COMPUTE else dtype,
+        slots=options.slots if config.is_bound("EngineConfig.slots") else None,
+        prefill_tokens=options.prefill_tokens,
+        prefix_bytes=0.0 if model.encode else options.prefix_cache_mib * 2**20,
     )
     found = serving.ranked(model, slice_, engine, args.headroom)
     best = found[0]
@@ -56,7 +56,7 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
     name = args.gin_file[-1].rpartition("/")[2].removesuffix(".gin")
     table = [*found, *_others(model, slice_, best, args.headroom)]
     print("\n".join(serving.lines(table, model, slice_, name)))
-    proof = _compiled(model, slice_, best, asked) if args.verify else None
+    proof = _compiled(model, slice_, best, options) if args.verify else None
     if proof is not None:
         print("\n".join(_proof_lines(proof, best)))
     lines = [f"# {name} on {slice_.name}: capibara plan --serve", *serving.bindings(best)]
@@ -79,13 +79,13 @@ def _others(model: Model, slice_: Slice, best: Serving, headroom: float) -> Iter
                 yield serving.predict(model, slice_, best.tensor, engine, headroom)
 
 
-def _compiled(model: Model, slice_: Slice, best: Serving, asked: EngineConfig) -> dict[str, Any]:
+def _compiled(model: Model, slice_: Slice, best: Serving, options: EngineConfig) -> dict[str, Any]:
     """The TPU compiler's result for the engine's own decode step with these slots."""
     topology.check(slice_.name)
     plan_ = sharding.Plan(batch_size=best.data, data=best.data, fsdp=1, tensor=best.tensor)
     mesh = sharding.make_mesh(plan_, topology.slice_devices(slice_.name))
     rules = sharding.Rules(vocab=()) if model.config.vocab_size % best.tensor else sharding.Rules()
-    engine = dataclasses.replace(asked, slots=best.slots)
+    engine = dataclasses.replace(options, slots=best.slots)
     report = compiler.compile_train_step(lowering.Step(model, engine, best.engine.length, mesh, rules).lower())
     names = ("fits", "peak_bytes", "limit_bytes", "argument_bytes", "temporary_bytes", "compile_s")
     found = {name: getattr(report, name) for name in names}

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse_arguments(parser, argv)
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
-    given, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
-    return train(*given, args.emulate, start_over=args.start_over, joined=joined)
+    files, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
+    return train(*files, args.emulate, start_over=args.start_over, joined=joined)
 
 
 def train(

@@ -102,7 +102,7 @@ def _has_no_value(name: str, selector: str, parameter: str) -> str:
         macro = _macro_name(parameters.get(parameter)) if bound == selector else None
         if macro:
             return f"{name}.{parameter} has no value: set it with --gin.{macro}=VALUE"
-    others = [bound.rpartition(".")[2] for (_, bound), given in gin_config._CONFIG.items() if parameter in given]
+    others = [bound.rpartition(".")[2] for (_, bound), names in gin_config._CONFIG.items() if parameter in names]
     if hint := gin_search.other_run(name, others):
         return f"{name}.{parameter} has no value, {hint}"
     return f"{name}.{parameter} has no value: bind it in a Gin file or with --gin.{name}.{parameter}=VALUE"
@@ -604,8 +604,8 @@ def scopes(name: str) -> list[str]:
     cls, _, parameter = name.partition(".")
     unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == _MACRO}
     found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
-    given = lambda v: not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
-    return [scope for scope, v in found if given(v)]
+    is_set = lambda v: not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
+    return [scope for scope, v in found if is_set(v)]
 
 
 def unused() -> list[str]:

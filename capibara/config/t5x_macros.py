@@ -109,18 +109,18 @@ def statements(macro: str, value: object, model: str | None, bound: LastBindings
     """
     if repr(value) == "%gin.REQUIRED" and macro not in _REFUSED:  # `build` then reports that it has no value
         fields = ["Dataset.length"] if macro == _LENGTHS else bindings(macro, _ANY, model)
-        given = {field: f"%{macro}" for field in fields}
+        texts = {field: f"%{macro}" for field in fields}
     else:
-        given = bindings(macro, value, model)
+        texts = bindings(macro, value, model)
     if macro in _OURS:
-        given = {field: text for field, text in given.items() if field not in bound or bound[field] < bound[macro]}
-    for field in given:
+        texts = {field: text for field, text in texts.items() if field not in bound or bound[field] < bound[macro]}
+    for field in texts:
         if field in bound and bound[field] > bound[macro]:
             raise UserError(
                 f"{macro} sets {field}, which a later line binds again ({bound[field][1]}): put {macro} below that line, or "
                 "remove one of them"
             )
-    return [f"{field} = {text}" for field, text in given.items()]
+    return [f"{field} = {text}" for field, text in texts.items()]
 
 
 def bindings(macro: str, value: object, model: str | None) -> dict[str, str]:

@@ -90,14 +90,14 @@ def before_exit(finish: Callable[[], None]) -> Iterator[None]:
     atexit runs too late, and a non-daemon thread that the interpreter waits for cannot start others, as TensorStore and
     asyncio do: a save would be lost silently.
     """
-    wanted = [True]
+    armed = [True]
 
     def at_exit() -> None:
-        if wanted[0]:
+        if armed[0]:
             finish()
 
     threading._register_atexit(at_exit)  # type: ignore[attr-defined]  # typeshed leaves private functions out
     try:
         yield
     finally:
-        wanted[0] = False
+        armed[0] = False

@@ -185,22 +185,22 @@ def check(instance: object) -> None:
         if not hasattr(instance, field.name):  # init=False, set later by __post_init__
             continue
         value = getattr(instance, field.name)
-        wanted = hints.get(field.name, Any)
+        annotation = hints.get(field.name, Any)
         try:
-            converted = convert(value, wanted)
+            converted = convert(value, annotation)
         except _Mismatch as mismatch:
-            message = _message(f"{cls.__name__}.{field.name}", value, wanted, mismatch)
+            message = _message(f"{cls.__name__}.{field.name}", value, annotation, mismatch)
             raise FieldError(cls.__name__, field.name, message) from None
         if converted is not value:
             object.__setattr__(instance, field.name, converted)
 
 
-def _message(name: str, value: object, wanted: object, mismatch: _Mismatch) -> str:
+def _message(name: str, value: object, annotation: object, mismatch: _Mismatch) -> str:
     hint = str(mismatch)
     if isinstance(mismatch, _WrongChoice):
         verb = "is" if isinstance(value, str) else "has"
         return f"{name} {verb} {short(mismatch.value)}{', must be ' if hint.startswith('one of') else ': '}{hint}"
-    return f"{name} ({_shown(value)}) must be {type_name(wanted)}, not {_kind(value)}{': ' + hint if hint else ''}"
+    return f"{name} ({_shown(value)}) must be {type_name(annotation)}, not {_kind(value)}{': ' + hint if hint else ''}"
 
 
 def _shown(value: object) -> str:

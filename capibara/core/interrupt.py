@@ -64,8 +64,8 @@ class StopRequest:
             return self._agreed
         from jax.experimental import multihost_utils
 
-        asked = multihost_utils.process_allgather(np.int32(self.signal_number or 0))
-        self._agreed = int(np.max(asked)) or None
+        signals = multihost_utils.process_allgather(np.int32(self.signal_number or 0))
+        self._agreed = int(np.max(signals)) or None
         return self._agreed
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

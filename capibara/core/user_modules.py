@@ -201,9 +201,9 @@ def without_working_directory() -> None:
     Otherwise a file beside a downloaded model would be imported in place of a module of the same name. The directory stays
     if capibara itself can only be imported from there.
     """
-    asked = sys.orig_argv[1:]
+    arguments = sys.orig_argv[1:]
     module = next(
-        (asked[at + 1] if arg == "-m" else arg[2:] for at, arg in enumerate(asked[:-1]) if arg[:2] == "-m"), ""
+        (arguments[at + 1] if arg == "-m" else arg[2:] for at, arg in enumerate(arguments[:-1]) if arg[:2] == "-m"), ""
     )
     if module.partition(".")[0] != "capibara" or sys.flags.safe_path or not sys.path:
         return

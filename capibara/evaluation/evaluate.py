@@ -136,23 +136,23 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     name, task, items = ours.name, ours.task, ours.items
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
     if task.choices is None:
-        given = answers.generated(subject, name, task, items, told, show)
+        results = answers.generated(subject, name, task, items, told, show)
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
     else:
-        given = answers.ranked(subject, name, task, items, told, show)
+        results = answers.ranked(subject, name, task, items, told, show)
     show(name, "metrics")
-    found, about = hosts.of_first(lambda: _measured(ours, given))
+    found, about = hosts.of_first(lambda: _measured(ours, results))
     return _result({metric: Estimate(*one) for metric, one in found.items()}, **how, **about)
 
 
-def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
+def _measured(ours: Ours, results: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
     """The values and standard errors of a task's metrics, and the metrics' own descriptions of how they ran."""
     name = ours.name
     found: dict[str, Estimate] = {}
     about: dict[str, Any] = {}
     for metric in ours.task.scored_by:
         with config.in_scope(name):  # bindings of the metric's parameters for this task
-            new = metrics.computed(metric, [item.target for item in ours.items], given)
+            new = metrics.computed(metric, [item.target for item in ours.items], results)
         if both := found.keys() & new.keys():
             raise UserError(f"two of {name}/EvalTask.metrics return {both.pop()!r}: remove one of them")
         found |= new

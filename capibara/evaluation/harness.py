@@ -89,9 +89,9 @@ class CapibaraLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a conversation; without a generation prompt, the end of its last message is omitted."""
         chat = self._subject.chat
-        said = Conversation(list(chat_history))
+        conversation = Conversation(list(chat_history))
         text = chat.template.render(
-            said, "the harness's prompt", add_generation_prompt=add_generation_prompt, guard=False
+            conversation, "the harness's prompt", add_generation_prompt=add_generation_prompt, guard=False
         ).text
         last = chat_history[-1]["content"].rstrip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
@@ -103,8 +103,8 @@ class CapibaraLM(TemplateLM):
             return read[:-1] if add_special_tokens is False else read
         ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
         begins = self._options.begin_token and not self._options.chat  # a chat template writes the beginning token
-        wanted = begins if add_special_tokens is None else add_special_tokens
-        return [begin, *ids] if wanted and ids[:1] != [begin] else ids
+        with_begin = begins if add_special_tokens is None else add_special_tokens
+        return [begin, *ids] if with_begin and ids[:1] != [begin] else ids
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations after their contexts."""
@@ -130,9 +130,9 @@ class CapibaraLM(TemplateLM):
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             scores = self._subject.scorer(pairs, lambda count: bar.update(count - bar.n))
         found = [(score.log_probability, score.greedy) for score in scores]
-        for asked, one in zip([asked for asked, _, _ in requests], found):
-            if asked is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, one)
+        for request, one in zip([request for request, _, _ in requests], found):
+            if request is not None:
+                self.cache_hook.add_partial("loglikelihood", request, one)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -151,10 +151,10 @@ class CapibaraLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generates texts, greedily unless a task sets do_sample; a repeated request gets another seed."""
-        asked = [request.args for request in requests]
+        arguments = [request.args for request in requests]
         came: collections.Counter = collections.Counter()
         samplings = []
-        for request, (context, kwargs) in zip(requests, asked):
+        for request, (context, kwargs) in zip(requests, arguments):
             same = (context, repr(kwargs))
             with _named(request):
                 samplings.append(self._sampling(kwargs, seed=came[same]))
@@ -171,11 +171,11 @@ class CapibaraLM(TemplateLM):
         _tell_cut(cut, len(requests))
         return texts
 
-    def _generated(self, asked: Sequence[tuple[Any, Sampling]]) -> Iterator[tuple[str, bool]]:
+    def _generated(self, requests: Sequence[tuple[Any, Sampling]]) -> Iterator[tuple[str, bool]]:
         """Yields the text of each request, and whether its prompt was not cut, while later ones are generated."""
         waiting: collections.deque = collections.deque()
-        left = iter(asked)
-        for _ in asked:
+        left = iter(requests)
+        for _ in requests:
             for request, sampling in itertools.islice(left, max(_AHEAD * self._subject.slots - len(waiting), 0)):
                 with _named(request):
                     waiting.append(self._asked(request.args[0], sampling))
@@ -307,9 +307,9 @@ def _data_explained(tasks: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, ConnectionError) as error:
-        said = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"--harness={','.join(tasks)}: its data is not available ({said}): name tasks whose files are on this machine, "
+            f"--harness={','.join(tasks)}: its data is not available ({reason}): name tasks whose files are on this machine, "
             "or run where Hugging Face's hub can be reached"
         ) from error
 

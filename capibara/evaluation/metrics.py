@@ -153,11 +153,11 @@ def token_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, An
 
 
 def _f1(target: str, text: str) -> float:
-    wanted, given = normalised(target).split(), normalised(text).split()
-    common = sum((collections.Counter(wanted) & collections.Counter(given)).values())
-    if not wanted or not given:
-        return float(wanted == given)
-    return 2 * common / (len(wanted) + len(given))
+    expected, predicted = normalised(target).split(), normalised(text).split()
+    common = sum((collections.Counter(expected) & collections.Counter(predicted)).values())
+    if not expected or not predicted:
+        return float(expected == predicted)
+    return 2 * common / (len(expected) + len(predicted))
 
 
 def _check_rouge(num_samples: int) -> None:
@@ -225,12 +225,12 @@ def bleu(
 def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[str, str], float]) -> list[float]:
     """The score of each example: the best over its right answers, averaged over its samples."""
     found = []
-    for target, given in zip(targets, predictions, strict=True):
+    for target, prediction in zip(targets, predictions, strict=True):
         right = _several(target)
-        texts = [given] if isinstance(given, str) else given
+        texts = [prediction] if isinstance(prediction, str) else prediction
         if not all(isinstance(text, str) for text in texts):
             raise UserError(
-                f"the prediction {str(given)[:60]} must be a text: EvalTask.choices needs metrics of choices"
+                f"the prediction {str(prediction)[:60]} must be a text: EvalTask.choices needs metrics of choices"
             )
         found.append(statistics.fmean(max(score(one, text) for one in right) for text in texts))
     return found

@@ -61,20 +61,20 @@ class Predictions:
         if self._file is not None:
             self._file.close()
 
-    def beginning(self, asked: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def beginning(self, requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The file's lines for the first of these requests; the caller must generate the others and `add` them.
 
         Raises:
           UserError: a line is of another request.
         """
         lines: list[dict[str, Any]] = []
-        for one in asked:
+        for one in requests:
             if (line := self.known(one)) is None:
                 break
             lines.append(line)
         return lines
 
-    def known(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    def known(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The file's line for the next request; None: the caller must generate it and `add` it.
 
         Raises:
@@ -83,15 +83,15 @@ class Predictions:
         if not self._old:
             return None
         line, self._number = self._old.pop(0), self._number + 1
-        if any(line.get(key) != value for key, value in asked.items()):
+        if any(line.get(key) != value for key, value in request.items()):
             raise UserError(
                 f"--predictions={self._path}: line {self._number} is of another request than now: name another file"
             )
         return line
 
-    def add(self, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the next line, and returns it."""
-        line = {**asked, **answer}
+        line = {**request, **answer}
         if self._file is not None:
             _write(self._file, line)
         return line

@@ -70,7 +70,7 @@ class PassAtK:
         return {"programs": {"holder": by.holder, "network": by.network, "separate": self.separate}}
 
     def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
-        several = [[given] if isinstance(given, str) else list(given) for given in predictions]
+        several = [[prediction] if isinstance(prediction, str) else list(prediction) for prediction in predictions]
         made = judged if self.separate else lambda target, text: Program(code=program(target, text))
         programs = [made(target, text) for target, texts in zip(targets, several) for text in texts]
         if not self.separate:

@@ -192,8 +192,8 @@ def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.A
     """The sum of the log-probabilities of each row's weighted targets [B], and whether all of them have rank 1 [B]."""
     hidden_BTD, _ = model.hidden(params, batch)
     B, T, D = hidden_BTD.shape
-    wanted = -(-B * T * model.config.vocab_size // _BLOCK_LOGITS)
-    blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
+    fewest = -(-B * T * model.config.vocab_size // _BLOCK_LOGITS)
+    blocks = next(n for n in range(min(fewest, T), T + 1) if T % n == 0)
 
     def of_block(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, targets = block

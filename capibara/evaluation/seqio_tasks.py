@@ -77,12 +77,12 @@ class Opened:
         """Raises UserError if a task has a metric that needs an unsupported output of the model."""
         kinds = tasks.load().metrics.ModelOutputType
         for one in self.evaluator.eval_tasks:
-            wanted = {metric.model_output_type for metric in one.metric_objs}
-            if other := wanted - {kinds.PREDICTION, kinds.SCORE}:
+            outputs = {metric.model_output_type for metric in one.metric_objs}
+            if other := outputs - {kinds.PREDICTION, kinds.SCORE}:
                 raise UserError(
                     f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are supported"
                 )
-            if kinds.PREDICTION in wanted:
+            if kinds.PREDICTION in outputs:
                 check_generates(model)
 
 

@@ -136,8 +136,8 @@ def open_subject(
         plan, mesh = _laid_out(plan, chosen)
         return sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
 
-    given = (path, gin_files, bindings, search_paths)
-    run, loaded = loading.load_with_run(*given, step=step, weights=weights, placed=placed, trust=trust)
+    source = (path, gin_files, bindings, search_paths)
+    run, loaded = loading.load_with_run(*source, step=step, weights=weights, placed=placed, trust=trust)
     plan, mesh = _laid_out(run.plan, chosen)
     trainer = dataclasses.replace(run, plan=plan)
     return Subject(

@@ -200,7 +200,7 @@ class Loader:
         dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest one
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         params = load_params(self.foreign, self.model, shardings, dtype=dtype)
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target)
 
     def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
         """The step of the stored model, and its optimizer state converted for the run's optimizer.
@@ -448,10 +448,12 @@ def _matched(
     fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
     rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_missing(rows, shapes, stored)
-    wanted = {name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
+    expected = {
+        name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)
+    }
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some checkpoints store a tied head as well
-    _check_names(wanted, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
-    for name, shape in wanted.items():
+    _check_names(expected, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
+    for name, shape in expected.items():
         if tuple(found[stored[name]]) != shape:
             raise UserError(
                 f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its configuration"
@@ -487,9 +489,9 @@ def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.shardin
         )
 
 
-def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:
-    missing = [name for name in wanted if name not in stored]
-    unexpected = [stored[name] for name in stored if name not in wanted and name not in passed_over]
+def _check_names(expected: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:
+    missing = [name for name in expected if name not in stored]
+    unexpected = [stored[name] for name in stored if name not in expected and name not in passed_over]
     heads = [name for name in unexpected if name.startswith(_OTHER_HEADS)]
     if heads:
         raise UserError(

@@ -158,9 +158,9 @@ class Health:
 
     def _silent(self, worker: Worker, passed_s: float) -> str | None:
         try:
-            said = os.read(worker.beats, 1 << 16)
+            read = os.read(worker.beats, 1 << 16)
             self._silent_s[worker.index] = 0.0
-            if not said or said.endswith(b"-"):  # it sends no more heartbeats
+            if not read or read.endswith(b"-"):  # it sends no more heartbeats
                 del self._silent_s[worker.index]
         except BlockingIOError:
             if worker.index in self._silent_s:

@@ -72,10 +72,10 @@ def load_with_run(
     trust: bool = False,
 ) -> tuple[Trainer, LoadedModel]:
     """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
-    given = (gin_files, bindings, search_paths)
+    gin = (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
-        run = run_folder.load(path, *given, step=step, average=average, placed=placed, trust=trust)
+        run = run_folder.load(path, *gin, step=step, average=average, placed=placed, trust=trust)
         return run.trainer, _of_run(run, path)
     given_path, path = path, open_model.local_model(path)
     known = ("config.json", "adapter_config.json")  # the error of open_model explains how to merge an adapter
@@ -90,7 +90,7 @@ def load_with_run(
         if value is not None:
             raise UserError(f"{flag}={value} is only for run folders, and {path} is none: leave it out")
     config.load_modules(gin_files, search_paths)
-    trainer, loaded = _foreign(path, *given, placed)
+    trainer, loaded = _foreign(path, *gin, placed)
     return trainer, dataclasses.replace(loaded, path=given_path)
 
 
@@ -167,8 +167,8 @@ def _foreign(
         raise UserError(f"{path} has no tokenizer ({TOKENIZER_FILE}, tokenizer.model): put the model's own beside it")
     folder = path if os.path.isdir(path) else _written(foreign.tokenizer)
     length = min(own.max_length or _LENGTH, _LENGTHS.get(type(own), _LENGTH))
-    said = config.Recorded(gin_of.run(own, folder, foreign.tokenizer, length), path)
-    config.parse(gin_files, bindings, search_paths, said)
+    record = config.Recorded(gin_of.run(own, folder, foreign.tokenizer, length), path)
+    config.parse(gin_files, bindings, search_paths, record)
     trainer = config.build(Trainer)
     model = api.build(dataclasses.replace(trainer.model, lora=None))
     shardings = placed(trainer.plan, model)

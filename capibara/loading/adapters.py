@@ -39,18 +39,18 @@ class Adapters:
                 raise UserError(f"Adapters.paths has two adapters {name!r}: use different names")
 
 
-def beside(loaded: LoadedModel, asked: Sequence[str] = (), base: str | None = None) -> LoadedModel:
+def beside(loaded: LoadedModel, flags: Sequence[str] = (), base: str | None = None) -> LoadedModel:
     """Adds the adapters of Adapters.paths and of the command line to a model.
 
     Args:
       loaded: the base model.
-      asked: flags, "NAME=PATH" each.
+      flags: flags, "NAME=PATH" each.
       base: the name of the model itself in requests; None: it has none.
 
     Raises:
       UserError: an adapter does not exist, cannot be read, or is of another model.
     """
-    pairs = [*config.build(Adapters).paths, *(_parsed(one) for one in asked)]
+    pairs = [*config.build(Adapters).paths, *(_parsed(one) for one in flags)]
     names = [name for name, _ in pairs]
     for name in names:
         if name == base or names.count(name) > 1:

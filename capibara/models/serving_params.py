@@ -39,7 +39,7 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
         return jax.tree.map(one, axes, values, is_leaf=tree.is_axes)
 
     stacks: list[Params] = []
-    rest_axes, rest = (with_layers(given, stacks.append) for given in (axes, params))
+    rest_axes, rest = (with_layers(part, stacks.append) for part in (axes, params))
     of_all = each(_of_stack, *stacks)
     layers = tuple(_of_layer(of_all, number) for number in range(config.num_layers))
     arrays = each(_of_array, rest_axes, rest)

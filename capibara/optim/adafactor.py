@@ -101,8 +101,8 @@ class Adafactor:
             raise UserError(f"Adafactor.step_offset is {self.step_offset}, must not be negative: 0 is none")
         if self.factor_map and self.factoring is Factoring.DIMENSIONS:
             raise UserError("Adafactor.factor_map has no effect with factoring 'dimensions': set 'matrices'")
-        for name, given in (("factor_map", self.factor_map), ("parameter_scale_map", self.parameter_scale_map)):
-            for pattern, _ in given:
+        for name, patterns in (("factor_map", self.factor_map), ("parameter_scale_map", self.parameter_scale_map)):
+            for pattern, _ in patterns:
                 _check_pattern(name, pattern)
         for pattern, roles in self.factor_map:
             if wrong := [role for role in roles if role not in _ROLES]:

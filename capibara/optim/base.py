@@ -140,9 +140,9 @@ def check_updates(tx: optax.GradientTransformation, params: Params, name: str) -
       UserError: an update is missing or has another shape.
     """
     updates = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[0], params)
-    shapes, given = (dict(zip(path_names(tree), jax.tree.leaves(tree))) for tree in (params, updates))
+    shapes, shapes_of = (dict(zip(path_names(tree), jax.tree.leaves(tree))) for tree in (params, updates))
     for path, leaf in shapes.items():
-        update = given.get(path)
+        update = shapes_of.get(path)
         if update is None or update.shape != leaf.shape:
             found = "none" if update is None else str(update.shape)
             raise UserError(

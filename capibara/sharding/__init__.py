@@ -485,6 +485,6 @@ def dividing(mesh: Mesh, part: Any, size: int) -> Any:
     return tuple(kept) or None
 
 
-def _nearest_divisor(wanted: int, total: int) -> int:
+def _nearest_divisor(size: int, total: int) -> int:
     divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+    return min(divisors, key=lambda d: (abs(d - size), d))

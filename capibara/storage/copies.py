@@ -136,8 +136,8 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
                 _copy(entry, path)
             _save_record(folder, record | known)
             took_s = time.perf_counter() - begin_s
-            said = "copied %d files, %.1f MiB, of %s to %s in %.1f s"
-            logging.getLogger(__name__).info(said, len(missing), total / limits.MIB, url, folder, took_s)
+            line = "copied %d files, %.1f MiB, of %s to %s in %.1f s"
+            logging.getLogger(__name__).info(line, len(missing), total / limits.MIB, url, folder, took_s)
     return paths
 
 

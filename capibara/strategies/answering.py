@@ -133,12 +133,12 @@ class Answerer:
         run, grpo = self._run, self._grpo
         dataset, rules = run.dataset, run.plan.rules
         layout = own_chips.found(run.model, grpo.mesh, grpo.where, grpo.engine, dataset.length, free=self._free_bytes())
-        given = (dataset.get_vocabulary(), dataset.length, grpo.engine)
+        options = (dataset.get_vocabulary(), dataset.length, grpo.engine)
         if layout is None:
-            self._engine = Engine(run.model, params, *given, rules=rules)
+            self._engine = Engine(run.model, params, *options, rules=rules)
         else:
             self._own = OwnChips(run.model, layout, rules)
-            self._engine = Engine(run.model.plain, self._own(params), *given)
+            self._engine = Engine(run.model.plain, self._own(params), *options)
 
     @property
     def _loaded(self) -> Engine:
@@ -205,12 +205,12 @@ class Answerer:
     def _judged(self, split: str, prompt: Prompt, streams: Sequence[Stream]) -> list[dict[str, Any]]:
         return [self._answer(split, prompt, stream.result()).packed() for stream in streams]
 
-    def _answer(self, split: str, prompt: Prompt, said: Completion) -> Answer:
+    def _answer(self, split: str, prompt: Prompt, completion: Completion) -> Answer:
         grpo, documents = self._grpo, self._documents[split]
         record, text = documents.record(prompt.number), documents[prompt.number]
         parts = []
         for reward in grpo.rewards:
-            value = reward(text, said.text, record)
+            value = reward(text, completion.text, record)
             if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
                 raise UserError(
                     f"Grpo.rewards: {name_of(reward)} returned {value!r} for an answer to "
@@ -218,11 +218,11 @@ class Answerer:
                 )
             parts.append(float(value))
         weights = grpo.reward_weights or (1.0,) * len(parts)
-        tokens, drawn = [*said.tokens], [*said.drawn]
-        if said.end is not None:
-            tokens, drawn = [*tokens, said.end], [*drawn, said.end_drawn]
+        tokens, drawn = [*completion.tokens], [*completion.drawn]
+        if completion.end is not None:
+            tokens, drawn = [*tokens, completion.end], [*drawn, completion.end_drawn]
         total = sum(weight * part for weight, part in zip(weights, parts))
-        return Answer(prompt.ids, tokens, drawn, total, tuple(parts), said.finish is Finish.LENGTH)
+        return Answer(prompt.ids, tokens, drawn, total, tuple(parts), completion.finish is Finish.LENGTH)
 
 
 def _prompts(dataset: Dataset, split: str) -> PromptDocuments:

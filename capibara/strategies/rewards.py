@@ -45,8 +45,8 @@ def exact_answer(
         whole text.
     """
     del prompt
-    said = answer if pattern is None else found(pattern, answer)
-    return float(said is not None and _plain(said) == _plain(str(_of(record, field))))
+    text = answer if pattern is None else found(pattern, answer)
+    return float(text is not None and _plain(text) == _plain(str(_of(record, field))))
 
 
 @configurable
@@ -66,11 +66,11 @@ def numeric_answer(
       tolerance: the largest relative difference.
     """
     del prompt
-    said = answer if pattern is None else found(pattern, answer) or ""
-    number, wanted = _last_number(said), _last_number(str(_of(record, field)))
-    if wanted is None:
+    text = answer if pattern is None else found(pattern, answer) or ""
+    number, expected = _last_number(text), _last_number(str(_of(record, field)))
+    if expected is None:
         raise UserError(f"numeric_answer.field ({field!r}) of a record is {record[field]!r}: it must hold a number")
-    return float(number is not None and math.isclose(number, wanted, rel_tol=tolerance, abs_tol=tolerance))
+    return float(number is not None and math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
 @configurable
@@ -91,12 +91,12 @@ def check_reward(reward: object) -> None:
         raise UserError(f"Grpo.rewards has {reward!r}, must have functions, in Gin (@exact_answer, ...) without ()")
     kinds = inspect.Parameter
     try:
-        given = inspect.signature(inspect.unwrap(reward)).parameters.values()
+        parameters = inspect.signature(inspect.unwrap(reward)).parameters.values()
     except (TypeError, ValueError):
         return  # its signature is unknown
-    positional = [one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    positional = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     needed = [one for one in positional if one.default is kinds.empty]
-    if len(needed) > 3 or (len(positional) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in given)):
+    if len(needed) > 3 or (len(positional) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in parameters)):
         raise UserError(
             f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
         )

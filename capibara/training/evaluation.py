@@ -85,9 +85,9 @@ class Evaluator:
           first_step: completed steps at this start.
           owed: the previous start stopped before the evaluation of `first_step`.
         """
-        given = step == 0 and self.trainer.init_from is not None
+        is_pretrained = step == 0 and self.trainer.init_from is not None
         last = step >= self.trainer.steps
-        return (step > first_step or given or owed) and is_due(step, self.trainer.evaluation.every, last)
+        return (step > first_step or is_pretrained or owed) and is_due(step, self.trainer.evaluation.every, last)
 
     def evaluate(self, step: int, params: Params) -> float | None:
         """Evaluates, judges and samples; returns the loss, or None if the run must stop before that."""

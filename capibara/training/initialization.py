@@ -81,11 +81,11 @@ def initial_params(
     Args:
       trainer, model, mesh: of the run.
       load: as in `reader`.
-      init: (key, given=pretrained parameters or None) -> a new state.
+      init: (key, pretrained=parameters or None) -> a new state.
     """
     read = reader_again(trainer, load)
     loaded = None if trainer.init_from is None else load_params(trainer, model, mesh, read)
-    return init(jax.random.key(trainer.seed), given=loaded).params
+    return init(jax.random.key(trainer.seed), pretrained=loaded).params
 
 
 def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:
@@ -161,9 +161,9 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
     return step, opt_state
 
 
-def _placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    value = np.asarray(value, wanted.dtype)
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: value[index])
+def _placed(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    value = np.asarray(value, target.dtype)
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: value[index])
 
 
 def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:

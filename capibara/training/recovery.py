@@ -92,11 +92,11 @@ class Recovery:
 
         Args:
           initial: the checkpoint or pretrained weights.
-          init: (key, given=pretrained parameters or None) -> a new state.
+          init: (key, pretrained=parameters or None) -> a new state.
         """
         if initial.checkpoint is not None:
             return self._resumed(*initial.checkpoint)
-        state, step = init(jax.random.key(self._trainer.seed), given=initial.params), 0
+        state, step = init(jax.random.key(self._trainer.seed), pretrained=initial.params), 0
         if initial.optimizer is not None:
             step, opt_state = initial.optimizer
             at = jax.device_put(np.int32(step), self._target.step.sharding)

@@ -300,10 +300,10 @@ class StateSpec:
     options: StateOptions
 
     def init(self, model: api.Model) -> Callable[..., TrainState]:
-        """A jitted function (key, given=None) -> a new state."""
+        """A jitted function (key, pretrained=None) -> a new state."""
         make = functools.partial(states.init_state, model, self.tx, **self.options)
         in_blocks = model.config.lora is not None and model.config.lora.base_dtype.in_blocks
-        donated = () if in_blocks else "given"  # a quantized parameter cannot reuse the buffer
+        donated = () if in_blocks else "pretrained"  # a quantized parameter cannot reuse the buffer
         return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
 
 

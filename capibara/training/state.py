@@ -64,13 +64,13 @@ def init_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
-    given: Params | None = None,
+    pretrained: Params | None = None,
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`).
 
-    `given`: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
+    `pretrained`: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
     """
-    params = model.init(key) if given is None else _begun(model, given, key)
+    params = model.init(key) if pretrained is None else _begun(model, pretrained, key)
     trained = model.trained(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -82,10 +82,10 @@ def init_state(
     )
 
 
-def _begun(model: Model, given: Params, key: jax.Array) -> Params:
+def _begun(model: Model, pretrained: Params, key: jax.Array) -> Params:
     of_adapter = lambda name: model.config.lora is not None and "_lora/" in name  # noqa: E731
-    params = model.adapt(tree.part(given, lambda name: not of_adapter(name)), key)
-    return tree.joined(tree.part(given, of_adapter), params)
+    params = model.adapt(tree.part(pretrained, lambda name: not of_adapter(name)), key)
+    return tree.joined(tree.part(pretrained, of_adapter), params)
 
 
 def state_shardings(

@@ -184,8 +184,8 @@ class Trainer:
         holds = self.dataset.data_format
         if self.loss is None:
             if holds is not DataFormat.TEXTS:
-                wanted = {DataFormat.PREFERENCES: "@Dpo()", DataFormat.PROMPTS: "@Grpo()"}[holds]
-                raise UserError(f"Dataset.source holds {holds} and Trainer.loss is None: set Trainer.loss = {wanted}")
+                losses = {DataFormat.PREFERENCES: "@Dpo()", DataFormat.PROMPTS: "@Grpo()"}[holds]
+                raise UserError(f"Dataset.source holds {holds} and Trainer.loss is None: set Trainer.loss = {losses}")
             return
         name = type(self.loss).__name__
         if self.z_loss:
@@ -249,8 +249,8 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
         config.bind("", "Dataset", "mixture_or_task_name", "unused", "of_gin")
     steps = {} if config.is_bound("Trainer.steps") else {"steps": 1_000_000}
     if config.is_bound("Trainer.model"):
-        given = steps | ({} if config.is_bound("Trainer.init_from") else {"init_from": None})
-        run = config.build(Trainer, model_dir="unused", **given)
+        unset = steps | ({} if config.is_bound("Trainer.init_from") else {"init_from": None})
+        run = config.build(Trainer, model_dir="unused", **unset)
         return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, **lengths)) if lengths else run
     bound = [kind for kind in api.configurations() if config.is_bound(kind.__name__)]
     if not bound:

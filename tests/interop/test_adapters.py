@@ -191,7 +191,7 @@ def begun(folder, lora, begins="adapter", how="weights"):
     )
     loaded = initialization.load_params(trainer, model, mesh, read)
     tx = trainer.optimizer.build(10, model.trained(model.axes))
-    return model, states.init_state(model, tx, jax.random.key(0), ema=False, given=loaded).params
+    return model, states.init_state(model, tx, jax.random.key(0), ema=False, pretrained=loaded).params
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.heavy)])

@@ -31,11 +31,11 @@ def step(case):
 
 
 def start(case):
-    return case.state.init(case.model).lower(jax.random.key(0), given=None)
+    return case.state.init(case.model).lower(jax.random.key(0), pretrained=None)
 
 
 def start_with_given(case):
-    return case.state.init(case.model).lower(jax.random.key(0), given=case.params_of(case.model.plain))
+    return case.state.init(case.model).lower(jax.random.key(0), pretrained=case.params_of(case.model.plain))
 
 
 def evaluation(case):

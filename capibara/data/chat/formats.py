@@ -200,9 +200,9 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError(f"{where}: history must be a list of [instruction, answer], not {_short(turn)}")
         messages += [_said("user", turn[0], where, "history"), _said("assistant", turn[1], where, "history")]
-    asked = _said("user", record["instruction"], where, "instruction")
+    message = _said("user", record["instruction"], where, "instruction")
     more = _said("user", record.get("input") or "", where, "input")["content"]
-    return [*messages, {**asked, "content": f"{asked['content']}\n\n{more}" if more else asked["content"]}]
+    return [*messages, {**message, "content": f"{message['content']}\n\n{more}" if more else message["content"]}]
 
 
 def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:

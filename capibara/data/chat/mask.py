@@ -111,22 +111,24 @@ class _Finder:
     def turn(self, k: int) -> Range:
         """The range of characters that the assistant generates for message `k`."""
         self._prepare(k)
-        start, said = self._start(k), self._said_until(k)
-        if said < start:
+        start, end = self._start(k), self._said_until(k)
+        if end < start:
             raise self._not_found(k, "it comes before the generation prompt")
-        self._check_said(k, self._text[start:said])
-        return start, self._end(k, said)
+        self._check_said(k, self._text[start:end])
+        return start, self._end(k, end)
 
     def _prepare(self, k: int) -> None:
         """Renders the variants that message `k` nearly always needs in one batch."""
         messages = self._messages
-        asked = [(_replaced(messages, k, changed), False) for changed in _variants(messages[k], self._probes)]
+        prompts = [(_replaced(messages, k, changed), False) for changed in _variants(messages[k], self._probes)]
         if k:
-            asked.append((messages[:k], True))
+            prompts.append((messages[:k], True))
         if k + 1 < len(messages):
-            asked.append((messages[: k + 1], False))
-        found = self._template.render_each([(Conversation(m, self._tools), prompt) for m, prompt in asked], self._where)
-        self._ready = [(m, prompt, one) for (m, prompt), one in zip(asked, found, strict=True)]
+            prompts.append((messages[: k + 1], False))
+        found = self._template.render_each(
+            [(Conversation(m, self._tools), prompt) for m, prompt in prompts], self._where
+        )
+        self._ready = [(m, prompt, one) for (m, prompt), one in zip(prompts, found, strict=True)]
 
     def _start(self, k: int) -> int:
         if not k:
@@ -170,7 +172,7 @@ class _Finder:
             raise self._not_found(k, "the template omits it")
         return min(lengths)
 
-    def _check_said(self, k: int, said: str) -> None:
+    def _check_said(self, k: int, text: str) -> None:
         message = self._messages[k]
         content = message["content"]
         # A reasoning template splits the content, and may move the parts or omit the first.
@@ -178,28 +180,28 @@ class _Finder:
         calls = message.get("tool_calls", ())
         if calls:
             parts = [""]  # Llama 3.1's template omits the content of a message with a tool call
-        if not any(part in said for part in parts) or not all(call["function"]["name"] in said for call in calls):
-            raise self._not_found(k, f"the text has {_shown(said)} instead")
+        if not any(part in text for part in parts) or not all(call["function"]["name"] in text for call in calls):
+            raise self._not_found(k, f"the text has {_shown(text)} instead")
 
-    def _end(self, k: int, said: int) -> int:
-        follows = self._text[said:]
+    def _end(self, k: int, at: int) -> int:
+        follows = self._text[at:]
         if k + 1 < len(self._messages):
             messages = self._messages[: k + 1]
             alone = self._render(messages).text
-            if alone[:said] == self._text[:said]:
-                rest = alone[said:]
+            if alone[:at] == self._text[:at]:
+                rest = alone[at:]
             else:
                 rest = alone[len(alone) - self._unchanged(messages, k, alone) :]
             follows = follows[: _common_beginning(follows, rest)]
         found, own = self._template.turn_ends.search(follows), self._template.end_of_turn
-        if found is None and own is not None and self._text.startswith(own, said):
-            return said + len(own)  # gpt-oss: <|end|>, and <|return|> after the last turn
+        if found is None and own is not None and self._text.startswith(own, at):
+            return at + len(own)  # gpt-oss: <|end|>, and <|return|> after the last turn
         if found is None:
             raise UserError(
-                f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[said:])} after it: "
+                f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[at:])} after it: "
                 "a model that learns this never stops; set ChatTemplate.end_of_turn, or add one to the template"
             )
-        end = said + found.end()
+        end = at + found.end()
         if self._template.after_turn is AfterTurn.ALL and k + 1 == len(self._messages):
             return len(self._text)
         said_too = self._template.after_turn is not AfterTurn.NOTHING

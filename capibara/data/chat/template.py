@@ -243,18 +243,18 @@ class ChatTemplate:
         if name not in self._checked:
             template = Template(self._files.sources[name][1], self.date)
             try:
-                asked = template_process.asked_by(template)
+                variables = template_process.asked_by(template)
             except TemplateError as error:
                 place = f"{self._where(name)}{f':{error.line}' if error.line else ''}"
                 what = "is no Jinja template" if error.is_syntax else "is no template that can be used"
                 raise UserError(f"{place} {what}: {one_line(error)}") from None
-            self._check_tokens(set(asked), name)
+            self._check_tokens(set(variables), name)
             self._checked[name] = template, template.key
         return self._checked[name]
 
-    def _check_tokens(self, asked: set[str], name: str) -> None:
+    def _check_tokens(self, names: set[str], name: str) -> None:
         """A template without the names of its tokens would silently leave them out."""
-        missing = sorted(({"bos_token", "eos_token"} & asked) - {*self._files.token_names, *self.variables})
+        missing = sorted(({"bos_token", "eos_token"} & names) - {*self._files.token_names, *self.variables})
         if missing and not self._files.has_token_names:
             raise UserError(
                 f"{self._where(name)} asks for {' and '.join(missing)}, and there is no tokenizer_config.json beside the "

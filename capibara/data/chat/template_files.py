@@ -93,13 +93,13 @@ class TemplateFiles:
         if os.path.isfile(path):
             return {"default": (path, _read(path, TEMPLATE_FILE))}
         path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
-        given = found.get("chat_template")
-        if isinstance(given, str):
-            return {"default": (f"the template of {path}", given)}
-        if isinstance(given, list) and given:
-            if not all(isinstance(one, dict) and all(isinstance(one.get(k), str) for k in _NAMED) for one in given):
+        templates = found.get("chat_template")
+        if isinstance(templates, str):
+            return {"default": (f"the template of {path}", templates)}
+        if isinstance(templates, list) and templates:
+            if not all(isinstance(one, dict) and all(isinstance(one.get(k), str) for k in _NAMED) for one in templates):
                 raise UserError(f"{path}: each chat_template of several must have a name and a template, both text")
-            return {one["name"]: (f"the template {one['name']!r} of {path}", one["template"]) for one in given}
+            return {one["name"]: (f"the template {one['name']!r} of {path}", one["template"]) for one in templates}
         raise UserError(
             f"ChatTemplate.tokenizer ({self._tokenizer!r}) has no chat template (neither chat_template.jinja nor "
             "chat_template in tokenizer_config.json): set ChatTemplate.template to one"

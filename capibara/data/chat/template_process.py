@@ -232,15 +232,15 @@ class _Process:
         if answer is None:
             raise self._end_explained(cpu_s)
         try:
-            said = json.loads(answer[1:].decode("utf-8", "surrogatepass"))
+            reply = json.loads(answer[1:].decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             self.close()
             raise TemplateError("its process says what no template should make it say", is_bound=True) from None
         if answer[:1] == template_worker.FAILS:
-            if said["kind"] in _ENDING:
+            if reply["kind"] in _ENDING:
                 self.close()
-            raise _error_of(said)
-        return said
+            raise _error_of(reply)
+        return reply
 
     def _end_explained(self, cpu_s: float) -> TemplateError | _Lost:
         running = self._running
@@ -256,10 +256,10 @@ class _Process:
         return _Lost(f"its process ended with code {code}")
 
 
-def _error_of(said: Mapping[str, Any]) -> TemplateError:
-    kind = said["kind"]
-    message = _ENDING.get(kind, said["message"])
-    return TemplateError(message, said["line"], is_syntax=kind == "syntax", is_bound=kind in _ENDING)
+def _error_of(reply: Mapping[str, Any]) -> TemplateError:
+    kind = reply["kind"]
+    message = _ENDING.get(kind, reply["message"])
+    return TemplateError(message, reply["line"], is_syntax=kind == "syntax", is_bound=kind in _ENDING)
 
 
 def _receive(connection: socket.socket, deadline_s: float, most_bytes: int) -> bytes | None:

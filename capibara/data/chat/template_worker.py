@@ -98,10 +98,10 @@ def _answer(templates: Templates, request: Mapping[str, Any]) -> tuple[bytes, bo
         return FAILS + _json(_explained(kind, str(error), error)), True
 
 
-def _render(templates: Templates, key: str, given: Mapping[str, Any], longest: int) -> str | dict[str, Any]:
+def _render(templates: Templates, key: str, variables: Mapping[str, Any], longest: int) -> str | dict[str, Any]:
     """The text, or an error."""
     try:
-        text = templates.render(key, given)
+        text = templates.render(key, variables)
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
@@ -134,13 +134,13 @@ class Templates:
         if date not in self._environments:
             self._environments[date] = _environment(date)
         environment = self._environments[date]
-        asked = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        names = jinja2.meta.find_undeclared_variables(environment.parse(text))
         self._compiled[key] = environment.from_string(text)
-        return sorted(asked)
+        return sorted(names)
 
-    def render(self, key: str, given: Mapping[str, Any]) -> str:
+    def render(self, key: str, variables: Mapping[str, Any]) -> str:
         """The text of the template with this key."""
-        return self._compiled[key].render(given)
+        return self._compiled[key].render(variables)
 
 
 def _environment(date: str) -> Any:

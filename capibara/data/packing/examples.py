@@ -41,13 +41,13 @@ class Tally:
             self.long += 1
             if _is_power_of_ten(self.long):
                 fate = {TooLong.DROP: "dropped", TooLong.CUT: "cut"}[dataset.too_long]
-                said = f"of {self.read} {self.noun} read so far {self.long} longer than Dataset.length"
-                logging.getLogger(__name__).warning("%s (%d) were %s, see Dataset.too_long", said, dataset.length, fate)
+                line = f"of {self.read} {self.noun} read so far {self.long} longer than Dataset.length"
+                logging.getLogger(__name__).warning("%s (%d) were %s, see Dataset.too_long", line, dataset.length, fate)
         elif not carries_loss:
             self.silent += 1
             if _is_power_of_ten(self.silent):
-                said = f"of {self.read} {self.noun} read so far {self.silent} without loss were dropped"
-                logging.getLogger(__name__).warning(said)
+                line = f"of {self.read} {self.noun} read so far {self.silent} without loss were dropped"
+                logging.getLogger(__name__).warning(line)
 
     def nothing_left(self, dataset: Dataset) -> UserError:
         """The error for data of which no conversation is left."""

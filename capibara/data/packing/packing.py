@@ -185,7 +185,7 @@ def batch_spec(
     if encoder_length is not None:
         spec |= {key: ((rows, encoder_length), np.dtype(np.int32)) for key in ENCODER_KEYS}
     more = {"domains": domains, "numbers": numbers, "prefix": prefix}
-    spec |= {key: ((rows, length), np.dtype(np.int32)) for key, wanted in more.items() if wanted}
+    spec |= {key: ((rows, length), np.dtype(np.int32)) for key, is_needed in more.items() if is_needed}
     return spec
 
 

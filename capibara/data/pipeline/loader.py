@@ -91,18 +91,18 @@ def make_loader(
 
 def check_task_shards(dataset: Dataset, batch_size: int, hosts: int) -> None:
     """Raises UserError if the streams of a SeqIO task do not divide over the rows and hosts of a training batch."""
-    given = dataset.task_shards
+    streams = dataset.task_shards
 
     def fits(shards: int) -> bool:
         return batch_size % shards == 0 and (shards % hosts == 0 or hosts % shards == 0)
 
-    if not dataset.is_seqio or fits(given):
+    if not dataset.is_seqio or fits(streams):
         return
     constraint = f"must divide the {batch_size} rows of a batch (Plan.batch_size)"
-    if batch_size % given == 0:
+    if batch_size % streams == 0:
         constraint = f"must divide the {hosts} hosts or be a multiple of them"
-    fix = max(shards for shards in range(1, min(given, batch_size) + 1) if fits(shards))
-    raise UserError(f"Dataset.task_shards ({given}) {constraint}: try {fix}")
+    fix = max(shards for shards in range(1, min(streams, batch_size) + 1) if fits(shards))
+    raise UserError(f"Dataset.task_shards ({streams}) {constraint}: try {fix}")
 
 
 def _default_workers() -> int:

@@ -44,8 +44,8 @@ class ParquetRows(ShardFormat):
         group = int(np.searchsorted(rows, start, side="right")) - 1
         about = metadata.row_group(group)
         chunks = [about.column(i) for i in range(about.num_columns)]
-        wanted = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in self.columns]
-        size = sum(chunk.total_uncompressed_size for chunk in wanted)
+        selected = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in self.columns]
+        size = sum(chunk.total_uncompressed_size for chunk in selected)
         if size > _MOST_BYTES:
             raise UserError(
                 f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"

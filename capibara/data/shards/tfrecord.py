@@ -61,8 +61,8 @@ class _Window:
     def bytes(self, at: int, count: int) -> bytes:
         have = self._start + len(self._content)
         if at + count > have:
-            wanted = min(max(at + count, have + SLACK_BYTES), self._shard.size)
-            self._content += read(self._shard, have, wanted)
+            stop = min(max(at + count, have + SLACK_BYTES), self._shard.size)
+            self._content += read(self._shard, have, stop)
         return self._content[at - self._start : at - self._start + count]
 
     def length(self, at: int) -> int | None:

@@ -67,8 +67,8 @@ def prepare_instructions(
     for path in paths:
         for name, content in _contents(path, members):
             lines = [_line(record, f"{name}:{number}") for number, record in _records(name, content)]
-            for asked, line in lines:
-                key = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            for prompt, line in lines:
+                key = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                 sides[int.from_bytes(key, "little") < held_out * 2.0**64].append(line)
             report(f"{name}: {len(lines)} conversations")
     if not all(sides):

@@ -75,9 +75,9 @@ def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
         if split in part.splits:
             indexes.index_of(_files(part, split, _info(part, split)), TfRecords(block_bytes=_LARGEST))
     if isinstance(error, tf.errors.DataLossError):
-        said = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
+        reason = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
         raise UserError(
-            f"SeqIO task {task.name!r}: a record of its cache is corrupted ({said}): write it again with seqio_cache_tasks"
+            f"SeqIO task {task.name!r}: a record of its cache is corrupted ({reason}): write it again with seqio_cache_tasks"
         ) from error
     raise error
 
@@ -217,10 +217,10 @@ def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Ma
     try:
         data = _after_cache(task, data, lengths, 0)
     except (ValueError, KeyError) as error:
-        said = " ".join(str(error).split())
-        said = f"no feature {said}" if isinstance(error, KeyError) else said
+        reason = " ".join(str(error).split())
+        reason = f"no feature {reason}" if isinstance(error, KeyError) else reason
         raise UserError(
-            f"SeqIO task {task.name!r}: its preprocessors do not accept the features of its cache ({said}): {again}"
+            f"SeqIO task {task.name!r}: its preprocessors do not accept the features of its cache ({reason}): {again}"
         ) from error
     for name, feature in task.output_features.items():
         if feature.required and name not in data.element_spec:
@@ -262,7 +262,7 @@ def _info(task: Any, split: str) -> dict[str, Any]:
             about = json.load(file)
         if int(about["num_shards"]) > 0 and about["features"].keys():
             return about
-        said = "no shards or no features"
+        reason = "no shards or no features"
     except tf.errors.NotFoundError:
         found = tf.io.gfile.glob(tasks.load().get_cached_info_path(task.cache_dir, "*"))
         splits = sorted(os.path.basename(one).removeprefix("info.").removesuffix(".json") for one in found)
@@ -271,29 +271,29 @@ def _info(task: Any, split: str) -> dict[str, Any]:
             f"{', '.join(splits) or 'none'}): write it again with seqio_cache_tasks"
         ) from None
     except (tf.errors.OpError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = str(getattr(error, "message", error)).splitlines()[0]
-    raise UserError(f"{path} cannot be read ({said}): write the cache again with seqio_cache_tasks")
+        reason = str(getattr(error, "message", error)).splitlines()[0]
+    raise UserError(f"{path} cannot be read ({reason}): write the cache again with seqio_cache_tasks")
 
 
 def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
     """A function from a serialized tf.train.Example to its features, as SeqIO reads a cache."""
     import tensorflow as tf
 
-    wanted, types = {}, {}
+    features, types = {}, {}
     for name, feature in about["features"].items():
         shape, dtype = feature["shape"], feature["dtype"]
         if any(size is None for size in shape[1:]):
             raise NotInBlocks(f"its feature {name!r} is ragged")
         stored = "int64" if dtype in ("int32", "bool") else dtype
         if shape and shape[0] is None:
-            wanted[name] = tf.io.FixedLenSequenceFeature(shape[1:], stored, allow_missing=True)
+            features[name] = tf.io.FixedLenSequenceFeature(shape[1:], stored, allow_missing=True)
         else:
-            wanted[name] = tf.io.FixedLenFeature(shape, stored)
+            features[name] = tf.io.FixedLenFeature(shape, stored)
         # Caches without a version store int32 as int64.
         types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
 
     def parse(serialized: Any) -> dict[str, Any]:
-        found = tf.io.parse_single_example(serialized, wanted)
+        found = tf.io.parse_single_example(serialized, features)
         return {_renamed(name): tf.cast(value, types[name]) for name, value in found.items()}
 
     return parse

@@ -128,10 +128,10 @@ class TaskFeed(Feed):
         return self.data_fingerprint() if old else saved
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
-        begin_s, said = time.perf_counter(), logging.getLogger(__name__)
+        begin_s, logger = time.perf_counter(), logging.getLogger(__name__)
         resumed = self._blocks is None and any(state.document for state in states)
         if resumed:
-            said.warning(
+            logger.warning(
                 "SeqIO task %r resumes at example %d: it reads and preprocesses all before it again (%s); a cached task "
                 "whose preprocessors after the cache only map, or ShardedSource, resumes by position",
                 self._task.name,
@@ -140,7 +140,7 @@ class TaskFeed(Feed):
             )
         for batch in in_turn(self._streams(states), self._each, self._skip, self.share.rows, self.dataset):
             if resumed:
-                said.warning("that took %.1f s", time.perf_counter() - begin_s)
+                logger.warning("that took %.1f s", time.perf_counter() - begin_s)
                 resumed = False
             yield batch
         if self._endless:
@@ -241,17 +241,17 @@ def _ids(example: dict[str, Any], feature: str, name: str) -> np.ndarray:
     return ids.astype(np.int32, copy=False)
 
 
-def _check_same(task: Vocabulary, given: Vocabulary, name: str) -> None:
+def _check_same(task: Vocabulary, vocabulary: Vocabulary, name: str) -> None:
     """Raises UserError unless the vocabulary of Gin has the task's ids; it may have more unused ids."""
-    common = min(task.size, given.size)
+    common = min(task.size, vocabulary.size)
     same = (
-        np.array_equal(task.token_bytes()[:common], given.token_bytes()[:common])
+        np.array_equal(task.token_bytes()[:common], vocabulary.token_bytes()[:common])
         and not task.token_bytes()[common:].any()
-        and (task.pad_id, task.eos_id) == (given.pad_id, given.eos_id)
-        and task.decode(range(common)) == given.decode(range(common))
+        and (task.pad_id, task.eos_id) == (vocabulary.pad_id, vocabulary.eos_id)
+        and task.decode(range(common)) == vocabulary.decode(range(common))
     )
     if not same:
         raise UserError(
-            f"Dataset.vocabulary ({given}) differs from the one of SeqIO task {name!r} "
-            f"(sizes {given.size} and {task.size}): leave Dataset.vocabulary out, or set the same"
+            f"Dataset.vocabulary ({vocabulary}) differs from the one of SeqIO task {name!r} "
+            f"(sizes {vocabulary.size} and {task.size}): leave Dataset.vocabulary out, or set the same"
         )

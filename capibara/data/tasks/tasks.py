@@ -127,9 +127,9 @@ def splits_of(task: Any) -> Sequence[str]:
         named = [
             f"{one.tfds_dataset.name} in {one.tfds_dataset.data_dir}" for one in found if hasattr(one, "tfds_dataset")
         ]
-        said = " ".join(str(error).split("\n")[0].split())
+        reason = " ".join(str(error).split("\n")[0].split())
         raise UserError(
-            f"SeqIO task {task.name!r} has no splits ({said}): is its dataset ({', '.join(named) or 'its source'}) prepared "
+            f"SeqIO task {task.name!r} has no splits ({reason}): is its dataset ({', '.join(named) or 'its source'}) prepared "
             "on this machine, and tfds_data_dir its folder?"
         ) from error
 

@@ -192,8 +192,8 @@ def _probe(kind: str, content: bytes, texts: list[str], path: str) -> None:
     key = hashlib.blake2b(content, digest_size=16, person=kind.encode()[:16]).digest()
     if key in _tried:
         return
-    said = json.dumps([kind, texts]).encode()
-    found = _run(len(said).to_bytes(8, "little") + said + content)
+    header = json.dumps([kind, texts]).encode()
+    found = _run(len(header).to_bytes(8, "little") + header + content)
     if found is not None:
         raise UserError(f"{path} is not a {_CALLED[kind]}: {found}")
     _tried.add(key)
@@ -202,7 +202,7 @@ def _probe(kind: str, content: bytes, texts: list[str], path: str) -> None:
 _CALLED = {"json": "tokenizer.json that can be used", "sentencepiece": "SentencePiece model"}
 
 
-def _run(given: bytes) -> str | None:
+def _run(request: bytes) -> str | None:
     """Runs the probe with this standard input; returns what is wrong, in one line, or None."""
     environment = dict(os.environ) | {
         "TOKENIZERS_PARALLELISM": "false",
@@ -211,15 +211,15 @@ def _run(given: bytes) -> str | None:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-I", _PROBE], input=given, capture_output=True, timeout=_PROBE_S, env=environment
+            [sys.executable, "-I", _PROBE], input=request, capture_output=True, timeout=_PROBE_S, env=environment
         )
     except subprocess.TimeoutExpired:
         return f"the library takes more than {_PROBE_S:.0f} s to load it and encode texts with it"
-    said = done.stdout.decode("utf-8", "replace").strip()
-    if done.returncode == 0 and said == "fine":
+    verdict = done.stdout.decode("utf-8", "replace").strip()
+    if done.returncode == 0 and verdict == "fine":
         return None
-    if said.startswith("wrong: "):
-        return " ".join(said.removeprefix("wrong: ").split())[:200]
+    if verdict.startswith("wrong: "):
+        return " ".join(verdict.removeprefix("wrong: ").split())[:200]
     if done.returncode == -9 or done.returncode == -24:  # SIGKILL, SIGXCPU
         return "the library takes too long to encode a text of 2,000 characters with it"
     return f"the library crashes or runs out of memory with it (exit code {done.returncode})"

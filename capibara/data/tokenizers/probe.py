@@ -17,10 +17,10 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
-    given = sys.stdin.buffer
-    kind, texts = json.loads(given.read(int.from_bytes(given.read(8), "little")))
+    stream = sys.stdin.buffer
+    kind, texts = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     try:
-        _json(given.read(), texts) if kind == "json" else _sentencepiece(given.read(), texts)
+        _json(stream.read(), texts) if kind == "json" else _sentencepiece(stream.read(), texts)
     except BaseException as error:  # panics of Rust are not Exceptions
         print(f"wrong: {str(error)[:400] or type(error).__name__}")
         return 1

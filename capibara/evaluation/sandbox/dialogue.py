@@ -205,14 +205,14 @@ class Side:
     def _error(self, kind: wire.Json, args: wire.Json) -> Exception:
         of = wire.as_list(kind)
         made = _builtin_exception(of[1]) if of[0] == "builtin" else wire.decode(kind, self.resolve)
-        given = wire.decode(args, self.resolve)
-        if not (isinstance(made, type) and issubclass(made, Exception) and isinstance(given, (tuple, list))):
+        arguments = wire.decode(args, self.resolve)
+        if not (isinstance(made, type) and issubclass(made, Exception) and isinstance(arguments, (tuple, list))):
             raise TypeError("no error")
         error: Exception
         try:
-            error = made(*given)
+            error = made(*arguments)
         except TypeError:  # some built-in exceptions need more arguments than were sent
-            error = RuntimeError(*given)
+            error = RuntimeError(*arguments)
         vars(error)["__of_program__"] = True
         return error
 
@@ -234,8 +234,8 @@ class Side:
         """Serves a request."""
         op = ""
         try:
-            _, asked, *sent = message
-            op = wire.as_text(asked)
+            _, operation, *sent = message
+            op = wire.as_text(operation)
             before = [json.dumps(one) for one in wire.as_list(wire.as_list(sent[1])[1])]
             target, args, kwargs = (wire.decode(one, self.resolve) for one in sent)
             if not isinstance(args, tuple) or not isinstance(kwargs, dict):
@@ -271,10 +271,10 @@ class Side:
         mine = None if getattr(builtins, kind.__name__, None) is kind or self.careful else self.refer(kind)
         base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
         try:
-            given = wire.encode(error.args, self.refer)
+            arguments = wire.encode(error.args, self.refer)
         except (wire.NotPlain, RecursionError):
-            given = ["tuple", [str(error)]]
-        return ["error", mine or ["builtin", base.__name__], given]
+            arguments = ["tuple", [str(error)]]
+        return ["error", mine or ["builtin", base.__name__], arguments]
 
 
 def _described(value: object) -> tuple[str, str, str]:
@@ -369,8 +369,8 @@ def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended
         if message[0] == "ready":
             wire.write_message(channel, message)
         elif message[0] == "look":
-            wanted = [name for name in map(wire.as_text, wire.as_list(message[1])) if name in names]
-            wire.write_message(channel, ["ok", {name: wire.encode(names[name], side.refer) for name in wanted}])
+            found = [name for name in map(wire.as_text, wire.as_list(message[1])) if name in names]
+            wire.write_message(channel, ["ok", {name: wire.encode(names[name], side.refer) for name in found}])
         else:
             side.answer(message)
 
@@ -431,8 +431,8 @@ def _wanted(job: Mapping[str, str], names: Mapping[str, object]) -> set[str]:
     If there are none, names of Python's builtins: a task may ask for a function named sum.
     """
     free = _free_names(job["tests"])
-    wanted = {name for name in free if name not in names and not hasattr(builtins, name)} | ({job["entry"]} - {""})
-    return wanted or {name for name in free if name not in names}
+    missing = {name for name in free if name not in names and not hasattr(builtins, name)} | ({job["entry"]} - {""})
+    return missing or {name for name in free if name not in names}
 
 
 def _free_names(text: str) -> set[str]:
@@ -452,19 +452,19 @@ def _free_names(text: str) -> set[str]:
     return used - defined
 
 
-def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], NoReturn]) -> dict[str, object]:
+def _looked_up(side: Side, names: list[str], failed: Callable[[str], NoReturn]) -> dict[str, object]:
     """Looks up these names in the program."""
-    kind, *found = side.ask(["look", [*wanted]])
+    kind, *found = side.ask(["look", [*names]])
     held: dict[str, object] = {}
     try:
-        given = found[0] if kind == "ok" else {}
-        if not isinstance(given, dict):
+        values = found[0] if kind == "ok" else {}
+        if not isinstance(values, dict):
             raise TypeError("no names")
-        for name in filter(given.__contains__, wanted):
-            value = wire.decode(given[name], side.resolve)
+        for name in filter(values.__contains__, names):
+            value = wire.decode(values[name], side.resolve)
             if isinstance(value, Remote):
                 value._named = name[:1].isupper()
-                value = _module(name, wire.as_list(wire.as_list(given[name])[1])) or value
+                value = _module(name, wire.as_list(wire.as_list(values[name])[1])) or value
             held[name] = value
     except _CANNOT_BE_READ as error:
         failed(f"the program's names cannot be read ({type(error).__name__})")

@@ -71,9 +71,9 @@ class Options:
     namespaces: bool
 
     def __init__(self, text: str):  # not a dataclass: importing dataclasses takes as long as all other imports
-        given = json.loads(text)
+        values = json.loads(text)
         for name in Options.__annotations__:
-            setattr(self, name, given[name])
+            setattr(self, name, values[name])
 
 
 class Confined:
@@ -247,8 +247,8 @@ def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, 
 
 def _said(error: BaseException) -> str:
     """An error in one line, even if there is no memory for a traceback."""
-    said = "".join(str(error).split("\n")[:1])[:300]
-    return f"{type(error).__name__}: {said}".rstrip(": ")
+    message = "".join(str(error).split("\n")[:1])[:300]
+    return f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 # For both.

@@ -107,6 +107,6 @@ def _bind(mount: _Mount, path: str, target: str) -> None:
 
 
 def _read_only(libc: ctypes.CDLL, path: str, flags: int) -> None:
-    wanted = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
-    if libc.syscall(_SETATTR, -100, path.encode(), flags, ctypes.byref(wanted), ctypes.c_size_t(32)) != 0:
+    attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
+    if libc.syscall(_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), ctypes.c_size_t(32)) != 0:
         raise OSError(ctypes.get_errno(), f"mount_setattr {path}")

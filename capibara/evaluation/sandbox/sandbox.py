@@ -196,8 +196,8 @@ def _run(program: Program | str, limits: Sandbox, bubblewrap: str | None) -> Out
                 cwd=folder, start_new_session=True,
             )  # fmt: skip
             job = {"text": program} if isinstance(program, str) else dataclasses.asdict(program)
-            said = _finished(process, json.dumps(job).encode("ascii"), limits.seconds + _SPARE_S)
-        return _outcome(said, _last_line(errors), bubblewrap is not None)
+            output = _finished(process, json.dumps(job).encode("ascii"), limits.seconds + _SPARE_S)
+        return _outcome(output, _last_line(errors), bubblewrap is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -308,9 +308,9 @@ def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
         process.communicate()
 
 
-def _outcome(said: bytes, error: str, bubblewrap: bool) -> Outcome:
+def _outcome(output: bytes, error: str, bubblewrap: bool) -> Outcome:
     try:
-        found = json.loads(said)
+        found = json.loads(output)
     except ValueError:
         return Outcome(passed=False, reason=error or "the sandbox was killed", network=True)
     reason = found["reason"]

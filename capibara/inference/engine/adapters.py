@@ -35,10 +35,10 @@ class Adapters:
     """
 
     def __init__(
-        self, model: Model, given: Sequence[Adapter], params: Params, mesh: Mesh | None, rules: Rules = Rules()
+        self, model: Model, adapters: Sequence[Adapter], params: Params, mesh: Mesh | None, rules: Rules = Rules()
     ):
-        self.names = tuple(one.name for one in given)
-        for one in given:
+        self.names = tuple(one.name for one in adapters)
+        for one in adapters:
             if self.names.count(one.name) > 1:
                 raise UserError(f"two adapters are called {one.name!r}: give each a name of its own")
             try:
@@ -46,13 +46,13 @@ class Adapters:
             except UserError as error:
                 raise UserError(f"adapter {one.name!r}: {error}") from None
         self._layers: tuple[Params, ...] = ()
-        if given:
+        if adapters:
             gain, weights = programs.on_mesh(mesh, rules, unmerged.gain), dict(_named(params))
             gains = [
                 {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(one).items()}
-                for one in given
+                for one in adapters
             ]
-            host = unmerged.stack_factors(given, model.config.num_layers, model.config.dtype.value, gains)
+            host = unmerged.stack_factors(adapters, model.config.num_layers, model.config.dtype.value, gains)
             self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)
 
     def number(self, name: str | None) -> int:

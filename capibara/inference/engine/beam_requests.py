@@ -88,7 +88,7 @@ class BeamSearcher:
         )
         idle = rows - len(requests)
         all_of = [*requests, *[requests[0]] * idle]
-        asked = beam_search.beam_requests_of(
+        beams = beam_search.beam_requests_of(
             [*limits, *[0] * idle],
             [len(request.tokens) - 1 for request in all_of],
             [sorted(request.ends) for request in all_of],
@@ -98,7 +98,7 @@ class BeamSearcher:
         tokens_of = [request.tokens for request in all_of]
         batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.data_kind == "prefix")
         try:
-            return beam_search.search(compiled, params, batch, asked)
+            return beam_search.search(compiled, params, batch, beams)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

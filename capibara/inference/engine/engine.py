@@ -69,8 +69,8 @@ class Engine:
         if longest is not None and length > longest:
             raise UserError(f"the length of rows ({length}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
-        given = params, vocabulary.size, length, config, encoder_length, rules, donate, adapters
-        self._core = EngineCore(model, *given)
+        options = params, vocabulary.size, length, config, encoder_length, rules, donate, adapters
+        self._core = EngineCore(model, *options)
         self._loop = EngineLoop(self._core)
         of_slots = vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters
         self._inputs = InputProcessor(*of_slots)
@@ -162,8 +162,8 @@ class Engine:
         if sampling.num_decodes > 1:
             submit = functools.partial(self.submit, prompt, ends=ends, likeliest=likeliest, adapter=adapter)
             return BestOf(self._loop.drive, sampling, [submit(one) for one in best_of.samplings(sampling)])
-        given = prompt, sampling, self._loop.drive
-        request = self._inputs.request(*given, ends=ends, likeliest=likeliest, adapter=adapter)
+        arguments = prompt, sampling, self._loop.drive
+        request = self._inputs.request(*arguments, ends=ends, likeliest=likeliest, adapter=adapter)
         self._loop.submit(request)
         return request.stream
 

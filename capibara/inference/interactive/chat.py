@@ -52,9 +52,9 @@ class Chat:
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """The special tokens with which the template ends an answer; may include the vocabulary's end token."""
-        said = Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+        conversation = Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
         with contextlib.suppress(UserError):  # the template's answers cannot be located: the end token must do
-            example = render_example(self.template, said, TrainOn.ASSISTANT, "an answer")
+            example = render_example(self.template, conversation, TrainOn.ASSISTANT, "an answer")
             ids, offsets = self.vocabulary.encode_rendered(example.text)
             assert example.loss is not None, "it is rendered"
             begin, end = example.loss[-1]
@@ -78,8 +78,8 @@ def of_served(dataset: Dataset) -> Chat | None:
     return talk
 
 
-def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:
-    """The run's tokenizer with the chat template of training, or the one beside the tokenizer; errors name `asked`.
+def of_run(dataset: Dataset, flag: str = "--chat") -> Chat:
+    """The run's tokenizer with the chat template of training, or the one beside the tokenizer; errors name `flag`.
 
     Raises:
       UserError: the run has no chat template.
@@ -89,8 +89,8 @@ def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:
         return Chat(vocabulary, template)
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
-            f"{asked} needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
+            f"{flag} needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
             "that out, or use a model whose tokenizer has one"
         )
-    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
-    return Chat(vocabulary, config.build(ChatTemplate, **given))
+    options = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    return Chat(vocabulary, config.build(ChatTemplate, **options))

@@ -173,8 +173,8 @@ def complete(
 
 def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
     try:
-        asked, ends = (chat.ids(prompt.text), chat.ends) if chat else (prompt.text, ())
-        return engine.submit(asked, prompt.sampling, ends=ends, adapter=prompt.adapter)
+        inputs, ends = (chat.ids(prompt.text), chat.ends) if chat else (prompt.text, ())
+        return engine.submit(inputs, prompt.sampling, ends=ends, adapter=prompt.adapter)
     except UserError as error:
         raise UserError(f"{prompt.where}: {error}") from None
 

@@ -99,8 +99,8 @@ class Talk:
             case "/help":
                 self._write(f"{_HELP}\n")
             case "/system":
-                said = [message for message in self.messages if message["role"] != "system"]
-                self.messages = ([{"role": "system", "content": rest}] if rest else []) + said
+                turns = [message for message in self.messages if message["role"] != "system"]
+                self.messages = ([{"role": "system", "content": rest}] if rest else []) + turns
             case "/reset":
                 self.messages = self._system
             case "/save":

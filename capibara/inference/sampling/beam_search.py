@@ -104,19 +104,21 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         """Replicates a value, so that every process can read it."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
 
-    def begin(params: Params, batch: Batch, asked: BeamRequests) -> tuple[State, jax.Array]:
+    def begin(params: Params, batch: Batch, requests: BeamRequests) -> tuple[State, jax.Array]:
         rows = len(batch["tokens"])
         empty = model.start_cache(rows, sizes.capacity, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
         logits, cache = model.prefill(params, batch, empty)
-        state = _nothing_found(rows, sizes, asked) | {"cache": jax.tree.map(lambda x: jnp.repeat(x, K, axis=0), cache)}
-        state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
+        state = _nothing_found(rows, sizes, requests) | {
+            "cache": jax.tree.map(lambda x: jnp.repeat(x, K, axis=0), cache)
+        }
+        state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, requests))
         return state, known(jnp.all(state["done"]))
 
-    def advance(params: Params, state: State, asked: BeamRequests, most: jax.Array) -> tuple[State, jax.Array]:
+    def advance(params: Params, state: State, requests: BeamRequests, most: jax.Array) -> tuple[State, jax.Array]:
         def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, made = carried
             logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
-            return _laid_out(_chosen(logits, usable, state | {"cache": cache}, asked)), made + 1
+            return _laid_out(_chosen(logits, usable, state | {"cache": cache}, requests)), made + 1
 
         def goes_on(carried: tuple[State, jax.Array]) -> jax.Array:
             return ~jnp.all(carried[0]["done"]) & (carried[1] < most)
@@ -135,7 +137,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
     return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), found=jit(found))
 
 
-def search(programs: Programs, params: Params, batch: Batch, asked: BeamRequests) -> BeamResults:
+def search(programs: Programs, params: Params, batch: Batch, requests: BeamRequests) -> BeamResults:
     """Runs the search to its end; returns the results on the host.
 
     Args:
@@ -144,9 +146,9 @@ def search(programs: Programs, params: Params, batch: Batch, asked: BeamRequests
       batch: prompts, as for `Model.prefill`.
       asked: the prompts' requests.
     """
-    state, done = programs.begin(params, batch, asked)
+    state, done = programs.begin(params, batch, requests)
     while not bool(done):
-        state, done = programs.advance(params, state, asked, np.int32(_STEPS))
+        state, done = programs.advance(params, state, requests, np.int32(_STEPS))
     return jax.device_get(programs.found(state))
 
 
@@ -174,7 +176,7 @@ def _laid_out(state: State) -> State:
     return rest | {"cache": cache}
 
 
-def _nothing_found(rows: int, sizes: Sizes, asked: BeamRequests) -> State:
+def _nothing_found(rows: int, sizes: Sizes, requests: BeamRequests) -> State:
     B, K, T = rows, sizes.num_decodes, sizes.tokens
     first_K = jnp.where(jnp.arange(K) == 0, 0.0, NEVER).astype(jnp.float32)  # at first a prompt's beams are identical
     nothing = jnp.zeros((B, K, T), jnp.int32)
@@ -186,7 +188,7 @@ def _nothing_found(rows: int, sizes: Sizes, asked: BeamRequests) -> State:
         "scores": jnp.full((B, K), NEVER, jnp.float32),
         "ended": jnp.zeros((B, K), bool),
         "steps": jnp.zeros(B, jnp.int32),
-        "done": jnp.asarray(asked.limits) <= 0,
+        "done": jnp.asarray(requests.limits) <= 0,
     }
 
 
@@ -195,18 +197,18 @@ def _penalty(alpha: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
     return ((5.0 + tokens.astype(jnp.float32)) / 6.0) ** alpha
 
 
-def _chosen(logits: jax.Array, usable: int, state: State, asked: BeamRequests) -> State:
+def _chosen(logits: jax.Array, usable: int, state: State, requests: BeamRequests) -> State:
     """Adds a token to each beam, given the `logits` [B * K, V] after its last one; done prompts are unchanged."""
-    (B, K, T), E = state["texts"].shape, asked.ends.shape[1]
+    (B, K, T), E = state["texts"].shape, requests.ends.shape[1]
     totals, parents, tokens = _candidates(logits, usable, state["log_p"], (1 + E) * K)
-    steps_B, before_B = state["steps"], jnp.asarray(asked.before)
+    steps_B, before_B = state["steps"], jnp.asarray(requests.before)
     texts = _taken(state["texts"], parents)
     texts = jnp.where(jnp.arange(T) == steps_B[:, None, None], tokens[..., None], texts)
-    ended = jnp.any(tokens[..., None] == jnp.asarray(asked.ends)[:, None], axis=-1)
+    ended = jnp.any(tokens[..., None] == jnp.asarray(requests.ends)[:, None], axis=-1)
 
     go_on = totals + jnp.where(ended, NEVER, 0.0)
     order = jnp.flip(jax.lax.top_k(go_on, K)[1], axis=1)
-    scores = totals / _penalty(asked.alpha, before_B + steps_B + 1)[:, None] + jnp.where(ended, 0.0, NEVER)
+    scores = totals / _penalty(requests.alpha, before_B + steps_B + 1)[:, None] + jnp.where(ended, 0.0, NEVER)
     all_scores = jnp.concatenate([state["scores"], scores], axis=1)
     best = jnp.flip(jax.lax.top_k(all_scores, K)[1], axis=1)
     new = {
@@ -218,7 +220,7 @@ def _chosen(logits: jax.Array, usable: int, state: State, asked: BeamRequests) -
         "ended": _taken(jnp.concatenate([state["ended"], ended], axis=1), best),
         "steps": steps_B + 1,
     }
-    new["done"] = _done(new, asked)
+    new["done"] = _done(new, requests)
     done_B = state["done"]
     kept = {n: jnp.where(done_B.reshape(B, *(1,) * (x.ndim - 1)), state[n], x) for n, x in new.items()}
     return kept | {"cache": _reordered(state["cache"], _taken(parents, order))}
@@ -237,14 +239,14 @@ def _candidates(
     return totals, at // each, _taken(tokens, at).astype(jnp.int32)
 
 
-def _done(state: State, asked: BeamRequests) -> jax.Array:
+def _done(state: State, requests: BeamRequests) -> jax.Array:
     """[B]: whether no better beam is possible, or the limit is reached."""
-    limits, steps_B = jnp.asarray(asked.limits), state["steps"]
+    limits, steps_B = jnp.asarray(requests.limits), state["steps"]
     # No beam is longer than the limit, and log probabilities never increase.
-    penalty_B1 = _penalty(asked.alpha, jnp.asarray(asked.before) + limits + 1)[:, None]
+    penalty_B1 = _penalty(requests.alpha, jnp.asarray(requests.before) + limits + 1)[:, None]
     best_B1 = state["log_p"][:, -1:] / penalty_B1
     worst = jnp.where(state["ended"], jnp.min(state["scores"], axis=1, keepdims=True), NEVER)
-    unlikely_B = jnp.all(best_B1 < asked.min_log_prob / penalty_B1, axis=1)
+    unlikely_B = jnp.all(best_B1 < requests.min_log_prob / penalty_B1, axis=1)
     return (steps_B >= limits) | jnp.all(worst > best_B1, axis=1) | unlikely_B
 
 

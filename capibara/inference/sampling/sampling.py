@@ -139,7 +139,9 @@ def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampl
       UserError: a value is out of range.
       TypeError: a field is unknown, or a value has the wrong type.
     """
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    if given.get("beams") is not None:
-        given["beams"] = BeamSearch(**given["beams"])
-    return dataclasses.replace(others, **given)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    if values.get("beams") is not None:
+        values["beams"] = BeamSearch(**values["beams"])
+    return dataclasses.replace(others, **values)

@@ -213,8 +213,8 @@ class Protocol(H11Protocol):
     def refuse(self, status: int) -> None:
         """Sends an error, if nothing was sent yet, and closes the connection."""
         # Without a request, an error would be taken for the answer to the next request.
-        asked = self.waits is not Waits.HEADER or self._has_begun
-        if asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+        is_request = self.waits is not Waits.HEADER or self._has_begun
+        if is_request and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             self.transport.write(_response(status))
         if self.cycle is not None:  # the application waits for the rest of a body
             self.cycle.disconnected = True

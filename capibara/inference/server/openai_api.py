@@ -145,67 +145,67 @@ def _explained(error: Any, kind: type[ApiRequest]) -> Refusal:
     if error["type"] == "extra_forbidden":
         hint = did_you_mean(name, kind.model_fields)
         return Refusal(400, f"{name} is not a parameter{hint}", param=param, code="unknown_parameter")
-    said = error["msg"][:1].lower() + error["msg"][1:]
-    return Refusal(400, f"{name} is {brief(error['input'])}: {said}", param=param, code="invalid_value")
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    return Refusal(400, f"{name} is {brief(error['input'])}: {message}", param=param, code="invalid_value")
 
 
-def check_model(asked: ApiRequest, served: Served) -> None:
+def check_model(request: ApiRequest, served: Served) -> None:
     """Raises Refusal if the request names neither the model nor one of its adapters."""
-    if asked.model not in (served.name, *served.adapters):
+    if request.model not in (served.name, *served.adapters):
         names = ", ".join(map(repr, (served.name, *served.adapters)))
         raise Refusal(
             404,
-            f"model is {brief(asked.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
+            f"model is {brief(request.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
             param="model",
             code="model_not_found",
         )
 
 
-def completion_texts(asked: CompletionRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
+def completion_texts(request: CompletionRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
     """The texts of a completion: n for the first prompt, n for the second, ...
 
     Raises:
       Refusal: a parameter is invalid, or a prompt is too long.
     """
-    if asked.echo and asked.logprobs is not None:
+    if request.echo and request.logprobs is not None:
         raise Refusal(400, "echo with logprobs is not supported: leave one out", param="echo", code="unsupported_value")
-    bounds.check_prompt(asked.prompt, served, config)
-    prompts = _prompts(asked.prompt)
-    _check_count(asked, len(prompts), config)
+    bounds.check_prompt(request.prompt, served, config)
+    prompts = _prompts(request.prompt)
+    _check_count(request, len(prompts), config)
     asks: list[RequestedText] = []
     for prompt in prompts:
-        asks += _asks(asked, _prompt_ids(prompt, served), (), served, config, "prompt")
+        asks += _asks(request, _prompt_ids(prompt, served), (), served, config, "prompt")
     return asks
 
 
-def chat_texts(asked: ChatRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
+def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
     """The n answers to a conversation.
 
     Raises:
       Refusal: a parameter is invalid, the chat template rejects the messages, or they are too long.
     """
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
-    if None not in (limits := (asked.max_tokens, asked.max_completion_tokens)) and limits[0] != limits[1]:
+    if None not in (limits := (request.max_tokens, request.max_completion_tokens)) and limits[0] != limits[1]:
         both = " and max_completion_tokens is ".join(map(short, limits))
         raise Refusal(
             400, f"max_tokens is {both}: they mean the same, leave one out", param="max_tokens", code="invalid_value"
         )  # fmt: skip
-    if asked.tool_choice not in (None, "auto", "none"):
+    if request.tool_choice not in (None, "auto", "none"):
         raise Refusal(
             400,
-            f"tool_choice is {brief(asked.tool_choice)}, must be 'auto' or 'none'",
+            f"tool_choice is {brief(request.tool_choice)}, must be 'auto' or 'none'",
             param="tool_choice",
             code="unsupported_value",
         )
-    _check_count(asked, 1, config)
+    _check_count(request, 1, config)
     talk = served.chat
     if talk is None:
         raise Refusal(400, f"{served.name} has no chat template: request completions", code="no_chat_template")
-    tools = asked.tools if asked.tool_choice != "none" else None
-    bounds.check_conversation(asked.messages, tools, served, config)
+    tools = request.tools if request.tool_choice != "none" else None
+    bounds.check_conversation(request.messages, tools, served, config)
     try:
-        record = {"messages": asked.messages, "tools": tools}
+        record = {"messages": request.messages, "tools": tools}
         conversation = read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
@@ -218,51 +218,51 @@ def chat_texts(asked: ChatRequest, served: Served, config: ServerConfig) -> list
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
     bounds.check_characters(len(text), served, config, "messages", own=True)
     ids = talk.ids_of(text)
-    return _asks(asked, ids, talk.ends, served, config, "messages")
+    return _asks(request, ids, talk.ends, served, config, "messages")
 
 
-def _check_count(asked: ApiRequest, prompts: int, config: ServerConfig) -> None:
-    texts = prompts * (asked.n or 1)
+def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> None:
+    texts = prompts * (request.n or 1)
     if texts > config.max_texts:
-        given = f"{prompts} prompts, n = {short(asked.n or 1)}" if prompts > 1 else f"n is {short(asked.n)}"
-        raise Refusal(400, f"{given}: at most {config.max_texts} texts in all", param="n", code="too_many_texts")
+        shown = f"{prompts} prompts, n = {short(request.n or 1)}" if prompts > 1 else f"n is {short(request.n)}"
+        raise Refusal(400, f"{shown}: at most {config.max_texts} texts in all", param="n", code="too_many_texts")
 
 
 def _asks(
-    asked: ApiRequest, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
+    request: ApiRequest, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
 ) -> list[RequestedText]:
     bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
-    sampling = _sampling(asked, served, config, room)
-    seeds = [(sampling.seed + k) % _SEEDS for k in range(asked.n or 1)]
-    rest = (ends, asked.likeliest, None if asked.model == served.name else asked.model)
+    sampling = _sampling(request, served, config, room)
+    seeds = [(sampling.seed + k) % _SEEDS for k in range(request.n or 1)]
+    rest = (ends, request.likeliest, None if request.model == served.name else request.model)
     return [RequestedText(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
 
 
-def _sampling(asked: ApiRequest, served: Served, config: ServerConfig, room: int) -> Sampling:
+def _sampling(request: ApiRequest, served: Served, config: ServerConfig, room: int) -> Sampling:
     """The sampling of a text that may have at most `room` tokens."""
-    name, wanted = asked.longest
+    name, limit = request.longest
     most = min(config.max_tokens or room, room)
-    if wanted is not None and wanted > most:
+    if limit is not None and limit > most:
         why = "" if most < room else f" ({served.length} tokens of prompt and text together)"
         raise Refusal(
-            400, f"{name} is {short(wanted)}, must be at most {most}{why}", param=name, code="context_length_exceeded"
+            400, f"{name} is {short(limit)}, must be at most {most}{why}", param=name, code="context_length_exceeded"
         )
-    given = {name: value for name in _OWN if (value := getattr(asked, name)) is not None}
-    if asked.temperature is not None:
-        given["temperature"] = asked.temperature if asked.temperature >= _GREEDY_BELOW else 0.0
-    if asked.top_p is not None:
-        given["top_p"] = max(asked.top_p, 1e-9)
-    if "top_k" in given:
-        given["top_k"] = min(given["top_k"], served.vocabulary.size)
-    if "thinking_tokens" in given:
-        given["thinking_tokens"] = min(given["thinking_tokens"], served.length)
+    options = {name: value for name in _OWN if (value := getattr(request, name)) is not None}
+    if request.temperature is not None:
+        options["temperature"] = request.temperature if request.temperature >= _GREEDY_BELOW else 0.0
+    if request.top_p is not None:
+        options["top_p"] = max(request.top_p, 1e-9)
+    if "top_k" in options:
+        options["top_k"] = min(options["top_k"], served.vocabulary.size)
+    if "thinking_tokens" in options:
+        options["thinking_tokens"] = min(options["thinking_tokens"], served.length)
     return dataclasses.replace(
         served.sampling,
-        **given,
-        max_new_tokens=min(served.sampling.max_new_tokens, most) if wanted is None else wanted,
-        seed=secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed % _SEEDS,
-        stop=_stops(asked.stop, config) or served.sampling.stop,
+        **options,
+        max_new_tokens=min(served.sampling.max_new_tokens, most) if limit is None else limit,
+        seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed % _SEEDS,
+        stop=_stops(request.stop, config) or served.sampling.stop,
     )
 
 

@@ -120,9 +120,9 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
     known = [key.encode() for key in keys]
 
     async def check(request: Request) -> None:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time.
-        right = [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in known]
+        right = [hmac.compare_digest(token.strip(" \t").encode("latin-1"), key) for key in known]
         if known and not (kind.lower() == "bearer" and any(right)):
             raise Refusal(
                 401,
@@ -144,17 +144,17 @@ async def _answer(
     served, config = service.check_room(), service.config
     with service.reading() as take:
         body = await _body(request, config, take)
-        asked = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
-        openai_api.check_model(asked, served)
+        parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
+        openai_api.check_model(parsed, served)
         # Templates and tokenizers may take long; other requests' tokens must not wait for them.
-        work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, asked, served, config)
+        work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, parsed, served, config)
         try:
             async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
                 asks = await work
         except TimeoutError:
             raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
-    reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
-    if asked.stream:
+    reply, answers = reply_of(parsed, served, asks), service.ask(asks, began_s)
+    if parsed.stream:
         return _Events(answers, reply)
     completions = await _unless_disconnected(request, answers)
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))

@@ -29,14 +29,14 @@ class Reply(abc.ABC):
 
     kind = chunk_kind = prefix = ""
 
-    def __init__(self, asked: ApiRequest, served: Served, asks: Sequence[RequestedText]):
-        self._asked, self._served, self._asks = asked, served, asks
+    def __init__(self, request: ApiRequest, served: Served, asks: Sequence[RequestedText]):
+        self._asked, self._served, self._asks = request, served, asks
         self._about = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
         }
-        options = asked.stream_options
+        options = request.stream_options
         self._tells_usage = options is not None and options.include_usage
 
     def whole(self, completions: Sequence[Completion]) -> Json:
@@ -103,10 +103,10 @@ class CompletionReply(Reply):
     prefix = "cmpl"
     _asked: CompletionRequest
 
-    def __init__(self, asked: CompletionRequest, served: Served, asks: Sequence[RequestedText]):
-        super().__init__(asked, served, asks)
+    def __init__(self, request: CompletionRequest, served: Served, asks: Sequence[RequestedText]):
+        super().__init__(request, served, asks)
         self._offsets = [0] * len(asks)
-        self._echoed = [served.vocabulary.decode(ask.ids) if asked.echo else "" for ask in asks]
+        self._echoed = [served.vocabulary.decode(ask.ids) if request.echo else "" for ask in asks]
 
     def begin(self) -> list[Json]:
         return [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]

@@ -213,8 +213,10 @@ def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, An
     for key in _FOREIGN:
         if values.get(key) and key not in own and values[key] != family.fixed.get(key):
             raise UserError(f"{arch}.{key} is {values[key]}, {family.model_type} models here have none")
-    said = values.get("attention.sliding_window_pattern")
-    if said is not None and family.model_type in _PERIODS:
+    pattern = values.get("attention.sliding_window_pattern")
+    if pattern is not None and family.model_type in _PERIODS:
         local = [kind == "sliding_attention" for kind in _layer_types(config, family)]
-        if said not in (_PERIODS[family.model_type], local):
-            raise UserError(f"{arch}.attention.sliding_window_pattern is {said}, must be {_PERIODS[family.model_type]}")
+        if pattern not in (_PERIODS[family.model_type], local):
+            raise UserError(
+                f"{arch}.attention.sliding_window_pattern is {pattern}, must be {_PERIODS[family.model_type]}"
+            )

@@ -57,10 +57,10 @@ def from_metadata(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
       UserError: the last layers share keys and values as llama.cpp would not compute it.
     """
     shared = of_layers(config)["num_kv_shared_layers"]
-    said = values.get(FIELDS["num_kv_shared_layers"], shared)
-    if said != shared:
+    recorded = values.get(FIELDS["num_kv_shared_layers"], shared)
+    if recorded != shared:
         raise UserError(
-            f"gemma3n.{FIELDS['num_kv_shared_layers']} is {said}, llama.cpp computes {shared} of "
+            f"gemma3n.{FIELDS['num_kv_shared_layers']} is {recorded}, llama.cpp computes {shared} of "
             f"{config['num_hidden_layers']} layers so: the file is corrupted"
         )
     # The file's per-layer table has a row for every token.
@@ -69,10 +69,10 @@ def from_metadata(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
 
 def metadata(config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Any]:
     """Metadata that are lists, of a config.json that `of_layers` agrees with and its kinds of layers."""
-    normal, said = statistics.NormalDist(), of_layers(config)["activation_sparsity_pattern"]
+    normal, pattern = statistics.NormalDist(), of_layers(config)["activation_sparsity_pattern"]
     return {
         # Below every gate where nothing is left out, which is how the quantile of 0 is said.
-        "activation_sparsity_scale": [normal.inv_cdf(share) if share else -float("inf") for share in said],
+        "activation_sparsity_scale": [normal.inv_cdf(share) if share else -float("inf") for share in pattern],
         "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in layer_types],
     }
 

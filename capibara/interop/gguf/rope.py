@@ -67,8 +67,10 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Family) ->
     # llama.cpp rounds YaRN's bounds for all models, gpt-oss too, which was trained without rounding: that is its
     # behaviour.
     if bool(rope.get("truncate", True)) is (family.model_type == "gpt_oss"):
-        said = rope.get("truncate", True)
-        raise UserError(f"truncate of the yarn scaling is {said}, of a {family.model_type} model it has no GGUF form")
+        truncate = rope.get("truncate", True)
+        raise UserError(
+            f"truncate of the yarn scaling is {truncate}, of a {family.model_type} model it has no GGUF form"
+        )
     if rope.get("attention_factor") is not None:
         # llama.cpp multiplies the default factor by it.
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)

@@ -415,13 +415,13 @@ def _kind(
 def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     """The special tokens and the chat template."""
     try:
-        said = limits.parse_json(files.get("tokenizer_config.json", b"{}"))
+        tokenizer_config = limits.parse_json(files.get("tokenizer_config.json", b"{}"))
     except ValueError as error:
         raise UserError(f"tokenizer_config.json cannot be read ({limits.cause(error)}): copy it again") from None
-    said = said if isinstance(said, dict) else {}
+    tokenizer_config = tokenizer_config if isinstance(tokenizer_config, dict) else {}
     values: dict[str, Any] = {}
     for name, key in KEYS.items():
-        token = said.get(f"{name}_token")
+        token = tokenizer_config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         found = ids.get(token) if isinstance(token, str) else config.get(f"{name}_token_id")
         found = found[0] if isinstance(found, list) and found else found
@@ -433,7 +433,7 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
     values |= {
         f"ggml.{key}_token_id": i for key, i in zip(("eot", "eom"), more) if f"ggml.{key}_token_id" not in values
     }
-    template = said.get("chat_template")
+    template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None
@@ -448,10 +448,14 @@ def _generation_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
     """The end tokens in generation_config.json."""
     name = tokenizer_files.GENERATION_FILE
     try:
-        said = limits.parse_json(files.get(name, b"{}"))
+        generation_config = limits.parse_json(files.get(name, b"{}"))
     except ValueError as error:
         raise UserError(f"{name} cannot be read ({limits.cause(error)}): copy it again") from None
-    return tokenizer_files.ids_of(said.get("eos_token_id"), name) if isinstance(said, dict) else ()
+    return (
+        tokenizer_files.ids_of(generation_config.get("eos_token_id"), name)
+        if isinstance(generation_config, dict)
+        else ()
+    )
 
 
 def _json(value: object) -> bytes:

@@ -53,7 +53,7 @@ def write_gguf(
         known = ", ".join(gguf_types.DTYPES)
         raise UserError(f"dtype {dtype!r} is not supported for GGUF files, must be one of {known}")
     family = gguf_names.of_model_type(config.get("model_type"))
-    wanted = family.tensors(config)
+    own = family.tensors(config)
     if family.model_type == gpt_oss.MODEL_TYPE:
         tensors = gpt_oss.apart(tensors)
     elif dtype == "mxfp4":
@@ -62,9 +62,7 @@ def write_gguf(
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
-        _File(unfinished, family, config, wanted, values, gguf_types.Types.of(dtype, config, family)).write(
-            tensors, show
-        )
+        _File(unfinished, family, config, own, values, gguf_types.Types.of(dtype, config, family)).write(tensors, show)
         os.replace(unfinished, path)
 
 
@@ -76,19 +74,19 @@ class _File:
         path: str,
         family: Family,
         config: Mapping[str, Any],
-        wanted: list[Tensor],
+        tensors: list[Tensor],
         values: Mapping[str, Any],
         types: gguf_types.Types,
     ):
         gguf = gguf_names.package()
         self._gguf, self._family, self._heads = gguf, family, family.heads(config)
-        self._wanted = {tensor.name: tensor for tensor in wanted}
+        self._wanted = {tensor.name: tensor for tensor in tensors}
         self._tied = gguf_names.tied(config)
         self._writer = gguf.GGUFWriter(path, family.arch)
         self._types: dict[str, Any] = {}
         self._offsets: dict[str, int] = {}
-        experts = gguf_names.expert_count(wanted)
-        shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in wanted}
+        experts = gguf_names.expert_count(tensors)
+        shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in tensors}
         self._unread = family.unread(config)
         shapes |= {name: shape for name, (shape, _) in self._unread.items()}
         factors = gguf_rope.factors(config, family)

@@ -87,14 +87,14 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
 
 def _with_hf_names(error: UserError, values: Values, family: Family) -> UserError:
     """An error about fields of our configuration, with transformers' names for them."""
-    if (said := str(error)).startswith("config.json"):
+    if (message := str(error)).startswith("config.json"):
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (families.DECODER, families.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
-    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", said)]
-    return UserError(f"{said} (in transformers' words {', '.join(theirs)})" if theirs else said)
+    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", message)]
+    return UserError(f"{message} (in transformers' words {', '.join(theirs)})" if theirs else message)
 
 
 def _config(values: Values, family: Family, fields: dict[str, Any]) -> TransformerConfig:
@@ -169,13 +169,13 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
     like = dict(like or {})
     if like.get("model_type") in _SEEING:
         like = text_part(like)
-    wanted, best = resolved(config), None
+    ours, best = resolved(config), None
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != like.get("model_type"))
     for family in order:
         if type(config) is not (family.config or _CLASSES[family.kind]):
             continue
         values = _written(config, family)
-        different = _inexpressible_fields(values, wanted, family)
+        different = _inexpressible_fields(values, ours, family)
         if not different:
             about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
             about |= {"model_type": family.model_type}
@@ -192,7 +192,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             f"no Hugging Face architecture has this model: none is of {type(config).__name__}; add a Family with this config"
         )
     nearest, fields = best
-    shown = ", ".join(f"{name} = {_shown(wanted.get(name))}" for name in fields)
+    shown = ", ".join(f"{name} = {_shown(ours.get(name))}" for name in fields)
     raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
 
 
@@ -328,15 +328,15 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
 _SIZES = (("num_kv_heads", "kv_heads"), ("head_dim", "head_size"))
 
 
-def _inexpressible_fields(values: Values, wanted: Mapping[str, Any], family: Family) -> list[str]:
+def _inexpressible_fields(values: Values, ours: Mapping[str, Any], family: Family) -> list[str]:
     """Fields that the family's values cannot express; none: they equal the configuration."""
-    if family.divides and wanted["embed_dim"] % wanted["num_heads"]:
+    if family.divides and ours["embed_dim"] % ours["num_heads"]:
         return ["embed_dim", "num_heads"]  # transformers requires a multiple, whatever head_dim is
     try:
         got = resolved(from_hf({**values, "model_type": family.model_type}))
     except (UserError, KeyError):
-        return sorted(wanted)  # not convertible at all
-    return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+        return sorted(ours)  # not convertible at all
+    return sorted(name for name in ours.keys() | got.keys() if ours.get(name) != got.get(name))
 
 
 def _preserved_values(like: Values) -> dict[str, Any]:

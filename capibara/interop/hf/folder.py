@@ -202,7 +202,7 @@ def _write_weights(
     itemsizes = {name: 4 if name.endswith(_WORDS) else 1 if name.endswith(_BYTES) else kind.itemsize for name in shapes}
     sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
     files = _planned(sizes, shard_bytes)
-    given = iter(tensors)
+    arrays = iter(tensors)
     where: dict[str, str] = {}
     single, index = (WEIGHTS, INDEX) if tied is None else (TORCH_WEIGHTS, TORCH_INDEX)
     stem, ending = os.path.splitext(single)
@@ -210,7 +210,7 @@ def _write_weights(
         file = single if len(files) == 1 else f"{stem}-{number:05}-of-{len(files):05}{ending}"
         held = {}
         for expected in names:
-            name, value = next(given)
+            name, value = next(arrays)
             assert name == expected and value.shape == shapes[name], (name, expected)
             held[name] = value if name.endswith((*_WORDS, *_BYTES)) else cast(name, value, kind)
         if tied is None:

@@ -51,14 +51,14 @@ def read(values: Values, family: Family) -> dict[str, Any]:
     Raises:
       UserError: the scaling is not supported.
     """
-    given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
-    if family.model_type == "gpt_oss" and not given and not old:
-        given = _GPT_OSS
-    nested = any(isinstance(value, Mapping) for value in given.values())
+    parameters, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
+    if family.model_type == "gpt_oss" and not parameters and not old:
+        parameters = _GPT_OSS
+    nested = any(isinstance(value, Mapping) for value in parameters.values())
     if "type" in old:  # transformers' first name for it
         old = {"rope_type": old["type"]} | old
-    full = (_object(given, "full_attention") if nested else given) | old
-    local = _object(given, "sliding_attention") if nested else {}
+    full = (_object(parameters, "full_attention") if nested else parameters) | old
+    local = _object(parameters, "sliding_attention") if nested else {}
     theta = full.get("rope_theta", values.get("rope_theta", values.get("rotary_emb_base")))
     share = values.get("partial_rotary_factor", values.get("rotary_pct", family.fraction))
     rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
@@ -160,8 +160,8 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 def longest(values: Values) -> int | None:
     """Longest row in tokens according to a config.json; with dynamic scaling more than max_position_embeddings."""
-    given = _object(values, "rope_parameters") | _object(values, "rope_scaling")
-    most, factor = values.get("max_position_embeddings"), given.get("factor")
-    if most is None or "dynamic" not in (given.get("rope_type"), given.get("type")) or not _is_factor(factor):
+    parameters = _object(values, "rope_parameters") | _object(values, "rope_scaling")
+    most, factor = values.get("max_position_embeddings"), parameters.get("factor")
+    if most is None or "dynamic" not in (parameters.get("rope_type"), parameters.get("type")) or not _is_factor(factor):
         return most
     return int(most * factor)

@@ -227,8 +227,8 @@ def _sizes(values: object) -> tuple[int, ...]:
     return values
 
 
-def _ordered(*given: object) -> dict[Any, Any]:
-    if given and given != ([],):
+def _ordered(*items: object) -> dict[Any, Any]:
+    if items and items != ([],):
         raise torch_pickle.Broken("a dict that is made of arguments")
     return {}
 

@@ -95,8 +95,8 @@ class MergedModel:
 
     def _explain(self, name: str, tensors: Sequence[np.ndarray], base: np.ndarray | None) -> None:
         """Raises UserError about a tensor whose merge is not finite."""
-        given = [*zip(self._models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
-        for model, tensor in given:
+        pairs = [*zip(self._models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
+        for model, tensor in pairs:
             if not np.isfinite(tensor).all():
                 raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
         raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
@@ -153,9 +153,9 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
         tensors = [_tensors(one, os.path.join(spool, str(i)), like, runs, show) for i, one in enumerate(models)]
         base = tensors[-1] if what.base is not None else None
         merged = MergedModel(tensors[: len(what.models)], base, what.method, what.seed, like, _dtype(models), show)
-        said = conversion.write(merged, target, form, dtype, runs.save)
+        summary = conversion.write(merged, target, form, dtype, runs.save)
         outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
-    return f"{said}; {what.method.name} of {len(what.models)} models, see {report}"
+    return f"{summary}; {what.method.name} of {len(what.models)} models, see {report}"
 
 
 def _report_path(target: str) -> str:

@@ -453,12 +453,12 @@ def _read_module(
     for part, tensor in module.tensors:
         if name + PARTS[part] not in stored:
             continue
-        wanted = {}
+        targets = {}
         for path in tensor.ours:
             leading, rest = shapes[path][:count], shapes[path][count:]
             of_part = {"a": (*rest[:inputs], rank), "b": (rank, *rest[inputs:]), "magnitude": rest[inputs:]}
-            wanted[path] = (*leading, *of_part[part])
-        for path, value in _taken(tensor, part, stored, wanted, module).items():
+            targets[path] = (*leading, *of_part[part])
+        for path, value in _taken(tensor, part, stored, targets, module).items():
             for other in row.ours if part == "a" else (path,):
                 module.values[other][part] = value
     return module
@@ -481,22 +481,22 @@ def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape]) -> Val
     return _taken(row, "", stored, {path: shapes[path] for path in row.ours})
 
 
-def _taken(row: Tensor, part: str, stored: Values, wanted: Mapping[str, Shape], module: Module | None = None) -> Values:
+def _taken(row: Tensor, part: str, stored: Values, shapes: Mapping[str, Shape], module: Module | None = None) -> Values:
     """Our parameters of these shapes, popped from `stored`; padded with zeros where layers have smaller ones."""
-    values = {path: np.zeros(shape, np.float32) for path, shape in wanted.items()}
-    for name, at in row.names(wanted):
+    values = {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
+    for name, at in row.names(shapes):
         rank = module.layers[at[0]].rank if module and module.layers else None
         if rank == 0:
             continue
         name = name.removesuffix(".weight") + PARTS[part] if part else name
         if name not in stored:
             raise UserError(f"{name} is missing in the adapter, which has it in another layer: copy the adapter again")
-        value, shape = stored.pop(name), row.shape(wanted)
+        value, shape = stored.pop(name), row.shape(shapes)
         if module is not None and rank is not None:
             value = peft_modules.padded(value, part, module.rank)
         if value.shape != shape:
             raise UserError(f"{name} has the shape {list(value.shape)}, must be {list(shape)} in this model")
-        for path, own in row.split(value, wanted).items():
+        for path, own in row.split(value, shapes).items():
             values[path][at] = own
     return values
 

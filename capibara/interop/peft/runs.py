@@ -26,17 +26,17 @@ def is_adapter(path: str) -> bool:
     return os.path.exists(os.path.join(path, peft.CONFIG))
 
 
-def base_of(folder: str, given: str | None) -> str:
+def base_of(folder: str, base: str | None) -> str:
     """Path of an adapter's base model.
 
     Args:
       folder: the adapter's.
-      given: the user's path, which overrides the adapter's.
+      base: the user's path, which overrides the adapter's.
 
     Raises:
       UserError: it does not exist here.
     """
-    named = given or peft.read_config(folder).get("base_model_name_or_path")
+    named = base or peft.read_config(folder).get("base_model_name_or_path")
     if not named or not os.path.exists(named):
         raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
     return named
@@ -103,10 +103,8 @@ class Loader:
         return self.base(target)
 
     def adapters(self, target: Params) -> Params:
-        def placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.make_array_from_callback(
-                wanted.shape, wanted.sharding, lambda at: value[at].astype(wanted.dtype)
-            )
+        def placed(value: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda at: value[at].astype(like.dtype))
 
         return jax.tree.map(placed, self.values, target)
 

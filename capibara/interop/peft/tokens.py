@@ -40,15 +40,15 @@ def read(
     value = stored.pop(module + END, None)
     if value is None:
         raise UserError(f"{module}{END} is missing in the adapter: copy the adapter again")
-    wanted = (len(ids), shapes["embedding"][1])
-    if value.shape != wanted:
-        raise UserError(f"{module}{END} has the shape {list(value.shape)}, must be {list(wanted)} in this model")
+    expected = (len(ids), shapes["embedding"][1])
+    if value.shape != expected:
+        raise UserError(f"{module}{END} has the shape {list(value.shape)}, must be {list(expected)} in this model")
     return ids, {NAME: value}
 
 
-def _ids(given: Any, module: str, tied: bool) -> tuple[int, ...]:
+def _ids(option: Any, module: str, tied: bool) -> tuple[int, ...]:
     """The token ids of the embedding."""
-    of_modules = given if isinstance(given, dict) else {module: given or []}
+    of_modules = option if isinstance(option, dict) else {module: option or []}
     found = [ids for name, ids in of_modules.items() if f".{module}".endswith(f".{name}")]
     # Those of a tied head are the embedding's.
     others = [
@@ -56,7 +56,7 @@ def _ids(given: Any, module: str, tied: bool) -> tuple[int, ...]:
     ]
     if others or not all(isinstance(ids, list) for ids in found):
         raise UserError(
-            f"{OPTION} is {limits.shortened(given)}, must be tokens of {module} alone: merge it with PEFT first"
+            f"{OPTION} is {limits.shortened(option)}, must be tokens of {module} alone: merge it with PEFT first"
         )
     return tuple(found[0]) if found else ()
 

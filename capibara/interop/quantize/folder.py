@@ -344,8 +344,8 @@ def _mxfp4(folder: Folder, about: Mapping[str, object]) -> _Found:
         shape = tuple(shapes[of_name[0]])
         if len(shape) != 4 or shape[3] != mxfp4.BLOCK // 2:
             raise UserError(f"{of_name[0]} has the shape {list(shape)}, must be [experts, outputs, blocks, 16]")
-        for part, wanted in zip(of_name, (shape, shape[:3])):
-            _check(folder, shapes, part, wanted, ("U8",))
+        for part, expected in zip(of_name, (shape, shape[:3])):
+            _check(folder, shapes, part, expected, ("U8",))
         parts.update(of_name)
 
         def values(of_name: list[str] = of_name, shape: Shape = shape) -> np.ndarray:
@@ -414,11 +414,11 @@ def _matrix(shapes: Mapping[str, Shape], name: str) -> Shape:
     return shapes[name]
 
 
-def _check(folder: Folder, shapes: Mapping[str, Shape], name: str, wanted: Shape, kinds: tuple[str, ...]) -> None:
+def _check(folder: Folder, shapes: Mapping[str, Shape], name: str, expected: Shape, kinds: tuple[str, ...]) -> None:
     found = shapes.get(name)
     if found is None:
         raise UserError(f"{name} is missing in the checkpoint: copy the folder again")
-    if tuple(found) != wanted:
-        raise UserError(f"{name} has the shape {list(found)}, must be {list(wanted)} by the weight beside it")
+    if tuple(found) != expected:
+        raise UserError(f"{name} has the shape {list(found)}, must be {list(expected)} by the weight beside it")
     if folder.kind(name) not in kinds:
         raise UserError(f"{name} is stored as {folder.kind(name)}, must be {' or '.join(kinds)}: copy the folder again")

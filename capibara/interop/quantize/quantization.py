@@ -223,7 +223,7 @@ class _Layers:
         self._all = tables.of(model_type, self._shapes)
         self._rows = [row for row in self._all if _is_projection(row)]
         self._layer_statistics = jax.jit(functools.partial(_layer_statistics, model.layer), static_argnums=3)
-        self._next_input = jax.jit(lambda *given: self._model_layer(*given)[0], static_argnums=3)
+        self._next_input = jax.jit(lambda *arguments: self._model_layer(*arguments)[0], static_argnums=3)
 
     def check_words(self) -> None:
         """Raises UserError if outputs do not fill words of eight."""

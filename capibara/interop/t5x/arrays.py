@@ -79,11 +79,11 @@ class Arrays:
         key = json.dumps(spec)
         if key not in self._known:
             stored = self._stored(spec)
-            said, _ = self._asked({"open": self._absolute(spec)})
-            shape, chunk = tuple(said["shape"]), said["chunk"]
+            reply, _ = self._asked({"open": self._absolute(spec)})
+            shape, chunk = tuple(reply["shape"]), reply["chunk"]
             if len(shape) > _DIMENSIONS or not all(0 <= size <= _SIZE for size in (*shape, *chunk)):
                 raise Broken(f"it has the shape {list(shape)} in chunks of {chunk}")
-            kind = np.dtype(said["dtype"])
+            kind = np.dtype(reply["dtype"])
             found = About(shape, kind, math.prod(chunk) * kind.itemsize)
             if found.nbytes + found.chunk_bytes > max(_FREE_BYTES, _RATIO * stored):
                 raise Broken(
@@ -98,8 +98,8 @@ class Arrays:
         own = about.nbytes if layer is None else about.nbytes // max(1, about.shape[axis])
         need = 3 * own + 4 * about.chunk_bytes + min(about.nbytes, 256 << 20)
         request = {"read": self._absolute(spec), "index": None if layer is None else [axis, layer], "need": need}
-        said, data = self._asked(request, own)
-        return np.frombuffer(data, np.dtype(said["dtype"])).reshape(said["shape"])
+        reply, data = self._asked(request, own)
+        return np.frombuffer(data, np.dtype(reply["dtype"])).reshape(reply["shape"])
 
     def _absolute(self, spec: dict[str, Any]) -> dict[str, Any]:
         if spec["kvstore"]["driver"] != "file":
@@ -130,15 +130,15 @@ class Arrays:
             size = int.from_bytes(_received(answers, 8, wait), "little")
             if size > _ANSWER_BYTES:
                 raise Broken(f"its reader answers with {size:,} bytes")
-            said = json.loads(_received(answers, size, wait))
-            if said["bytes"] > expected + 4096:
-                raise Broken(f"it has {said['bytes']:,} bytes, must have {expected:,}")
-            data = _received(answers, said["bytes"], wait)
+            reply = json.loads(_received(answers, size, wait))
+            if reply["bytes"] > expected + 4096:
+                raise Broken(f"it has {reply['bytes']:,} bytes, must have {expected:,}")
+            data = _received(answers, reply["bytes"], wait)
         except (OSError, EOFError, TimeoutError) as error:
             raise Broken(self._ended(process, error)) from None
-        if "error" in said:
-            raise Broken(said["error"])
-        return said, data
+        if "error" in reply:
+            raise Broken(reply["error"])
+        return reply, data
 
     def _ended(self, process: subprocess.Popen[bytes], error: BaseException) -> str:
         """Ends the reader; returns why it failed."""

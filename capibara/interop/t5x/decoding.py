@@ -34,20 +34,20 @@ class Decoding(NamedTuple):
     unused: list[str]
 
 
-def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> Decoding:
+def translated(decoder: bool, bound: Mapping[str, Any], targets: int | None) -> Decoding:
     """The generation options of a run.
 
     Args:
       decoder: whether the model is a decoder, which samples by default; others use beam search.
-      given: "owner.parameter" -> value, for OWNERS, and for `decode_fn` alone.
+      bound: "owner.parameter" -> value, for OWNERS, and for `decode_fn` alone.
       targets: tokens of a text, if known.
     """
-    asked = str(given.get("decode_fn", "temperature_sample" if decoder else "beam_search"))
-    function = asked.lstrip("@").removesuffix("()").rpartition(".")[2]
+    decode_fn = str(bound.get("decode_fn", "temperature_sample" if decoder else "beam_search"))
+    function = decode_fn.lstrip("@").removesuffix("()").rpartition(".")[2]
     if function not in _DEFAULTS:
-        return Decoding([], list(given), [])
+        return Decoding([], list(bound), [])
     options: dict[str, tuple[Any, str]] = {}
-    for name, value in given.items():
+    for name, value in bound.items():
         owner, _, parameter = name.rpartition(".")
         if owner == function or owner in _PREDICTING:
             inner = value if parameter == "decoder_params" and isinstance(value, Mapping) else {parameter: value}
@@ -56,7 +56,7 @@ def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> 
     make = _of_beams if function == "beam_search" else _of_draws
     lines = [("SampleText.sampling", "@Sampling()", "for samples, capibara infer, and evaluate if it is set there")]
     lines += make({key: value for key, (value, _) in options.items()}, targets)
-    other = [name for name in given if name.startswith(tuple(f"{one}." for one in _DEFAULTS if one != function))]
+    other = [name for name in bound if name.startswith(tuple(f"{one}." for one in _DEFAULTS if one != function))]
     return Decoding(lines, list(dict.fromkeys(left)), [f"{name} is not written: {function} decodes" for name in other])
 
 
@@ -96,6 +96,6 @@ def _of_draws(options: Mapping[str, Any], targets: int | None) -> list[tuple[str
     return lines + _most(options.get("max_decode_steps"), targets)
 
 
-def _most(given: int | None, targets: int | None) -> list[tuple[str, Any, str]]:
-    most = given or targets
+def _most(limit: int | None, targets: int | None) -> list[tuple[str, Any, str]]:
+    most = limit or targets
     return [] if most is None else [("Sampling.max_new_tokens", most, "max_decode_len, else the length of targets")]

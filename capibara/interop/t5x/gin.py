@@ -332,8 +332,8 @@ def _bidirectional(run: _Bindings) -> Any:
 
 
 def _check_split(run: _Bindings, scope: str, split: str) -> None:
-    if (given := run.taken("DatasetConfig", "split", split, scope)) not in (split, Text(_UNSET)):
-        raise UserError(f"{scope}/DatasetConfig.split is {given!r}, must be {split!r}: name it so in the task")
+    if (bound := run.taken("DatasetConfig", "split", split, scope)) not in (split, Text(_UNSET)):
+        raise UserError(f"{scope}/DatasetConfig.split is {bound!r}, must be {split!r}: name it so in the task")
 
 
 def _model(run: _Bindings, decoder: bool) -> None:
@@ -348,11 +348,11 @@ def _model(run: _Bindings, decoder: bool) -> None:
             values[name] = run.moved(owner, name, f"{ours}.{_SIZES[name]}", default=default)
         else:
             values[name] = run.taken(owner, name, default)
-    given = values["mlp_activations"]
-    activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    bound = values["mlp_activations"]
+    activations = tuple(bound) if isinstance(bound, (list, tuple)) else (bound,)
     if not all(isinstance(name, str) for name in activations) or activations not in _ACTIVATIONS:
         raise UserError(
-            f"{owner}.mlp_activations is {limits.shortened(given)}, must be one of {', '.join(map(str, _ACTIVATIONS))}"
+            f"{owner}.mlp_activations is {limits.shortened(bound)}, must be one of {', '.join(map(str, _ACTIVATIONS))}"
         )
     run.put(f"{ours}.activation", _ACTIVATIONS[activations], f"{owner}.mlp_activations")
     tied = values["logits_via_embedding"] is True
@@ -393,15 +393,15 @@ def _decoding(run: _Bindings, decoder: bool, targets: int | None) -> None:
     """`targets`: tokens of a text, as far as they are said."""
     keys = [key for key in run.left if key[1] in t5x_decoding.OWNERS]
     keys += [key for key in run.left if key[1] in _MODELS and key[2] in t5x_decoding.OF_MODELS]
-    given = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
-    found = t5x_decoding.translated(decoder, {n: run.value(run.left[k]) for n, k in given.items()}, targets)
-    if not given:
+    keys_of = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
+    found = t5x_decoding.translated(decoder, {n: run.value(run.left[k]) for n, k in keys_of.items()}, targets)
+    if not keys_of:
         return
     run.lines.append("")
     for ours, value, theirs in found.lines:
         run.lines.append(f"{ours} = {value}  # {theirs}")
-    for name in given.keys() - set(found.left):
-        del run.left[given[name]]
+    for name in keys_of.keys() - set(found.left):
+        del run.left[keys_of[name]]
     run.notes += found.unused
     run.notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
 

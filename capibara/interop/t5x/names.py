@@ -149,8 +149,8 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {theirs: network[name] for name, theirs in (_KEYS | _DECODER_KEYS).items() if name in network}
     if "mlp_activations" in network:
-        given = network["mlp_activations"]
-        activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        names = network["mlp_activations"]
+        activations = tuple(names) if isinstance(names, (list, tuple)) else (names,)
         if not all(isinstance(name, str) for name in activations) or activations not in _ACTIVATIONS:
             known = ", ".join(map(str, _ACTIVATIONS))
             raise UserError(f"config.gin has T5Config.mlp_activations = {activations}, must be one of {known}")

@@ -79,11 +79,14 @@ class T5xModel:
         if not self._is_decoder:
             self._rows = t5x_names.rows(self._gated, self._each_positions)
         self._tensors = self._found()
-        said, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
-        unsaid = {"activation": "feed_forward_proj" not in said, "inputs_attention": self._is_decoder and text is None}
+        recorded, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
+        unsaid = {
+            "activation": "feed_forward_proj" not in recorded,
+            "inputs_attention": self._is_decoder and text is None,
+        }
         self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
         found = self._from_shapes()
-        self.config: dict[str, Any] = found | said
+        self.config: dict[str, Any] = found | recorded
         if self._is_decoder and text is not None:
             self.config["inputs_attention"] = t5x_names.inputs_attention_of(text)
         self.tokenizer = run_files.vocabulary_of(self._folder, gin, text)

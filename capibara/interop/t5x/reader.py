@@ -37,21 +37,21 @@ def main() -> int:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         data: Any = b""
-        said: dict[str, Any]
+        reply: dict[str, Any]
         try:
             if "list" in request:
                 keys = tensorstore.KvStore.open(request["list"]).result().list().result()
-                said = {"names": [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]}
+                reply = {"names": [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]}
             elif "open" in request:
                 store = opened(request["open"])
                 chunk = list(store.chunk_layout.read_chunk.shape or store.shape)
-                said = {"shape": list(store.shape), "dtype": store.dtype.numpy_dtype.name, "chunk": chunk}
+                reply = {"shape": list(store.shape), "dtype": store.dtype.numpy_dtype.name, "chunk": chunk}
             else:
                 _bound(BASE_BYTES + request["need"])
-                data, said = _read(opened(request["read"]), request["index"])
+                data, reply = _read(opened(request["read"]), request["index"])
         except (ValueError, KeyError, TypeError, OSError, ArithmeticError, UnicodeDecodeError, MemoryError) as error:
-            data, said = b"", {"error": " ".join(str(error).split())[:300] or type(error).__name__}
-        answer = json.dumps(said | {"bytes": len(data)}).encode()
+            data, reply = b"", {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+        answer = json.dumps(reply | {"bytes": len(data)}).encode()
         sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

@@ -138,8 +138,8 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: Layout) -> 
     if not layout.head_axes:
         return layout.reduced(part(1, 0, D))
     shards = layout.head_shards
-    wanted = min(-(-D * V * 4 // _REDUCED_BYTES), D // shards)
-    pieces = next(n for n in range(wanted, D // shards + 1) if D // shards % n == 0)
+    fewest = min(-(-D * V * 4 // _REDUCED_BYTES), D // shards)
+    pieces = next(n for n in range(fewest, D // shards + 1) if D // shards % n == 0)
     size = D // shards // pieces
 
     def piece(index: jax.Array | int) -> jax.Array:
@@ -159,15 +159,15 @@ def _block(block: _Arrays, head: Head, terms: Terms, softmax: Softmax) -> tuple[
     target = _of_targets(logits, targets)
     correct = (target >= largest[:, 0]).astype(jnp.float32)
     columns = [log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights)]
-    V, wanted = logits.shape[1], weights[:, None]
+    V, share = logits.shape[1], weights[:, None]
     if terms.smoothing:
         low = terms.others(V)
         less = terms.smoothing + low  # the target loses this probability; every id gets `low`
         columns.append(less * target - low * jnp.sum(logits, axis=-1) - terms.entropy(V))
-        wanted = (1.0 - less) * wanted
+        share = (1.0 - less) * share
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
     scale = (weights * (1.0 + 2.0 * terms.z_loss * log_z))[:, None]
-    dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), wanted, 0.0)
+    dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), share, 0.0)
     if terms.smoothing:
         dlogits = dlogits - low * weights[:, None]
     return sums, softmax.gradient(logits, dlogits).astype(hidden.dtype)
@@ -200,8 +200,8 @@ def _over_blocks(
     B, T = arrays[1].shape
     size = B * T * V * 4
     limit = _BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))
-    wanted = -(-size // limit)
-    blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
+    fewest = -(-size // limit)
+    blocks = next(n for n in range(min(fewest, T), T + 1) if T % n == 0)
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)

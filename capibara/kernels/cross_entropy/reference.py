@@ -24,8 +24,8 @@ def sums(
     correct = (target >= jnp.max(logits, axis=-1)).astype(jnp.float32)
     columns = [log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights_BT)]
     if terms.smoothing:
-        wanted = jnp.where(jax.nn.one_hot(targets_BT, V, dtype=bool), 1.0 - terms.smoothing, terms.others(V))
-        smoothed = log_z - jnp.sum(wanted * logits, axis=-1) - terms.entropy(V)
+        probabilities = jnp.where(jax.nn.one_hot(targets_BT, V, dtype=bool), 1.0 - terms.smoothing, terms.others(V))
+        smoothed = log_z - jnp.sum(probabilities * logits, axis=-1) - terms.entropy(V)
         columns.append(smoothed - columns[0])
     return jnp.stack([jnp.sum(column * weights_BT) for column in columns])
 

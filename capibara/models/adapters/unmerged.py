@@ -100,26 +100,26 @@ def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
 
 
 def stack_factors(
-    given: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
+    adapters: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
 ) -> tuple[Params, ...]:
     """Stacks the factors of all adapters, for each layer, on the host.
 
     Args:
-      given: adapters that passed `check`.
+      adapters: adapters that passed `check`.
       num_layers: of the model.
       dtype: the model's compute dtype.
       gains: for each adapter the `gain` of its weights with magnitudes, by name.
     """
-    each = [_factors(one) for one in given]
+    each = [_factors(one) for one in adapters]
     names = sorted({name for factors in each for name in factors})
     found: tuple[Params, ...] = tuple({} for _ in range(num_layers))
     for name in names:
         first = next(factors[name] for factors in each if name in factors)
         inner, outer = first[0].shape[1:-1], first[1].shape[2:]
         rank = max(factors[name][0].shape[-1] for factors in each if name in factors)
-        a = np.zeros((num_layers, *inner, len(given), rank), np.float32)
-        b = np.zeros((num_layers, len(given), rank, *outer), np.float32)
-        gain = np.ones((num_layers, len(given), *outer), np.float32)
+        a = np.zeros((num_layers, *inner, len(adapters), rank), np.float32)
+        b = np.zeros((num_layers, len(adapters), rank, *outer), np.float32)
+        gain = np.ones((num_layers, len(adapters), *outer), np.float32)
         for number, factors in enumerate(each):
             if name in factors:
                 own_a, own_b, _ = factors[name]

@@ -117,15 +117,17 @@ class Rope:
         Raises:
           UserError: their number is not the number of frequencies.
         """
-        wanted = self.rotated_dims(head_dim) // 2 if self.scaling is RopeScaling.LONGROPE else 0
+        frequencies = self.rotated_dims(head_dim) // 2 if self.scaling is RopeScaling.LONGROPE else 0
         for name in ("short_factors", "long_factors"):
-            if len(getattr(self, name)) != wanted:
+            if len(getattr(self, name)) != frequencies:
                 of = (
-                    f"one for each of {wanted} frequencies"
-                    if wanted
+                    f"one for each of {frequencies} frequencies"
+                    if frequencies
                     else "are for longrope scaling only: leave them out"
                 )
-                raise UserError(f"Rope.{name} has {len(getattr(self, name))} numbers, {'must be ' * bool(wanted)}{of}")
+                raise UserError(
+                    f"Rope.{name} has {len(getattr(self, name))} numbers, {'must be ' * bool(frequencies)}{of}"
+                )
 
     def rotated_dims(self, head_dim: int) -> int:
         """Number of a head's dimensions that are rotated; even."""

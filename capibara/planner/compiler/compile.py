@@ -197,8 +197,8 @@ def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding
     Names of the program's parts count, since a report names buffers by them. The hash is the same in every checkout if
     the step was lowered within proof.without_locations.
     """
-    given = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
-    text = json.dumps(given, sort_keys=True) + lowered.as_text(debug_info=True)
+    facts = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
+    text = json.dumps(facts, sort_keys=True) + lowered.as_text(debug_info=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

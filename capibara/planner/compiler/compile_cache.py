@@ -262,14 +262,14 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(_canonical(identity))  # as it will be read back: tuples become lists
 
 
-def _program_identity(program: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _program_identity(program: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     """All that the result for a lowered program depends on."""
     return {
         "format": _FORMAT,
         "program": program,
-        "versions": {package: asked["versions"][package] for package in _COMPILER_PACKAGES},
+        "versions": {package: identity["versions"][package] for package in _COMPILER_PACKAGES},
         "source": _source_digest(pathlib.Path(__file__).resolve().parents[2], _READERS),
-        "environment": asked["environment"],
+        "environment": identity["environment"],
     }
 
 

@@ -62,7 +62,7 @@ def key(run: Run, slice_: Slice) -> dict[str, Any]:
         "steps": run.steps,
         "z_loss": run.z_loss,
         **({"label_smoothing": run.label_smoothing} if run.label_smoothing else {}),
-        **({"loss_normalization": str(given)} if (given := run.loss_normalization) != "tokens" else {}),
+        **({"loss_normalization": str(normalization)} if (normalization := run.loss_normalization) != "tokens" else {}),
         "ema_decay": run.ema_decay,
         "loss_scaling": repr(run.loss_scaling),
         "flags": flags(run, slice_),

@@ -52,18 +52,18 @@ def slice_devices(name: str) -> list[jax.Device]:
       UserError: there is no such slice, or libtpu is not installed.
     """
     check(name)
-    topology, wanted = topology_name(name), slices.parse(name)
+    topology, slice_ = topology_name(name), slices.parse(name)
     for variable, value in ({} if devices.has_tpu() else WITHOUT_TPU).items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # killed processes leave stale lock files
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}  # of libtpu, not JAX
-    if wanted.hosts == wanted.count:
-        options["chips_per_host_bounds"] = (*wanted.shape, 1, 1)[:3]  # the default is four chips per host
-    if wanted.count > 1:
-        options["num_slices"] = wanted.count
-    if wanted.chip.name == "v4":
+    if slice_.hosts == slice_.count:
+        options["chips_per_host_bounds"] = (*slice_.shape, 1, 1)[:3]  # the default is four chips per host
+    if slice_.count > 1:
+        options["num_slices"] = slice_.count
+    if slice_.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip as one device, as in JAX on a v4
     try:
         return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices)

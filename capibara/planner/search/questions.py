@@ -129,11 +129,11 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is for --goal={goal}, not for {args.goal}: leave one out")
     if args.goal == "target_throughput" and args.tokens_per_s is None:
         raise UserError("--goal=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
-    given = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
-    given += [f"--goal={args.goal}"] * (args.goal != "throughput")
-    given += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
-    if args.serve and given:
-        raise UserError(f"{given[0]} is for training, and --serve plans generation: leave one out")
+    flags = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
+    flags += [f"--goal={args.goal}"] * (args.goal != "throughput")
+    flags += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
+    if args.serve and flags:
+        raise UserError(f"{flags[0]} is for training, and --serve plans generation: leave one out")
     if args.include and args.output is None:
         raise UserError("--include needs --output, the Gin file that it extends: add --output=FILE, or leave it out")
     if args.max_days is not None and args.tokens is None:
@@ -142,7 +142,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--slice={args.slice} with --goal={args.goal}, which chooses one: use --chips instead")
 
 
-def slice_of(asked: Slice | None, plan: Plan) -> Slice:
+def slice_of(of_flag: Slice | None, plan: Plan) -> Slice:
     """The slice from --slice, or else from the Gin files.
 
     Raises:
@@ -151,7 +151,7 @@ def slice_of(asked: Slice | None, plan: Plan) -> Slice:
     from capibara.planner.hardware import slices
 
     bound = slices.parse(plan.slice) if plan.slice else None
-    found = asked or bound
+    found = of_flag or bound
     if found is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     return found

@@ -320,7 +320,7 @@ def _most(fits: Callable[[int], bool], end: int, guess: int) -> int:
 def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
     fixed, devices = dict(question.fixed), slice_.devices
     shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
-    asked = f"{slice_.name} with {shown}" if fixed else slice_.name
+    named = f"{slice_.name} with {shown}" if fixed else slice_.name
     if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
         if question.accumulation is not None and question.batch_size % question.accumulation:
             return UserError(
@@ -328,35 +328,35 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
                 f"try {max(1, round(question.batch_size / question.accumulation)) * question.accumulation}"
             )
         return UserError(
-            f"batch_size ({question.batch_size}) divides over no mesh of {asked}: try a multiple of {devices}"
+            f"batch_size ({question.batch_size}) divides over no mesh of {named}: try a multiple of {devices}"
         )
     if devices % math.prod(fixed.values()):
         near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
         return UserError(
-            f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}"
+            f"no mesh of {named}: the axes must divide its {devices} devices: try axes that multiply to {near}"
         )
     if len(fixed) == len(MESH_AXES) and math.prod(fixed.values()) != devices:
         return UserError(
-            f"no mesh of {asked}: the axes multiply to {math.prod(fixed.values())}, the slice has {devices} devices: leave "
+            f"no mesh of {named}: the axes multiply to {math.prod(fixed.values())}, the slice has {devices} devices: leave "
             "one of them open"
         )
     for axis, size in fixed.items():
         if why := _illegal(work, axis, size):
-            return UserError(f"no mesh of {asked}: {why}")
+            return UserError(f"no mesh of {named}: {why}")
     for name, logical, dimension, axes in work.constraints:
         size = math.prod(fixed.get(axis, 1) for axis in axes)
         if dimension % size:
             near = max(n for n in _divisors(size) if dimension % n == 0)
             product = " x ".join(axis for axis in axes if fixed.get(axis, 1) > 1)
             return UserError(
-                f"no mesh of {asked}: {product} ({size}) must divide {logical} of {name} ({dimension}): try {near}, or "
+                f"no mesh of {named}: {product} ({size}) must divide {logical} of {name} ({dimension}): try {near}, or "
                 "Rules that keep it whole"
             )
     if slice_.count > 1 and fixed and all(fixed.get(axis, slice_.count) % slice_.count for axis in MESH_AXES[:3]):
-        return UserError(f"no mesh of {asked}: data, stage or fsdp must be a multiple of the {slice_.count} slices")
+        return UserError(f"no mesh of {named}: data, stage or fsdp must be a multiple of the {slice_.count} slices")
     names = ", ".join(f"{name} {axis}={size}" for name, axis, size, _ in work.constraints[:4])
     return UserError(
-        f"no mesh of {asked} ({devices} devices) divides the model's sizes ({names}): try another slice, or Rules that "
+        f"no mesh of {named} ({devices} devices) divides the model's sizes ({names}): try another slice, or Rules that "
         "keep one of them whole"
     )
 

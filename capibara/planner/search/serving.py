@@ -146,10 +146,10 @@ def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom
     fitting = next((one for one in larger if ranked(model, one, best.engine, headroom)[0].fits), None)
     if fitting is not None:
         ways.append(f"--slice={fitting.name}")
-    asked = "a slot" if best.engine.slots is None else f"{best.engine.slots} slots"
+    room = "a slot" if best.engine.slots is None else f"{best.engine.slots} slots"
     need = best.bytes if best.slots else best.bytes + _row_bytes(model.plain, best.engine, best.tensor)
     return UserError(
-        f"{slice_.name} has no room for {asked} of {best.engine.length} tokens: the leanest mesh ({best.mesh}) needs "
+        f"{slice_.name} has no room for {room} of {best.engine.length} tokens: the leanest mesh ({best.mesh}) needs "
         f"{need / GIB:.2f} GiB a {unit}, weights {best.weights / GIB:.2f}, and may use {best.limit_bytes / GIB:.2f}: try "
         f"{', or '.join(ways) or 'a shorter --length'}"
     )

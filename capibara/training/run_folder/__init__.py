@@ -250,7 +250,7 @@ def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[
     made = model.base if base else model.merge
 
     def merge(params: Params) -> Params:
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), made(params), target)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), made(params), target)
 
     return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 

@@ -46,9 +46,9 @@ def keep(dataset: Dataset, model_dir: str) -> None:
     if not any(place.split("/")[0] == OWN for place in known.values()):
         run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
     elif changed := [name for name in deciding if _read(own / name) != files.get(name)]:
-        given, names = " and ".join(places), ", ".join(changed)
+        paths, names = " and ".join(places), ", ".join(changed)
         raise UserError(
-            f"the tokenizer of {given} is not the one with which this run started ({names} differs from {own}): restore "
+            f"the tokenizer of {paths} is not the one with which this run started ({names} differs from {own}): restore "
             "it, or start another run with Trainer.init_from and a new MODEL_DIR"
         )
     if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole

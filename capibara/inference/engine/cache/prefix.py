@@ -35,10 +35,10 @@ class PrefixCache:
 
     def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix, int] | None:
         """The row with the longest common prefix for this adapter, and the prefix's length; one token is always left."""
-        wanted = np.asarray(tokens)
+        prompt = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
-            common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
+            common = min(common_beginning(entry.tokens, prompt), len(prompt) - 1)
             # A row that ended with an end token has read it too: if the common tokens fill the window, the first is
             # gone.
             whole = self._window is None or len(entry.tokens) < self._window or common == len(entry.tokens)

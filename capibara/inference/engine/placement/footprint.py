@@ -51,12 +51,12 @@ def allocated(start: Callable[[], programs.State], config: EngineConfig, length:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        asked, fewer = f"EngineConfig.slots ({config.slots}) of {length} tokens", "fewer slots"
+        capacity, fewer = f"EngineConfig.slots ({config.slots}) of {length} tokens", "fewer slots"
         if config.page_size:
             number = "" if config.pages is None else f"EngineConfig.pages ({config.pages}), "
-            asked += f" with {number}EngineConfig.page_size ({config.page_size})"
+            capacity += f" with {number}EngineConfig.page_size ({config.page_size})"
             fewer += " or pages"
         raise UserError(
-            f"{asked} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than is free: use "
+            f"{capacity} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than is free: use "
             f"{fewer}, or a shorter Dataset.length"
         ) from None

@@ -168,7 +168,7 @@ def make_computed(model: Model, mesh: Mesh | None, rules: Rules) -> Callable[[Pa
 def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params], Params]:
     model, plain = same.model, same.model.plain
     shardings = None if mesh is None else sharding.shardings(mesh, rules, plain.axes)
-    return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)
+    return jax.jit(lambda params: plain.computed(model.merge(params)), out_shardings=shardings)
 
 
 def _moved_to(x: jax.Array, own: Sharding) -> jax.Array:

@@ -126,8 +126,8 @@ class DecodeRunner:
         """Requests `count` tokens for the rows of these slots."""
         index, forced, alternatives = self._of_next(active)
         self.ahead, at_s = count, time.monotonic()
-        given = params, self._state, self._settings, index, forced, np.int32(count)
-        self._state, sampled = self._programs.step(*given, self._table, alternatives, self._batch_adapters)
+        inputs = params, self._state, self._settings, index, forced, np.int32(count)
+        self._state, sampled = self._programs.step(*inputs, self._table, alternatives, self._batch_adapters)
         self.statistics.steps += 1
         return self._request(sampled, active, np.full(self._slots, count), at_s)
 
@@ -143,8 +143,8 @@ class DecodeRunner:
         counts = np.zeros(self._slots, np.int32)
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
-        given = params, self._state, self._settings, index, forced, guessed, counts
-        self._state, sampled = self._programs.verify(*given, self._table, alternatives, self._batch_adapters)
+        inputs = params, self._state, self._settings, index, forced, guessed, counts
+        self._state, sampled = self._programs.verify(*inputs, self._table, alternatives, self._batch_adapters)
         held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())

@@ -25,7 +25,7 @@ KeysValues = tuple[jax.Array, jax.Array]
 
 
 class LayerInputs(NamedTuple):
-    """What a layer is given beside the streams.
+    """The inputs of a layer beside the streams.
 
     Attributes:
       embedding: [B, T, P] the layer's embedding of each token.
@@ -43,11 +43,11 @@ class LayerInputs(NamedTuple):
 class Gemma3nAttention(Attention):
     """Attention whose values are normalised too, or that reads another layer's keys and values."""
 
-    def heads(self, x_BTD: jax.Array, angles: rotary.Angles, given: KeysValues | None = None) -> tuple[jax.Array, ...]:
-        """Queries of x, and its keys and values; or those that are given."""
-        if given is not None:
+    def heads(self, x_BTD: jax.Array, angles: rotary.Angles, shared: KeysValues | None = None) -> tuple[jax.Array, ...]:
+        """Queries of x, and its keys and values; or the shared ones."""
+        if shared is not None:
             q = constrain(self._dense(projections.QUERY, x_BTD), ("batch", "act_time", "act_heads", None))
-            return rotary.rotate(self.query_norm(q), angles), *given
+            return rotary.rotate(self.query_norm(q), angles), *shared
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         squares = jnp.mean(jnp.square(v.astype(jnp.float32)), axis=-1, keepdims=True)
         return q, k, (v * jax.lax.rsqrt(squares + self.config.norm_eps)).astype(v.dtype)
@@ -70,7 +70,7 @@ class Gemma3nBlock(nnx.Module):
         self,
         x_SBTD: jax.Array,
         inputs: LayerInputs,
-        given: KeysValues | None,
+        shared: KeysValues | None,
         kind: AttentionSpec,
         angles: rotary.Angles,
         segment_ids_BT: jax.Array,
@@ -81,7 +81,7 @@ class Gemma3nBlock(nnx.Module):
         Args:
           x_SBTD: the streams.
           inputs: what else is the layer's own.
-          given: keys and values of an earlier layer; None: it makes its own.
+          shared: keys and values of an earlier layer; None: it makes its own.
           kind: mask and scores.
           angles: of rotary positions.
           segment_ids_BT: document numbers.
@@ -90,7 +90,7 @@ class Gemma3nBlock(nnx.Module):
         kept: list[KeysValues] = []
 
         def attention(x: jax.Array) -> jax.Array:
-            q, k, v = self.attention.heads(x, angles, given)
+            q, k, v = self.attention.heads(x, angles, shared)
             kept.append((k, v))
             rows = {"segment_ids_BT": segment_ids_BT, "row_positions_T": row_positions_T}
             return self.attention(x, kind=kind, heads=(q, k, v), **rows)

@@ -88,8 +88,8 @@ class Gemma3n(Decoder):
         config, specs = self.config, self._kinds()
         kinds = config.kinds[segment.start : segment.stop]
 
-        def apply(block: Gemma3nBlock, x: jax.Array, given: Any, kind: LayerKind, own: Any):
-            rows, shared = given
+        def apply(block: Gemma3nBlock, x: jax.Array, beside: Any, kind: LayerKind, own: Any):
+            rows, shared = beside
             inputs = LayerInputs(own[0], segment.sparsity, own[1], training=step is not None)
             read = shared[kind] if segment.reads else None
             x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
