@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,15 @@ from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.moe import moe
 from capibara.models.moe.moe import Moe
-from capibara.models.registry import configurations, model_of, module_of
+from capibara.models.registry import (
+    Encodes,
+    Generates,
+    ModelModule,
+    RunsByLayer,
+    configurations,
+    model_of,
+    module_of,
+)
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
@@ -62,6 +71,21 @@ __all__ = [
     "trainable_tokens",
     "unmerged",
 ]
+
+Read = Callable[[Params, Batch, Cache, bool], tuple[jax.Array, Cache]]
+EmptyCache = Callable[[int, int, jax.typing.DTypeLike, int | None, int], Cache]
+Begin = Callable[[Params, Batch], jax.Array]
+RunLayer = Callable[[Params, jax.Array, Batch, int], tuple[jax.Array, dict[str, jax.Array]]]
+
+_PREDICTS = "only a model that predicts the next token has a cache"
+
+
+class Hidden(Protocol):
+    """(parameters, batch, remat, step) -> final hidden states and statistics, as Model.hidden."""
+
+    def __call__(
+        self, params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
+    ) -> tuple[jax.Array, Stats]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +116,14 @@ class Model:
     abstract_params: Params
     axes: Params
     init: Callable[[jax.Array], Params]
-    hidden: Callable[..., tuple[jax.Array, Stats]]
+    hidden: Hidden
     head: Callable[[Params], jax.Array]
     adapt: Callable[[Params, jax.Array], Params]
     encode: Callable[[Params, Batch], jax.Array] | None = None
-    read: Callable[..., tuple[jax.Array, Cache]] | None = None
-    empty_cache: Callable[..., Cache] | None = None
-    begin: Callable[[Params, Batch], jax.Array] | None = None
-    layer: Callable[..., tuple[jax.Array, dict[str, jax.Array]]] | None = None
+    read: Read | None = None
+    empty_cache: EmptyCache | None = None
+    begin: Begin | None = None
+    layer: RunLayer | None = None
 
     @property
     def plain(self) -> Model:
@@ -122,7 +146,8 @@ class Model:
 
     def frozen(self, params: Params) -> Params:
         """The part that is not trained."""
-        return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
+        adapters = self.config.lora
+        return {} if adapters is None else tree.part(params, lambda name: not adapters.trains(name))
 
     @property
     def trains_head(self) -> bool:
@@ -154,13 +179,9 @@ class Model:
         return self.capped(matmul.logits(hidden, self.head(params).astype(hidden.dtype)))
 
     def start_cache(
-        self,
-        batch: int,
-        length: int,
-        dtype: jax.typing.DTypeLike | None = None,
-        encoder_length: int | None = None,
-        spare: int = 0,
-    ) -> Cache:
+        self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None,
+        encoder_length: int | None = None, spare: int = 0,
+    ) -> Cache:  # fmt: skip
         """An empty cache for `batch` rows of up to `length` tokens; longer rows keep their last tokens.
 
         Args:
@@ -171,6 +192,7 @@ class Model:
           spare: extra capacity of layers with a window. It allows as many tokens to be rolled back (by smaller
             `lengths`) after they were read.
         """
+        assert self.empty_cache is not None, _PREDICTS
         dtype = self.config.dtype.value if dtype is None else dtype
         return self.empty_cache(batch, length, dtype, encoder_length, spare)
 
@@ -195,6 +217,7 @@ class Model:
 
     def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Like `resume`, but returns the logits [B, T, V] after every token."""
+        assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, False)
         return self.logits_of(params, hidden), cache
 
@@ -206,6 +229,7 @@ class Model:
         return self.resume(params, batch, cache)
 
     def _last(self, params: Params, batch: Batch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
+        assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, is_prefill)
         if hidden.shape[1] > 1:
             last_B11 = (jnp.asarray(batch["counts"]) - 1)[:, None, None]
@@ -277,7 +301,7 @@ def build(config: TransformerConfig) -> Model:
         else nnx.split(nnx.eval_shape(lambda: _adapted(make(config, nnx.Rngs(0)), config, jax.random.key(0))))
     )
 
-    def bind(params: Params) -> nnx.Module:
+    def bind(params: Params) -> ModelModule:
         return _bound(graphdef, template, params)
 
     def init(key: jax.Array) -> Params:
@@ -295,22 +319,17 @@ def build(config: TransformerConfig) -> Model:
         return found if own is None else _checked_hidden(found, own, config.embed_dim)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
-        return bind(params).encode(batch, RematPolicy(), None)[0]
+        module = bind(params)
+        assert isinstance(module, Encodes)
+        return module.encode(batch, RematPolicy(), None)[0]
 
     def head(params: Params) -> jax.Array:
         # The layers of `serving` do not fit the template; the head does not need them.
         found = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
         return found if own is None else _checked_head(found, own, (config.vocab_size, config.embed_dim))
 
-    def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
-        values = []
-        rest = serving_params.with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
-        return bind(rest).read(values, batch, cache, is_prefill)
-
-    def empty_cache(*sizes) -> Cache:
-        return bind({}).start_cache(*sizes)
-
-    generates = hasattr(make, "read")
+    begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) else (None, None)
+    read, empty_cache = _generating(bind) if hasattr(make, "read") else (None, None)
     return Model(
         config=config,
         abstract_params=nnx.to_pure_dict(template),
@@ -320,20 +339,21 @@ def build(config: TransformerConfig) -> Model:
         head=head,
         adapt=adapt,
         encode=encode if hasattr(make, "encode") else None,
-        read=read if generates else None,
-        empty_cache=empty_cache if generates else None,
-        **(_layerwise(bind) if getattr(make, "layerwise", False) else {}),
+        read=read,
+        empty_cache=empty_cache,
+        begin=begin,
+        layer=layer,
     )
 
 
-def _axes(template: nnx.State, make: type[nnx.Module]) -> Params:
+def _axes(template: nnx.State, make: Callable[..., ModelModule]) -> Params:
     """The nested dict of a model's axes."""
 
     def names(variable: nnx.Variable) -> nnx.Variable:
         if "axes" not in variable.get_metadata():
             shape = tuple(variable.get_value().shape)
             raise UserError(
-                f"{make.__name__} has a parameter of the shape {shape} without axes: make it with layers.param, as in "
+                f"{getattr(make, '__name__', make)} has a parameter of the shape {shape} without axes: make it with layers.param, as in "
                 "examples/extend/my_model.py"
             )
         return variable.replace(_Names(variable.axes))
@@ -361,26 +381,53 @@ def _checked_head(found: jax.Array, own: str, shape: tuple[int, int]) -> jax.Arr
     return found
 
 
-def _layerwise(bind: Callable[[Params], nnx.Module]) -> dict[str, Callable]:
+def _generating(bind: Callable[[Params], ModelModule]) -> tuple[Read, EmptyCache]:
+    """`read` and `empty_cache` of a Model."""
+
+    def generates(params: Params) -> Generates:
+        module = bind(params)
+        assert isinstance(module, Generates)
+        return module
+
+    def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
+        values: list[Params] = []
+        rest = serving_params.with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
+        return generates(rest).read(values, batch, cache, is_prefill)
+
+    def empty_cache(
+        batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None, spare: int
+    ) -> Cache:
+        return generates({}).start_cache(batch, length, dtype, encoder_length, spare)
+
+    return read, empty_cache
+
+
+def _layerwise(bind: Callable[[Params], ModelModule]) -> tuple[Begin, RunLayer]:
     """`begin` and `layer` of a Model."""
 
+    def runs(params: Params) -> RunsByLayer:
+        module = bind(params)
+        assert isinstance(module, RunsByLayer)
+        return module
+
     def begin(params: Params, batch: Batch) -> jax.Array:
-        return bind({name: value for name, value in params.items() if name != "layers"}).begin(batch)
+        return runs({name: value for name, value in params.items() if name != "layers"}).begin(batch)
 
     def layer(values: Params, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return bind({}).layer(values, x, batch, index)
+        return runs({}).layer(values, x, batch, index)
 
-    return {"begin": begin, "layer": layer}
+    return begin, layer
 
 
-def _bound(graphdef: nnx.GraphDef, template: nnx.State, params: Params) -> nnx.Module:
+def _bound(graphdef: nnx.GraphDef[ModelModule], template: nnx.State, params: Params) -> ModelModule:
     state = jax.tree.map(lambda v: v, template)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
 
 
-def _adapted(module: nnx.Module, config: TransformerConfig, key: jax.Array) -> nnx.Module:
+def _adapted(module: ModelModule, config: TransformerConfig, key: jax.Array) -> ModelModule:
     if config.lora is not None:
+        assert isinstance(module, nnx.Module)
         lora.attach(module, config.lora, nnx.Rngs(key))
     return module
 

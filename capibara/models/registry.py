@@ -2,19 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
+import jax
 from flax import nnx
 
-from capibara.core.types import UserError
+from capibara.core.types import Batch, Params, UserError
+from capibara.models.cache.dense import Cache
 from capibara.models.layers.config import TransformerConfig
+from capibara.models.layers.stack import Stats
+from capibara.sharding import RematPolicy
 
-_Module = TypeVar("_Module", bound=type[nnx.Module])
-_MODULES: dict[type[TransformerConfig], type[nnx.Module]] = {}
+
+class ModelModule(Protocol):
+    """What a model must have to be trained, besides being an nnx.Module."""
+
+    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, Stats]:
+        """The final hidden states [B, T, D], and the layers' statistics; `step` is None outside training."""
+
+    def head(self) -> jax.Array:
+        """The output projection [V, D]."""
 
 
-def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
+@runtime_checkable
+class Encodes(Protocol):
+    """A model with an encoder."""
+
+    def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, Stats]:
+        """The encoder's output [B, S, D], and its layers' statistics."""
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """A model that predicts the next token; see architectures.decoder."""
+
+    def start_cache(
+        self,
+        batch: int,
+        length: int,
+        dtype: jax.typing.DTypeLike,
+        encoder_length: int | None = None,
+        spare: int = 0,
+    ) -> Cache:
+        """An empty cache."""
+
+    def read(self, values: Sequence[Params], batch: Batch, kept: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
+        """The final hidden states [B, T, D] of new tokens, and the updated cache."""
+
+
+@runtime_checkable
+class RunsByLayer(Protocol):
+    """A model that can run layer by layer; see architectures.decoder."""
+
+    def begin(self, batch: Batch) -> jax.Array:
+        """The input of the first layer."""
+
+    def layer(self, values: Params, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output of one layer, and the inputs of its projections."""
+
+
+_Class = TypeVar("_Class", bound=Callable[..., ModelModule])  # called as MODEL(config, rngs)
+_MODULES: dict[type[TransformerConfig], Callable[..., ModelModule]] = {}
+
+
+def model_of(config: type[TransformerConfig]) -> Callable[[_Class], _Class]:
     """Class decorator: registers a model class for a configuration class. The model is built by `Module(config, rngs)`.
 
     Args:
@@ -29,17 +81,22 @@ def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
             "TransformerConfig: write @model_of(MyConfig) above the model"
         )
 
-    def register(module: _Module) -> _Module:
-        if not (isinstance(module, type) and issubclass(module, nnx.Module)):
-            name = getattr(module, "__name__", module)
-            raise UserError(f"@model_of({config.__name__}) decorates {name}, must decorate a class of nnx.Module")
-        for name in ("__call__", "head"):
-            if not any(name in vars(cls) for cls in module.__mro__):
-                raise UserError(f"{module.__name__} has no `{name}`: write it as in examples/extend/my_model.py")
+    def register(module: _Class) -> _Class:
+        _check(module, config)
         _MODULES[config] = module
         return module
 
     return register
+
+
+def _check(module: object, config: type[TransformerConfig]) -> None:
+    """Raises UserError if it is no class of models."""
+    if not (isinstance(module, type) and issubclass(module, nnx.Module)):
+        name = getattr(module, "__name__", module)
+        raise UserError(f"@model_of({config.__name__}) decorates {name}, must decorate a class of nnx.Module")
+    for name in ("__call__", "head"):
+        if not any(name in vars(cls) for cls in module.__mro__):
+            raise UserError(f"{module.__name__} has no `{name}`: write it as in examples/extend/my_model.py")
 
 
 def configurations() -> tuple[type[TransformerConfig], ...]:
@@ -47,7 +104,7 @@ def configurations() -> tuple[type[TransformerConfig], ...]:
     return tuple(reversed(_MODULES))
 
 
-def module_of(config: TransformerConfig) -> type[nnx.Module]:
+def module_of(config: TransformerConfig) -> Callable[..., ModelModule]:
     """The model class of a configuration.
 
     Raises:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.fields import short
-from capibara.core.types import Batch, UserError
+from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
@@ -85,7 +85,7 @@ class DecoderConfig(TransformerConfig):
         kinds = (self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
         return tuple(self.window if kind is LayerKind.LOCAL else None for kind in kinds)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._check_relative()
         if self.positions is Positions.ROPE and self.head_size % 2:
@@ -146,57 +146,30 @@ class DecoderConfig(TransformerConfig):
             raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
 
 
-@model_of(DecoderConfig)
-class Decoder(nnx.Module):
-    """Embedding, layers and final norm; `head` returns the output projection.
-
-    Attributes:
-      block: the class of its layers, built by `block(config, rngs)`.
-      layerwise: whether `begin` and `layer` can run it layer by layer.
-    """
-
-    block: ClassVar[type[nnx.Module]] = Block
-    layerwise: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if not (isinstance(cls.block, type) and issubclass(cls.block, nnx.Module)):
-            raise UserError(f"{cls.__name__}.block is {short(cls.block)}, must be a class that derives from Block")
+class DecoderBase(nnx.Module):
+    """Embedding, final norm and head of a decoder, around layers that a subclass makes and runs."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
         self.config = config
         self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(0.02))
         if config.positions is Positions.LEARNED:
+            assert config.max_length is not None, "the configuration checks it"
             shape = (config.max_length, D)
             self.position_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(0.02))
         if config.positions is Positions.RELATIVE:
             self.relative_bias = RelativeBias(config, rngs, bidirectional=False)
-        self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
+        self._make_layers(rngs)
         self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
 
-    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
-        config = self.config
-        rows, row_positions, kinds = self._rows(batch), batch.get("row_positions"), self._kinds()
-        shared = Shared(
-            row_positions=row_positions, bias=self._bias(batch["tokens"].shape[1], row_positions), step=step
-        )
-        drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
-
-        def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: Any = None):
-            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
-            return block(x, rows, own, kinds[kind], kind)
-
-        x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
-        how = (apply, config.layer_pattern, config.layer_loop, remat)
-        x, stats = stack.run(self.layers, x, rows, *how, numbered=drop is not None)
-        return self._normed(x, drop), stats
+    def _make_layers(self, rngs: nnx.Rngs) -> None:
+        """Makes the layers, between the embedding and the final norm."""
+        raise NotImplementedError
 
     def start_cache(
-        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+        self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
     ) -> dense.Cache:
         """An empty cache for rows of up to `length` tokens; see api.Model.start_cache."""
         config = self.config
@@ -204,55 +177,6 @@ class Decoder(nnx.Module):
         kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
         of_layers = tuple(dense.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
-
-    def read(
-        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
-    ) -> tuple[jax.Array, dense.Cache]:
-        """The final hidden states [B, T, D] of the next `counts` tokens, and the updated cache.
-
-        Args:
-          values: parameters of the layers, from `stack.unstacked`.
-          batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
-            optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
-            unmerged.BatchAdapters.
-          kept: the cache.
-          is_prefill: whether the cache is empty.
-        """
-        config = self.config
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
-        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
-        if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
-            # Later tokens attend to the prefix causally.
-            whole["prefix"] = _inputs(batch, now) if is_prefill else None
-        rows, kinds, x, of_layers = self._rows(whole, self._length(kept)), self._kinds(), self._embed(whole), []
-        shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
-        for index, block in enumerate(stack.each(self.layers, values)):
-            unmerged.attach(block, batch.get("adapters"), index)
-            kind = config.layer_pattern[index % len(config.layer_pattern)]
-            x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
-            of_layers.append(layer)
-        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return self._normed(x), kept
-
-    def begin(self, batch: Batch) -> jax.Array:
-        """The input of the first layer, [B, T, D]."""
-        return self._embed(batch)
-
-    def layer(self, values: Any, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The output of one layer, and the inputs of its projections by weight name.
-
-        Args:
-          values: the layer's parameters.
-          x: the layer's input, [B, T, D].
-          batch: the rows.
-          index: the layer's entry in layer_pattern.
-        """
-        (block,) = stack.each(self.layers, [values])
-        inputs = lora.tap(block)
-        kind = self.config.layer_pattern[index]
-        shared = Shared(bias=self._bias(x.shape[1]))
-        x, _ = block(x, self._rows(batch), shared, self._kinds()[kind], kind)
-        return x, inputs
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""
@@ -263,12 +187,12 @@ class Decoder(nnx.Module):
         x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
-    def _bias(self, length: int, row_positions: Any = None) -> jax.Array | None:
+    def _bias(self, length: int, row_positions: jax.Array | None = None) -> jax.Array | None:
         """The relative bias of the scores in rows of this length; None: no relative positions."""
         return self.relative_bias(length, row_positions) if self.config.positions is Positions.RELATIVE else None
 
     @property
-    def _bias_at(self) -> Any:
+    def _bias_at(self) -> dense.PositionBias | None:
         return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
 
     def _length(self, kept: dense.Cache) -> int:
@@ -296,6 +220,98 @@ class Decoder(nnx.Module):
             angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
         return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
+
+
+@model_of(DecoderConfig)
+class Decoder(DecoderBase):
+    """Embedding, layers and final norm; `head` returns the output projection.
+
+    Attributes:
+      block: the class of its layers, built by `block(config, rngs)`.
+      layerwise: whether `begin` and `layer` can run it layer by layer.
+    """
+
+    block: ClassVar[type[Block]] = Block
+    layerwise: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: bool) -> None:
+        super().__init_subclass__(**options)
+        if not (isinstance(cls.block, type) and issubclass(cls.block, nnx.Module)):
+            raise UserError(f"{cls.__name__}.block is {short(cls.block)}, must be a class that derives from Block")
+
+    def _make_layers(self, rngs: nnx.Rngs) -> None:
+        config = self.config
+        self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
+
+    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
+        config = self.config
+        rows, row_positions, kinds = self._rows(batch), batch.get("row_positions"), self._kinds()
+        shared = Shared(
+            row_positions=row_positions, bias=self._bias(batch["tokens"].shape[1], row_positions), step=step
+        )
+        drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
+
+        def apply(
+            block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: jax.Array | int = 0
+        ) -> tuple[jax.Array, stack.Stats]:
+            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, own, kinds[kind], kind)
+
+        x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
+        pattern, loop, numbered = config.layer_pattern, config.layer_loop, drop is not None
+        x, stats = stack.run(self.layers, x, rows, apply, pattern, loop, remat, numbered=numbered)
+        return self._normed(x, drop), stats
+
+    def read(
+        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
+    ) -> tuple[jax.Array, dense.Cache]:
+        """The final hidden states [B, T, D] of the next `counts` tokens, and the updated cache.
+
+        Args:
+          values: parameters of the layers, from `stack.unstacked`.
+          batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
+            optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
+            unmerged.BatchAdapters.
+          kept: the cache.
+          is_prefill: whether the cache is empty.
+        """
+        config = self.config
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
+        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
+        if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
+            # Later tokens attend to the prefix causally.
+            whole["prefix"] = _inputs(batch, now) if is_prefill else None
+        rows, kinds, x = self._rows(whole, self._length(kept)), self._kinds(), self._embed(whole)
+        of_layers: list[dense.LayerCache] = []
+        shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
+        for index, block in enumerate(stack.each(self.layers, values)):
+            unmerged.attach(block, batch.get("adapters"), index)
+            kind = config.layer_pattern[index % len(config.layer_pattern)]
+            x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
+            of_layers.append(layer)
+        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
+        return self._normed(x), kept
+
+    def begin(self, batch: Batch) -> jax.Array:
+        """The input of the first layer, [B, T, D]."""
+        return self._embed(batch)
+
+    def layer(self, values: Params, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output of one layer, and the inputs of its projections by weight name.
+
+        Args:
+          values: the layer's parameters.
+          x: the layer's input, [B, T, D].
+          batch: the rows.
+          index: the layer's entry in layer_pattern.
+        """
+        (block,) = stack.each(self.layers, [values])
+        inputs = lora.tap(block)
+        kind = self.config.layer_pattern[index]
+        shared = Shared(bias=self._bias(x.shape[1]))
+        x, _ = block(x, self._rows(batch), shared, self._kinds()[kind], kind)
+        return x, inputs
 
 
 def _inputs(batch: Batch, now: dense.PrefillInputs) -> jax.Array:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.core.types import Batch, UserError
+from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense
@@ -59,8 +58,6 @@ class EncoderDecoderConfig(TransformerConfig):
       relative_tables: whether the layers of a stack share a table.
     """
 
-    data_kind: ClassVar[str] = "encoder_decoder"
-
     activation: Activation = Activation.GEGLU
     head: Head = Head.SEPARATE
     head_scale: HeadScale = HeadScale.INVERSE_SQRT_DIM
@@ -70,7 +67,11 @@ class EncoderDecoderConfig(TransformerConfig):
     relative_distance: int = 128
     relative_tables: RelativeTables = RelativeTables.SHARED
 
-    def __post_init__(self):
+    @property
+    def data_kind(self) -> str:
+        return "encoder_decoder"
+
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_encoder_layers is not None and self.num_encoder_layers < 1:
             raise UserError(
@@ -110,16 +111,22 @@ class CrossBlock(Block):
 
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    ) -> tuple[jax.Array, stack.Stats]:
         """The layer's output, and its statistics (those of the experts, or none)."""
-        stats: dict[str, Any] = {}
+        stats: stack.Stats = {}
 
-        def attention(x):
-            of_rows = {"segment_ids_BT": rows.segment_ids, "row_positions_T": shared.row_positions}
-            y = self.attention(x, kind=kind, bias_NTS=shared.bias, drop=shared.drop, **of_rows)
+        def attention(x: jax.Array) -> jax.Array:
+            y = self.attention(
+                x,
+                kind=kind,
+                segment_ids_BT=rows.segment_ids,
+                row_positions_T=shared.row_positions,
+                bias_NTS=shared.bias,
+                drop=shared.drop,
+            )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
-        def cross_attention(x):
+        def cross_attention(x: jax.Array) -> jax.Array:
             y = self.cross_attention(
                 x,
                 kind=dataclasses.replace(kind, causal=False),
@@ -142,23 +149,25 @@ class CrossBlock(Block):
         rows: Rows,
         shared: Shared,
         kind: AttentionSpec,
-        bias_at: Any,
+        layer_kind: LayerKind,
     ) -> tuple[jax.Array, dense.LayerCache]:
-        """Like `Block.cached`; `bias_at` computes the relative bias of rows that have read tokens before."""
+        """Like `Block.cached`; the cache also has keys and values of the encoder's output, which a prefill writes."""
+        assert rows.encoded_segments is not None, "the cache has them"
+        segments_BS = rows.encoded_segments
         written = dict(layer)
         if rows.encoded is not None:
             across = self.cross_attention.keys_values(rows.encoded)
             for name, x in zip(("cross_key", "cross_value"), across, strict=True):
                 written[name] = x.astype(layer[name].dtype)
 
-        def attention(x):
-            y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=bias_at)
+        def attention(x: jax.Array) -> jax.Array:
+            y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=shared.bias_at)
             written.update({name: x for name, x in new.items() if not name.startswith("cross_")})
             return y
 
-        def cross_attention(x):
+        def cross_attention(x: jax.Array) -> jax.Array:
             keys, values = written["cross_key"], written["cross_value"]
-            return self.cross_attention.to_encoded(x, keys, values, rows.encoded_segments, kind)
+            return self.cross_attention.to_encoded(x, keys, values, segments_BS, kind)
 
         x_BTD = self.add(x_BTD, "attention", attention)
         x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
@@ -191,35 +200,39 @@ class Stack(nnx.Module):
         rows: Rows,
         remat: RematPolicy,
         step: jax.Array | None,
-        row_positions: Any = None,
+        row_positions: jax.Array | None = None,
         drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
         kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
         all_bias = None if self.each_has_positions else self.relative_bias(length, row_positions)
 
-        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
-            bias = block.relative_bias(length, row_positions) if self.each_has_positions else all_bias
+        def apply(
+            block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: jax.Array | int = 0
+        ) -> tuple[jax.Array, stack.Stats]:
+            bias = all_bias if block.relative_bias is None else block.relative_bias(length, row_positions)
             own = None if drop is None else drop.at(Site.LAYERS).at(number)
             return block(x, rows, Shared(row_positions=row_positions, bias=bias, step=step, drop=own), kind, layer_kind)
 
         x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
-        how = (apply, _PATTERN, self.config.layer_loop, remat)
-        x_BTD, stats = stack.run(self.layers, x_BTD, rows, *how, numbered=drop is not None)
+        loop, numbered = self.config.layer_loop, drop is not None
+        x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, loop, remat, numbered=numbered)
         x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
         if drop is not None:  # in the encoder every position has its own mask, as in T5X
             x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)
         return x_BTD, stats
 
     def read(
-        self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.PrefillInputs
+        self, values: Sequence[Params], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.PrefillInputs
     ) -> tuple[jax.Array, list[dense.LayerCache]]:
         """The normalised output [B, T, D] for the new tokens, and the layers' updated caches."""
-        kind, of_layers = self.config.attention_kind(causal=True), []
+        kind = self.config.attention_kind(causal=True)
+        of_layers: list[dense.LayerCache] = []
         for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
-            positions = block.relative_bias if self.each_has_positions else self.relative_bias
-            shared = Shared(bias=positions(x_BTD.shape[1])) if now.is_prefill else Shared()
-            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, positions.at)
+            positions = self.relative_bias if block.relative_bias is None else block.relative_bias
+            bias = positions(x_BTD.shape[1]) if now.is_prefill else None
+            shared = Shared(bias=bias, bias_at=positions.at)
+            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, LayerKind.GLOBAL)
             of_layers.append(layer)
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
 
@@ -250,8 +263,9 @@ class EncoderDecoder(nnx.Module):
         A batch with the entry `encoded` [B, S, D], the result of `encode`, is not encoded again. Statistics are those
         of the encoder's layers, if it runs, then of the decoder's.
         """
+        of_encoder: stack.Stats = {}
         if "encoded" in batch:
-            encoded, of_encoder = batch["encoded"], {}
+            encoded = batch["encoded"]
         else:
             encoded, of_encoder = self.encode(batch, remat, step)
         rows = Rows(
@@ -267,7 +281,7 @@ class EncoderDecoder(nnx.Module):
         return self._scaled(x), stats
 
     def start_cache(
-        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+        self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
     ) -> dense.Cache:
         """An empty cache for decoder rows of up to `length` tokens and encoder rows of `encoder_length`.
 
@@ -290,7 +304,7 @@ class EncoderDecoder(nnx.Module):
         }
 
     def read(
-        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """Like `Decoder.read`. The batch of a prefill also has the encoder's entries, which are encoded here."""
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,6 @@ class EncoderConfig(TransformerConfig):
       max_length: longest row; its positions are learned.
     """
 
-    data_kind: ClassVar[str] = "masked"
-
     norm: NormKind = NormKind.LAYER
     norm_eps: float = 1e-12
     norm_placement: NormPlacement = NormPlacement.POST
@@ -43,7 +40,11 @@ class EncoderConfig(TransformerConfig):
     max_length: int | None = 512
     token_types: int = 2
 
-    def __post_init__(self):
+    @property
+    def data_kind(self) -> str:
+        return "masked"
+
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is None:
             raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
@@ -57,6 +58,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
+        assert config.max_length is not None, "the configuration checks it"
         self.config = config
         small = layers.normal(0.02)
         self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), small)
@@ -85,13 +87,15 @@ class Encoder(nnx.Module):
 
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
-        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
+        def apply(
+            block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: jax.Array | int = 0
+        ) -> tuple[jax.Array, stack.Stats]:
             own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, own, kind, layer_kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
-        how = (apply, _PATTERN, config.layer_loop, remat)
-        x, stats = stack.run(self.layers, x, rows, *how, numbered=drop is not None)
+        loop, numbered = config.layer_loop, drop is not None
+        x, stats = stack.run(self.layers, x, rows, apply, _PATTERN, loop, remat, numbered=numbered)
         if config.norm_placement is not NormPlacement.POST:
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import ClassVar
 
 from flax import nnx
 
@@ -120,9 +119,6 @@ class TransformerConfig:
         no dropout. A rate above 0 makes attention use the reference implementation.
     """
 
-    streams: ClassVar[int] = 1  # residual streams
-    data_kind: ClassVar[str] = "causal"  # the Dataset.kind that the model is trained on
-
     vocab_size: int
     embed_dim: int
     num_layers: int
@@ -188,6 +184,16 @@ class TransformerConfig:
                 f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
                 f"or set {own}.head_dim"
             )
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams."""
+        return 1
+
+    @property
+    def data_kind(self) -> str:
+        """The Dataset.kind that the model is trained on."""
+        return "causal"
 
     @property
     def kv_heads(self) -> int:

@@ -62,7 +62,7 @@ class RelativeBias(nnx.Module):
         shape = (config.relative_buckets, config.num_heads)
         self.table = layers.param(rngs, shape, ("position", "heads"), layers.normal(config.embed_dim**-0.5))
 
-    def __call__(self, length: int, row_positions_T: np.ndarray | None = None) -> jax.Array:
+    def __call__(self, length: int, row_positions_T: jax.Array | np.ndarray | None = None) -> jax.Array:
         """Biases [N, T, T] in float32 of rows of this length.
 
         `row_positions_T` holds each column's index in the row as it was before sharding.balanced; None: in order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Concatenate, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,16 @@ from flax import nnx
 
 from capibara import sharding
 from capibara.core import projections
-from capibara.core.types import UserError
+from capibara.core.types import Params, PyTree, UserError
 from capibara.models.adapters.quantized_weights import Frozen
 from capibara.models.layers import pipeline
 from capibara.sharding import Remat, RematPolicy
 
-Stats = dict[str, Any]  # float32 sums over tokens; for a stack, each with a leading axis of layers
-Apply = Callable[..., tuple[jax.Array, Stats]]
+Stats = dict[str, jax.Array]  # float32 sums over tokens; for a stack, each with a leading axis of layers
+_Layer = TypeVar("_Layer", bound=nnx.Module)
+_Rows = TypeVar("_Rows")  # a pytree of arrays
+_Kind = TypeVar("_Kind")
+_Body = Callable[[jax.Array, PyTree, PyTree], tuple[jax.Array, Stats]]  # (x, a layer's parameters, rows)
 
 
 class LayerLoop(enum.StrEnum):
@@ -28,11 +31,11 @@ class LayerLoop(enum.StrEnum):
     UNROLL = "unroll"
 
 
-def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int) -> nnx.Module:
+def stacked(make: Callable[[nnx.Rngs], _Layer], rngs: nnx.Rngs, num_layers: int) -> _Layer:
     """A module like `make(rngs)` whose parameters have a leading axis of `num_layers`, initialised layer by layer."""
     graphdef, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
-    def init(key: jax.Array) -> Any:
+    def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key))))
 
     values = jax.vmap(init)(jax.random.split(rngs.params(), num_layers))
@@ -45,7 +48,7 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: 
     return nnx.merge(graphdef, jax.tree.unflatten(structure, stacked_variables))
 
 
-def unstacked(values: Any) -> tuple[Any, ...]:
+def unstacked(values: Params) -> tuple[Params, ...]:
     """Splits stacked parameters into a tuple with one nested dict per layer; a tuple is returned unchanged.
 
     A program with unrolled layers reads these in place; it would copy each layer out of stacked parameters.
@@ -55,26 +58,26 @@ def unstacked(values: Any) -> tuple[Any, ...]:
     return tuple(_one(values, index) for index in range(depth(values)))
 
 
-def depth(values: Any) -> int:
+def depth(values: Params) -> int:
     """Number of layers in stacked parameters; some parameters may exist in the first layers only."""
     return max((leaf.shape[0] for leaf in jax.tree.leaves(values)), default=0)
 
 
-def _one(values: Any, index: int) -> Any:
+def _one(values: Params, index: int) -> Params:
     """The parameters of one layer that exist in it."""
     if isinstance(values, dict):
         return {name: _one(value, index) for name, value in values.items() if index < depth(value)}
     return jax.tree.map(lambda v: v[index], values)
 
 
-def _between(values: Any, start: int, stop: int) -> Any:
+def _between(values: Params, start: int, stop: int) -> Params:
     """Slices a stack from layer `start` to `stop`; keeps the parameters that exist in all of these layers."""
     if isinstance(values, dict):
         return {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
     return jax.tree.map(lambda v: v[start:stop], values)
 
 
-def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
+def each(layers: _Layer, values: Sequence[Params]) -> Iterator[_Layer]:
     """Yields the layers of a stacked module one by one, with the parameters from `unstacked`."""
     graphdef, state = nnx.split(layers)
     for layer in values:
@@ -82,16 +85,16 @@ def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
 
 
 def run(
-    layers: nnx.Module,
+    layers: _Layer,
     x: jax.Array,
-    rows: Any,
-    apply: Apply,
-    pattern: Sequence[Any],
+    rows: _Rows,
+    apply: Callable[Concatenate[_Layer, jax.Array, _Rows, _Kind, ...], tuple[jax.Array, Stats]],
+    pattern: Sequence[_Kind],
     loop: LayerLoop,
     remat: RematPolicy,
     *,
     numbered: bool = False,
-    beside: Any = None,
+    beside: PyTree | None = None,
     span: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Applies the layers of a stacked module in order; as a pipeline if the active mesh has stages.
@@ -114,13 +117,13 @@ def run(
       The last layer's output, and the statistics, each with a leading axis of layers.
     """
     graphdef, state = nnx.split(layers)
-    values: Any = nnx.to_pure_dict(state)
+    values: Params = nnx.to_pure_dict(state)
     values = values if span is None else _between(values, *span)
     count, group = depth(values), len(pattern)
     own = jnp.arange(count, dtype=jnp.int32) if numbered else beside
 
-    def one(kind: Any) -> Callable:
-        def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
+    def one(kind: _Kind) -> _Body:
+        def body(x: jax.Array, layer: PyTree, rows: _Rows) -> tuple[jax.Array, Stats]:
             parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)
 
@@ -143,7 +146,7 @@ def run(
 
 
 def _in_sequence(
-    bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop, frozen: bool
+    bodies: Sequence[_Body], x: jax.Array, values: PyTree, rows: PyTree, size: int, loop: LayerLoop, frozen: bool
 ) -> tuple[jax.Array, Stats]:
     """Runs the first `size` layers of `values`; layer i uses body i modulo the number of bodies."""
     if frozen and len(bodies) == 1 and loop is LayerLoop.SCAN:
@@ -155,7 +158,7 @@ def _in_sequence(
     if whole:
         grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
 
-        def body(x: jax.Array, layers: Any) -> tuple[jax.Array, Stats]:
+        def body(x: jax.Array, layers: PyTree) -> tuple[jax.Array, Stats]:
             stats = []
             for index, layer in enumerate(bodies):
                 x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
@@ -181,7 +184,7 @@ def _check_stages(count: int, group: int, shape: sharding.Pipeline) -> None:
         )
 
 
-def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callable:
+def _recomputed(body: _Body, remat: RematPolicy, *, in_scan: bool) -> _Body:
     policies = jax.checkpoint_policies
     match remat.kind:
         case Remat.NONE:
@@ -204,7 +207,7 @@ def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callabl
     return jax.checkpoint(body, prevent_cse=not in_scan, policy=policy)
 
 
-def _as_state(template: nnx.State, values: Any) -> nnx.State:
+def _as_state(template: nnx.State, values: Params) -> nnx.State:
     """The template's variables with these values, a pure nested dict of the same structure."""
     state = jax.tree.map(lambda v: v, template)
     nnx.replace_by_pure_dict(state, values)

@@ -43,7 +43,9 @@ class LayerInputs(NamedTuple):
 class Gemma3nAttention(Attention):
     """Attention whose values are normalised too, or that reads another layer's keys and values."""
 
-    def heads(self, x_BTD: jax.Array, angles: rotary.Angles, shared: KeysValues | None = None) -> tuple[jax.Array, ...]:
+    def heads(
+        self, x_BTD: jax.Array, angles: rotary.Angles, shared: KeysValues | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries of x, and its keys and values; or the shared ones."""
         if shared is not None:
             q = constrain(self._dense(projections.QUERY, x_BTD), ("batch", "act_time", "act_heads", None))
@@ -92,8 +94,9 @@ class Gemma3nBlock(nnx.Module):
         def attention(x: jax.Array) -> jax.Array:
             q, k, v = self.attention.heads(x, angles, shared)
             kept.append((k, v))
-            rows = {"segment_ids_BT": segment_ids_BT, "row_positions_T": row_positions_T}
-            return self.attention(x, kind=kind, heads=(q, k, v), **rows)
+            return self.attention(
+                x, kind=kind, segment_ids_BT=segment_ids_BT, row_positions_T=row_positions_T, heads=(q, k, v)
+            )
 
         x_SBTD = self._around(x_SBTD, inputs, attention)
         return x_SBTD, kept[0]

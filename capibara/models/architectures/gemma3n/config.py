@@ -67,7 +67,7 @@ class Gemma3nConfig(DecoderConfig):
     def runs_in_stages(self) -> bool:
         return False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("streams", "laurel_rank", "per_layer_dim", "per_layer_vocab_size"):
             if getattr(self, name) < 1:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding
-from capibara.core.types import Batch, UserError
+from capibara.core.types import Batch, Params, UserError
 from capibara.models.adapters import unmerged
-from capibara.models.architectures.decoder import Decoder
+from capibara.models.architectures.decoder import DecoderBase
 from capibara.models.architectures.gemma3n import parts
 from capibara.models.architectures.gemma3n.block import CachedLayer, Gemma3nBlock, KeysValues, LayerInputs
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig, Segment
@@ -28,34 +27,39 @@ from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 _LEAST_SQUARE = 1e-5  # of a projected stream
+_OfLayer = tuple[jax.Array, jax.Array | None]  # its embedding of every token, and its MLP's width where they differ
+_Beside = tuple[Rows, dict[LayerKind, KeysValues]]
 
 
 @model_of(Gemma3nConfig)
-class Gemma3n(Decoder):
+class Gemma3n(DecoderBase):
     """Embeddings, layers over several streams, final norm.
 
     Parameters of `layers` have an axis of all layers, but keys and values one of those that have some
     (Gemma3nConfig.kv_layers): the first ones.
     """
 
-    block = Gemma3nBlock
-    layerwise = False
+    config: Gemma3nConfig
 
     def __init__(self, config: Gemma3nConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        self.config: Gemma3nConfig = config
         D, P, others = config.embed_dim, config.num_layers * config.per_layer_dim, config.streams - 1
         shape = (config.per_layer_vocab_size, P)
         self.per_layer_embedding = layers.param(rngs, shape, ("vocab", "embed"), layers.normal(0.02))
         self.per_layer_projection = layers.param(rngs, (D, P), ("embed", None), layers.fan_in(0))
-        norm = {"kind": config.norm, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
-        self.per_layer_norm = Norm(config.per_layer_dim, **norm)
+        self.per_layer_norm = Norm(
+            config.per_layer_dim, kind=config.norm, eps=config.norm_eps, rngs=rngs, scale=config.norm_scale
+        )
         self.stream_projections = layers.param(rngs, (others, D, D), (None, "embed", None), layers.fan_in(1))
         self.stream_unprojections = layers.param(rngs, (others, D, D), (None, "embed", None), layers.fan_in(1))
         attention = self.layers.attention
         for owner, name in ((attention, "key"), (attention, "value"), (attention.key_norm, "scale")):
             whole = getattr(owner, name)
             setattr(owner, name, nnx.Param(whole[...][: config.kv_layers], axes=whole.axes))
+
+    def _make_layers(self, rngs: nnx.Rngs) -> None:
+        config = self.config
+        self.layers = stack.stacked(lambda rngs: Gemma3nBlock(config, rngs), rngs, config.num_layers)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; the layers have no statistics."""
@@ -78,7 +82,7 @@ class Gemma3n(Decoder):
         segment: Segment,
         x: jax.Array,
         rows: Rows,
-        of_layers: Any,
+        of_layers: _OfLayer,
         shared: dict[LayerKind, KeysValues],
         remat: RematPolicy,
         step: jax.Array | None,
@@ -88,8 +92,11 @@ class Gemma3n(Decoder):
         config, specs = self.config, self._kinds()
         kinds = config.kinds[segment.start : segment.stop]
 
-        def apply(block: Gemma3nBlock, x: jax.Array, beside: Any, kind: LayerKind, own: Any):
+        def apply(
+            block: Gemma3nBlock, x: jax.Array, beside: _Beside, kind: LayerKind, own: _OfLayer
+        ) -> tuple[jax.Array, stack.Stats]:
             rows, shared = beside
+            assert rows.angles is not None, "positions are rotary"
             inputs = LayerInputs(own[0], segment.sparsity, own[1], training=step is not None)
             read = shared[kind] if segment.reads else None
             x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
@@ -99,26 +106,27 @@ class Gemma3n(Decoder):
         pattern = config.layer_pattern[start:] + config.layer_pattern[:start]
         loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
         own = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
-        span = (segment.start, segment.stop)
-        x, kept = stack.run(self.layers, x, (rows, shared), apply, pattern, loop, remat, beside=own, span=span)
+        span, both = (segment.start, segment.stop), (rows, shared)
+        x, kept = stack.run(self.layers, x, both, apply, pattern, loop, remat, beside=own, span=span)
         last = {kind: index for index, kind in enumerate(kinds)}
         return x, {k: (kept["key"][at], kept["value"][at]) for k, at in last.items()} if segment.stores else {}
 
     def start_cache(
-        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+        self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
     ) -> dense.Cache:
         """As of every decoder; of the layers that have keys and values."""
         cache = super().start_cache(batch, length, dtype, encoder_length, spare)
         return cache | {"layers": cache["layers"][: self.config.kv_layers]}
 
     def read(
-        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """As of every decoder."""
         config, specs = self.config, self._kinds()
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
         rows, embedding = self._rows(whole, self._length(kept)), self._embed(whole)
+        assert rows.angles is not None, "positions are rotary"
         x, per_layer = self._streams(embedding), self._per_layer(embedding, batch["tokens"])
         sources: dict[LayerKind, CachedLayer] = {}
         of_layers: list[dense.LayerCache] = []
@@ -130,6 +138,7 @@ class Gemma3n(Decoder):
             source = CachedLayer(kept["layers"][index]) if own else sources[kind]
             x, source = block.cached(x, inputs, source, now, specs[kind], rows.angles[kind])
             if own:
+                assert source.after is not None, "it is written"
                 sources[kind] = source
                 of_layers.append(source.after)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}

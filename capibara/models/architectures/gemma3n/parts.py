@@ -88,7 +88,7 @@ class PerLayerInput(nnx.Module):
         return self.norm(constrain(_dense(self, "projection", h_BTP), _RESIDUAL))
 
 
-def _dense(module: nnx.Module, name: str, x: jax.Array) -> jax.Array:
+def _dense(module: Laurel | PerLayerInput, name: str, x: jax.Array) -> jax.Array:
     quantization = module.config.quantization
     return layers.dense(x, getattr(module, name)[...], 1, quantization, layers.adapter_of(module, name))
 
@@ -114,7 +114,7 @@ def gate(sparsity: float, width: jax.Array | int | None, gate_BTF: jax.Array) ->
     return within(gate_BTF)  # an activation of zero is zero: the product with the other projection has nothing there
 
 
-def magnitude(x_BTD: jax.Array, least: float) -> jax.Array:
+def magnitude(x_BTD: jax.Array, least: jax.typing.ArrayLike) -> jax.Array:
     """Root of the mean square of each token, [B, T, 1] float32; `least`: of the mean square, so that its root has a gradient."""
     mean = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
     return jnp.sqrt(jnp.maximum(mean, least))

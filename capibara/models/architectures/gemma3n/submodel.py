@@ -15,6 +15,7 @@ import numpy as np
 from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
+from capibara.models.layers.config import LayerKind
 
 _SHARED = (
     "attention/key",
@@ -126,7 +127,7 @@ class Submodel:
         return widths
 
 
-def _pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+def _pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """The shortest pattern that repeats to these kinds of layers."""
     for size in range(1, len(kinds)):
         if all(kind == kinds[index % size] for index, kind in enumerate(kinds)):
