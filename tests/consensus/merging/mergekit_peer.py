@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import cases
+import merge_cases as cases
 import numpy as np
 import torch
 from mergekit.merge_methods import merge_tensors

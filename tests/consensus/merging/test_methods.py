@@ -18,7 +18,7 @@ from capibara.core.types import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(HERE))
-import cases  # noqa: E402
+import merge_cases as cases  # noqa: E402
 
 PYTHON = os.environ.get("MERGEKIT_PYTHON")
 TOLERANCE = 1e-5
