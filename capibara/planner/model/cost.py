@@ -270,7 +270,7 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
         backward=(1 + by_weights) * forward / devices,
         recompute=again * forward / devices,
         attention=attention * (1 + _ATTENTION_BACKWARD + attention_again) / devices,
-        head=(2 + work.model.trains_head + memory.loss_by_vocabulary(work, choice)) * head / devices,
+        head=(2 + work.model.trains_head) * head / devices,
         experts=experts * (2 + by_weights + again) / devices,
         model=work.model_flops_per_token * choice.tokens(work) / devices,
     )

@@ -318,13 +318,6 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     return 2 * rows + (gradients if work.config.lora is None else work.trained.on_device(choice.mesh))
 
 
-def loss_by_vocabulary(work: Workload, choice: Choice) -> bool:
-    """Whether the loss is computed by parts of the vocabulary (kernels/cross_entropy/dispatch.py)."""
-    V, D = work.config.vocab_size / choice.mesh["tensor"], work.config.embed_dim
-    shards = math.prod(choice.mesh[axis] for axis in work.rules.embed)
-    return work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", 4 * V * D, shards)
-
-
 def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     """The loss's memory, following kernels/cross_entropy."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
@@ -332,7 +325,7 @@ def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim
     block = min(_LOGITS_BYTES, n * V * 4 / _FEWEST_BLOCKS)
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
-    if loss_by_vocabulary(work, choice):
+    if work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", 4 * V * D, shards):
         padded = math.ceil(D / shards / _SUBLANES) * _SUBLANES * shards
         return V * padded * size + V * D * 4 / shards + _PARTS * _PART_BYTES + n * D * (2 * size + 4)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4

@@ -40,14 +40,6 @@ def test_experts_cost_what_a_token_meets():
     )
 
 
-@pytest.mark.parametrize("vocab_size, passes", [(32_000, 3), (256_000, 4)])
-def test_a_loss_by_parts_of_the_vocabulary_computes_its_logits_twice(vocab_size, passes):
-    config = dataclasses.replace(DENSE, vocab_size=vocab_size, embed_dim=2304)
-    sharded, whole = (cost.step_flops(work_of(config), choice_of(rows=8, **mesh)).head for mesh in ({"fsdp": 64}, {}))
-    of_one_pass = 2 * vocab_size * 2304 * 8 * 2048
-    assert (sharded, whole) == (pytest.approx(passes * of_one_pass), pytest.approx(3 * of_one_pass))
-
-
 def test_a_pipeline_gathers_at_every_tick():
     """All its weights pass through each stage once per part of the rows, and in bubbles."""
     work = work_of(length=4096)
