@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 
 from capibara.checkpoints import manifest
-from capibara.training import initialization as given
+from capibara.training import initialization
 
 
 def trainer_of(init_from, own):
@@ -21,18 +21,18 @@ def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp
     (tmp_path / "own" / "checkpoints" / "3" / manifest.NAME).touch()
     for init_from, want in ((None, None), (tmp_path / "base", None), (tmp_path / "model.gguf", "a reader")):
         trainer = trainer_of(init_from and str(init_from), tmp_path / "new")
-        assert given.reader(trainer, load) == given.reader_again(trainer, load) == want
+        assert initialization.reader(trainer, load) == initialization.reader_again(trainer, load) == want
         trainer = trainer_of(init_from and str(init_from), tmp_path / "own")
-        assert given.reader(trainer, load) is None and given.reader_again(trainer, load) == want
+        assert initialization.reader(trainer, load) is None and initialization.reader_again(trainer, load) == want
 
 
 def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
     (tmp_path / "base" / "checkpoints").mkdir(parents=True)
     seen = []
-    monkeypatch.setattr(given, "load_params", lambda trainer, model, mesh, read: seen.append(read))
+    monkeypatch.setattr(initialization, "load_params", lambda trainer, model, mesh, read: seen.append(read))
     for name in ("base", "model.gguf"):
         trainer = trainer_of(str(tmp_path / name), tmp_path / "own")
-        given.initial_params(
-            trainer, None, None, lambda: "a reader", lambda key, given: types.SimpleNamespace(params=given)
+        initialization.initial_params(
+            trainer, None, None, lambda: "a reader", lambda key, pretrained: types.SimpleNamespace(params=pretrained)
         )
     assert seen == [None, "a reader"]
