@@ -78,7 +78,7 @@ def greedy(models: Sequence[Callable[[], Params]], metric: Metric, *, maximize: 
 
     Args:
       models: each loads a model, and is called twice.
-      metric: of parameters; models for which it is NaN are left out.
+      metric: of parameters; models for which it is NaN are skipped.
       maximize: whether higher is better.
 
     Raises:

@@ -433,7 +433,7 @@ class _Pattern:
             varies |= repeated or inner_varies
             loose += repeated
             if loose > _LOOSE:
-                raise self._refused(f"has more than {_LOOSE} parts in a row that may be left out or repeated")
+                raise self._refused(f"has more than {_LOOSE} parts in a row that are optional or repeated")
             row += max(inner_row, int(endless))
             if row > self._unbounded:
                 raise self._refused(f"repeats more than {self._unbounded} parts in a row without end")

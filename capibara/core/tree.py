@@ -46,7 +46,7 @@ def param_count(tree: PyTree) -> int:
 
 
 def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts whose full name `keep` accepts; dicts that would be empty are left out."""
+    """The leaves of nested dicts whose full name `keep` accepts; dicts that would be empty are omitted."""
     inner = {
         key: part(value, keep, f"{prefix}{key}/") if isinstance(value, dict) else value
         for key, value in tree.items()

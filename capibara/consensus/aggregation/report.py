@@ -15,7 +15,7 @@ class Report:
     """The nodes as an aggregation saw them; arrays, so that a compiled program can return it.
 
     Attributes:
-      is_masked: bool [N], nodes that were left out: a value was not finite, or was too far away to measure.
+      is_masked: bool [N], masked nodes: a value was not finite, or was too far away to measure.
       spare_faults: int32, how many more nodes may be faulty: those that were assumed less those that were masked. Below 0
         there were more than the rule withstands, and nothing is promised of the result but that it is finite.
       distances: float32 [N], of the nodes from the result; infinite for masked ones.
@@ -29,11 +29,11 @@ class Report:
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """Indices of the nodes that were left out. It waits for the devices."""
+        """Indices of the masked nodes. It waits for the devices."""
         return tuple(int(index) for index in np.flatnonzero(np.asarray(self.is_masked)))
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """One line: which nodes were left out, and whether the result can be trusted. It waits for the devices.
+        """One line: which nodes were masked, and whether the result can be trusted. It waits for the devices.
 
         Args:
           names: of the nodes; None: node 0, node 1, ...

@@ -150,7 +150,7 @@ class Karcher(Weighted):
 
     Attributes:
       max_iterations: of each tensor.
-      tolerance: angle in radians at which the iteration ends; tensors that are shorter than it are left out.
+      tolerance: angle in radians at which the iteration ends; tensors that are shorter than it are ignored.
     """
 
     name: ClassVar[str] = "karcher"

@@ -57,7 +57,7 @@ def watch() -> Leader | Follower | None:
     """Connects the processes so that, if one is gone, the others exit soon and name it; all processes call it.
 
     JAX would notice after its heartbeat, or by a failed computation, with a stack trace that does not name the process.
-    For processes that send no messages and end together at JAX's own exit. A process that cannot connect is left out,
+    For processes that send no messages and end together at JAX's own exit. A process that cannot connect is skipped,
     with a note.
     """
     if not peers.is_joined() or peers.process_info()[1] == 1:
@@ -97,7 +97,7 @@ class Leader:
     """
 
     def __init__(self, count: int, *, needed: bool = True):
-        """Waits for all others; unless they are `needed`, one that does not connect is left out with a note."""
+        """Waits for all others; unless they are `needed`, one that does not connect is skipped with a note."""
         self.on_gone: Callable[[Fault], float] = lambda _: _OWN_S
         self.on_signal: Callable[[int], None] = lambda _: None
         self._closed, self._sending = threading.Event(), threading.Lock()

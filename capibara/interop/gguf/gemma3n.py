@@ -71,7 +71,7 @@ def metadata(config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str,
     """Metadata that are lists, of a config.json that `of_layers` agrees with and its kinds of layers."""
     normal, pattern = statistics.NormalDist(), of_layers(config)["activation_sparsity_pattern"]
     return {
-        # Below every gate where nothing is left out, which is how the quantile of 0 is said.
+        # Below every gate where nothing is zeroed, which is how the quantile of 0 is said.
         "activation_sparsity_scale": [normal.inv_cdf(share) if share else -float("inf") for share in pattern],
         "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in layer_types],
     }

@@ -55,7 +55,7 @@ class Quantize:
         if self.method is Method.RTN and self.calibration:
             raise UserError(f"--calibration={self.calibration} is for gptq and awq, not for rtn: leave it out")
         if self.group_size not in (None, *GROUP_SIZES):
-            raise UserError(f"--group_size={self.group_size} must be 32, 64 or 128, or left out")
+            raise UserError(f"--group_size={self.group_size} must be 32, 64 or 128: try 128")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,7 +65,7 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
     """Mesh axes that shard the rows and the positions of the loss.
 
     The stages have finished all rows by then, so they share the rows too, where these divide evenly. Axes of one device
-    are left out: the partitioner fails on such a manual axis beside a tensor axis.
+    are omitted: the partitioner fails on such a manual axis beside a tensor axis.
     """
     active = sharding.active()
     if active is None:

@@ -17,7 +17,7 @@ class Segment:
 
     Attributes:
       start, stop: the first of them, and the one after the last.
-      sparsity: share of the hidden units that their MLPs leave out.
+      sparsity: share of the hidden units that their MLPs zero.
       stores: whether the last layers read the keys and values of some of these.
       reads: whether these read keys and values of earlier layers, and have none of their own.
     """
@@ -43,7 +43,7 @@ class Gemma3nConfig(DecoderConfig):
       per_layer_vocab_size: rows of that table; tokens beyond it have the embedding of token 0.
       kv_shared_layers: how many of the last layers have no keys and values and read those of the last layer before them
         that is of their kind (local or global).
-      activation_sparsity: of the first layers' MLPs, the share of hidden units that are left out: those that are not
+      activation_sparsity: of the first layers' MLPs, the share of hidden units that are zeroed: those that are not
         above the quantile of a normal distribution with their mean and variance. Layers beyond leave none out.
       mlp_dims: hidden widths of all layers where they differ (MatFormer, Devvrit et al. 2023, arXiv:2310.07707); the
         largest is mlp_dim, and narrower layers lie in as much memory, of which nothing reads the rest.

@@ -94,10 +94,10 @@ def _dense(module: Laurel | PerLayerInput, name: str, x: jax.Array) -> jax.Array
 
 
 def gate(sparsity: float, width: jax.Array | int | None, gate_BTF: jax.Array) -> jax.Array:
-    """An MLP's gate before its activation, without the hidden units that a sparse layer leaves out.
+    """An MLP's gate before its activation, with zeros for the hidden units that a sparse layer drops.
 
     Args:
-      sparsity: share that is left out, were the units of a token normally distributed.
+      sparsity: share that is zeroed, were the units of a token normally distributed.
       width: units of the layer, those beyond it only fill the stack; None: all.
       gate_BTF: the gate.
     """

@@ -1,7 +1,7 @@
 """A smaller Gemma 3n inside a larger one, as its training left it there: E2B inside E4B.
 
 The MLPs of a MatFormer (Devvrit et al. 2023, arXiv:2310.07707) are trained so that their first hidden units alone are an
-MLP too, and Gemma 3n so that some of its last layers can be left out.
+MLP too, and Gemma 3n so that some of its last layers can be skipped.
 """
 
 from __future__ import annotations
