@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import math
@@ -25,7 +26,7 @@ class BaseUse(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(abc.ABC):
     """A way to merge tensors of the same name, one from each model, into one. Subclasses are bound by Gin.
 
     Attributes (of the class):
@@ -39,6 +40,7 @@ class Method:
     fewest: ClassVar[int] = 2
     most: ClassVar[int | None] = None
 
+    @abc.abstractmethod
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         """The merged tensor, float32.
 
@@ -47,7 +49,6 @@ class Method:
           base: of the base model; None: there is none.
           draw: of this tensor, for methods with random masks (`draw_of`).
         """
-        raise NotImplementedError
 
     def check(self, models: int, *, has_base: bool) -> None:
         """Compares the settings with the models.

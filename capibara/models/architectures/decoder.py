@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import math
@@ -164,9 +165,9 @@ class DecoderBase(nnx.Module):
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
 
+    @abc.abstractmethod
     def _make_layers(self, rngs: nnx.Rngs) -> None:
         """Makes the layers, between the embedding and the final norm."""
-        raise NotImplementedError
 
     def start_cache(
         self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
