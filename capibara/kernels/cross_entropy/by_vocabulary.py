@@ -17,8 +17,10 @@ from capibara.kernels.cross_entropy.layout import Layout, dot
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
-# Bytes of a part's float32 logits or of its gradient, whichever is larger.
+# Bytes of a part's float32 logits or of its gradient, whichever is larger, at most.
 _PART_BYTES = 64 * 2**20
+# What a part and the gradient of the hidden states may take together to stay in the 128 MiB of a TPU's vector memory.
+_ON_CHIP_BYTES = 104 * 2**20
 _LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
 
@@ -92,7 +94,7 @@ def loss_and_gradients(
     """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    size = _part_size(V // S, _PART_BYTES // (4 * max(hidden_ND.shape) * S))
+    size = _part_size(V // S, _part_bytes(4 * S * hidden_ND.size) // (4 * max(hidden_ND.shape) * S))
     parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
     tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
     sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)
@@ -225,6 +227,16 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
     if layout.head_axes:
         head_PV = jax.lax.all_gather(head_PV, layout.head_axes, tiled=True)
     return jnp.moveaxis(head_PV.reshape(-1, S, V // S), 1, 0)
+
+
+def _part_bytes(gradient_bytes: int) -> int:
+    """Bytes of a part, beside a float32 gradient of the hidden states of so many bytes, which every part adds to.
+
+    Gemma 3's head, 4 rows of 2048 a chip: in 0.24 s with parts that leave the gradient on the chip, in 0.29 s with
+    larger ones. Where parts would be too small to keep the matrix unit busy they have their full size.
+    """
+    left = _ON_CHIP_BYTES - gradient_bytes
+    return min(_PART_BYTES, left) if left >= _PART_BYTES // 4 else _PART_BYTES
 
 
 def _part_size(ids: int, most: int) -> int:

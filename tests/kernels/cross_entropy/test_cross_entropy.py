@@ -172,3 +172,8 @@ def test_only_a_tpu_that_shares_out_a_large_head_takes_parts_of_the_vocabulary()
     assert dispatch.by_vocabulary_on("tpu", large, 64)
     assert not dispatch.by_vocabulary_on("tpu", small, 64) and not dispatch.by_vocabulary_on("tpu", large, 1)
     assert not dispatch.by_vocabulary_on("cpu", large, 64) and not dispatch.by_vocabulary_on("gpu", large, 64)
+
+
+@pytest.mark.parametrize("gradient, part", [(40, 64), (72, 32), (80, 24), (88, 16), (89, 64), (160, 64)])
+def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(gradient, part):
+    assert by_vocabulary._part_bytes(gradient * 2**20) == part * 2**20
