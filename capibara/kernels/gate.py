@@ -12,17 +12,33 @@ from capibara import sharding
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(activation: Activation, gate: jax.Array, up: jax.Array, *, once: bool = False) -> jax.Array:
     """`activation(gate) * up`.
 
     XLA's CPU back end would compute and save intermediate results one by one, each in a pass over memory; on CPU this
     saves only the two inputs for the backward pass.
 
+    XLA's TPU back end fuses the formula and its gradients into the matmuls that read them: it stores nothing, but
+    computes them again for each tile of their outputs. `once` computes them one time and stores them. Compiled for a
+    v5e-64, remat full, rows of 2048 a chip:
+
+    | model, rows | fused | once |
+    |---|---|---|
+    | Gemma 3 4B (GELU), 8 | 7.35 GiB, 3.87 s | 7.67 GiB, 3.54 s |
+    | 1.2 B (SiLU), 12 | 3.59 GiB, 1.52 s | 4.14 GiB, 1.49 s |
+
     Args:
       activation: applied to each value; must be hashable, equal ones share a program.
       gate, up: of the same shape and dtype.
+      once: for activations of many operations, such as GELU; used on TPU.
     """
-    return _cpu_gated(activation, gate, up) if sharding.platform() == "cpu" else reference(activation, gate, up)
+    match sharding.platform():
+        case "cpu":
+            return _cpu_gated(activation, gate, up)
+        case "tpu" if once:
+            return _tpu_gated(activation, gate, up)
+        case _:
+            return reference(activation, gate, up)
 
 
 def reference(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -53,3 +69,24 @@ def _cpu_gated_backward(
 
 
 _cpu_gated.defvjp(_cpu_gated_forward, _cpu_gated_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tpu_gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(activation(gate) * up)
+
+
+def _tpu_gated_forward(
+    activation: Activation, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _tpu_gated(activation, gate, up), (gate, up)
+
+
+def _tpu_gated_backward(
+    activation: Activation, kept: tuple[jax.Array, jax.Array], upstream: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pull = jax.vjp(functools.partial(reference, activation), *kept)
+    return jax.lax.optimization_barrier(pull(upstream))
+
+
+_tpu_gated.defvjp(_tpu_gated_forward, _tpu_gated_backward)

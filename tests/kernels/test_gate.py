@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara import sharding
 from capibara.kernels.gate import gated, reference
 from capibara.models.layers.layers import Activation
 
@@ -43,3 +44,22 @@ def test_of_a_gate_only_its_two_operands_are_kept():
     gate, up = jnp.ones((8, 16)), jnp.ones((8, 16))
     _, pull = jax.vjp(functools.partial(gated, Activation.SWIGLU), gate, up)
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(8, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    "platform, activation, barriers",
+    [("tpu", Activation.GEGLU, 2), ("tpu", Activation.SWIGLU, 0), ("gpu", Activation.GEGLU, 0)],
+)
+def test_on_tpu_a_costly_activation_is_computed_once_in_each_pass(platform, activation, barriers, monkeypatch):
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    rng = np.random.default_rng(1)
+    gate, up, factor = (jnp.asarray(rng.normal(size=(8, 16)), jnp.float32) for _ in range(3))
+
+    def gradients(of):
+        return jax.grad(lambda gate, up: jnp.sum(of(gate, up) * factor), (0, 1))
+
+    ours = gradients(activation.gate)
+    assert str(jax.make_jaxpr(ours)(gate, up)).count("optimization_barrier") == barriers
+    plain = gradients(functools.partial(reference, activation))
+    for got, formula in zip(ours(gate, up), plain(gate, up), strict=True):
+        np.testing.assert_allclose(got, formula, rtol=1e-6, atol=1e-6)

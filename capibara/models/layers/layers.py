@@ -202,7 +202,7 @@ class Activation(enum.StrEnum):
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """activation(gate) * up, for a gated activation; both of the same shape and dtype."""
-        return gated(self, gate, up)
+        return gated(self, gate, up, once=self is Activation.GEGLU)
 
 
 @dataclasses.dataclass(frozen=True)
