@@ -340,7 +340,7 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
     except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
         raise UserError(f"{shown}: {error}") from None
     if found is None:
-        if (where := user_modules.defined_in(selector.rpartition(".")[2])) is not None:
+        if (where := user_modules.defined_in(selector)) is not None:
             raise UserError(f"{shown} is in {where}: mark it with @capibara.config.configurable")
         known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
         names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}

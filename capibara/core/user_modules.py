@@ -98,7 +98,7 @@ def explained(error: BaseException) -> UserError | None:
       None: it is no error of the user's code, or one that capibara itself raised on purpose.
     """
     own = type(error).__module__.partition(".")[0] == "capibara" or type(error).__name__ in _OF_THE_DEVICES
-    if own or not isinstance(error, Exception):
+    if own or not isinstance(error, (Exception, SystemExit)):
         return None
     if (where := _raised_in(error) or _called(error)) is None:
         return None
@@ -153,7 +153,7 @@ def _shown(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def _raised_in(error: Exception) -> str | None:
+def _raised_in(error: BaseException) -> str | None:
     """The innermost line of the user's code in a traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
@@ -166,7 +166,7 @@ def _qualified(code: types.CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name).replace(".<locals>", "")
 
 
-def _called(error: Exception) -> str | None:
+def _called(error: BaseException) -> str | None:
     """The class or function of the user's that a call did not fit, by Python's message."""
     if not isinstance(error, TypeError):
         return None
@@ -181,9 +181,17 @@ def _called(error: Exception) -> str | None:
     return None
 
 
-def defined_in(name: str) -> str | None:
-    """The file of the user's that defines a class or function of this name; None: there is none."""
-    return next((_shown(inspect.getsourcefile(found) or "") for found in _named(name)), None)
+def defined_in(selector: str) -> str | None:
+    """The file of the user's that defines the class or function; None: there is none.
+
+    Args:
+      selector: a name, or one with the last parts of its module's before it, as in Gin.
+    """
+    module, _, name = selector.rpartition(".")
+    for found in _named(name):
+        if not module or f".{found.__module__}".endswith(f".{module}"):
+            return _shown(inspect.getsourcefile(found) or "")
+    return None
 
 
 def _named(name: str) -> Iterator[type | types.FunctionType]:

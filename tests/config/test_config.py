@@ -304,9 +304,11 @@ class TestMistakes:
     def test_a_class_that_is_not_marked(self, mistake, monkeypatch):
         monkeypatch.syspath_prepend(pathlib.Path.cwd())
         pathlib.Path("my_marsh.py").write_text("class Marsh: pass")
-        assert mistake("import my_marsh\nHerd.pond = @Marsh()").endswith(
-            "@Marsh is in my_marsh.py: mark it with @capibara.config.configurable"
-        )
+        for name in ("Marsh", "my_marsh.Marsh"):
+            assert mistake(f"import my_marsh\nHerd.pond = @{name}()").endswith(
+                f"@{name} is in my_marsh.py: mark it with @capibara.config.configurable"
+            )
+        assert "no configurable named @other.Marsh" in mistake("import my_marsh\nHerd.pond = @other.Marsh()")
 
     def test_an_object_that_is_a_part_of_itself(self, mistake):
         assert mistake("Herd.folder = 'a'\nHerd.pond = @Herd()").startswith(
