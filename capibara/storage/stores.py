@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from capibara.core import extras
 from capibara.core.types import UserError
+from capibara.storage.checked import checked
 from capibara.storage.store import Entry, Path, Store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def assign(folder: Path, store: Store | None) -> None:
     if store is None:
         _assigned.pop(os.fspath(folder), None)
     else:
-        _assigned[os.fspath(folder)] = store
+        _assigned[os.fspath(folder)] = checked(store)
 
 
 def scheme_of(path: Path) -> str:

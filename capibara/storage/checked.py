@@ -1,0 +1,53 @@
+"""Checks what a store of the user's returns, so that a wrong value ends where it arises."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+from capibara.core import user_modules
+from capibara.core.types import UserError
+from capibara.storage.store import Store
+
+_RETURNS: dict[str, type | tuple[type, ...]] = {
+    "read": bytes,
+    "read_range": bytes,
+    "lock": object,
+    "size": int,
+    "list": dict,
+    "free_bytes": (int, type(None)),
+    "write_hashed": str,
+    "read_version": tuple,
+    "write_version": str,
+}
+_SHOWN = 60  # characters of a returned value that the error quotes
+
+
+def checked(store: Store) -> Store:
+    """A store whose methods raise UserError if they return another type than `Store` asks for; capibara's stay as they are."""
+    name = user_modules.own_class(store)
+    return store if name is None else cast(Store, _Checked(store, name))
+
+
+class _Checked:
+    """Passes everything on to a store."""
+
+    def __init__(self, store: Store, name: str):
+        self._store, self._name = store, name
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._store, name)
+        return functools.partial(self._call, found, name) if name in _RETURNS else found
+
+    def _call(self, method: Callable[..., object], name: str, *args: object, **named: object) -> object:
+        value, kind = method(*args, **named), _RETURNS[name]
+        if isinstance(value, kind) and (name != "lock" or hasattr(value, "__exit__")):
+            return value
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        needed = "a context manager" if name == "lock" else names
+        raise UserError(
+            f"{self._name}.{name} returned {shown}, must be {needed}: mend it as capibara.storage.store says"
+        )
