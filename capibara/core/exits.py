@@ -47,6 +47,11 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _leaving_peers(EXIT_INTERRUPTED, "interrupted")
+    except SystemExit as error:
+        if (ended := user_modules.explained(error)) is None:
+            raise
+        print(f"error: {ended}", file=sys.stderr)
+        return _leaving_peers(EXIT_USER_ERROR, str(ended))
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
         return EXIT_BROKEN_PIPE

@@ -48,6 +48,14 @@ def test_an_error_in_them_names_the_line(load, ends):
     assert line.count("\n") == 1
 
 
+def test_they_do_not_end_a_verb_silently(load, ends):
+    mine = load("leaving", "import sys\ndef log():\n    sys.exit(3)\n")
+    code, line = ends(mine.log)
+    assert code == 2 and line.startswith("error: leaving.py:3, log: SystemExit: 3: ")
+    with pytest.raises(SystemExit, match="0"):  # argparse's, after --help
+        exits.run_verb(lambda argv: sys.exit(0), [])
+
+
 def test_a_library_that_they_call_is_not_to_blame(load, ends):
     mine = load("calling", "import json\ndef parse():\n    return json.loads('{')\n")
     code, line = ends(mine.parse)
