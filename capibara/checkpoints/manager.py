@@ -160,7 +160,7 @@ class Checkpoints(CheckpointReader):
         """Renames the steps after `step`: runs ignore them and may save them again; every process must call it."""
         if self._verifying is not None:
             self._verifying.join(restoring.TASK_LIMIT_S)  # it may be reading one of them
-        peers.together("going back")
+        peers.together("rolling back")
         for newer in reversed(self.steps()) if jax.process_index() == 0 else ():
             if newer > step:
                 step_folders.quarantine(self._folder / str(newer), step_folders.ROLLED_BACK)

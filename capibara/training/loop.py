@@ -189,8 +189,8 @@ class _Loop:
 
     def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
         """Rolls back after a loss spike and calls the callbacks."""
-        self.decisions.made(step, "go back")
-        with self.meter.paused("roll_back"), self.dog.allowing("going back", "save_s"):
+        self.decisions.made(step, "roll back")
+        with self.meter.paused("roll_back"), self.dog.allowing("rolling back", "save_s"):
             start = self.setup.recovery.roll_back(spike, state)
             self.feed.begin(start.state.params, start.step, start.progress.get("supply"))
             self.callbacks.on_roll_back(start.step)

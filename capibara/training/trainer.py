@@ -146,7 +146,7 @@ class Trainer:
             raise UserError(f"Trainer.heartbeat_s is {self.heartbeat_s}, must be at least 5")
         if self.anomalies.on_spike is OnSpike.ROLL_BACK and not self.checkpointing.every:
             raise UserError(
-                "Anomalies.on_spike ('roll_back') needs checkpoints to go back to, and Checkpointing.every is 0: set it, "
+                "Anomalies.on_spike ('roll_back') needs checkpoints to roll back to, and Checkpointing.every is 0: set it, "
                 f"e.g. to {self.anomalies.roll_back_steps}"
             )
         if not 0 <= self.z_loss < math.inf:

@@ -42,8 +42,8 @@ def compared(one, other):
         ([], []),
         ([0, 1, 2, (3, SAVE)], [0, 1, 2]),  # it has not come so far
         ([0, (1, EVALUATE), (1, SAVE), 1], [0, (1, EVALUATE)]),
-        ([0, (5, SAVE), 5, (6, "go back"), (2, EVALUATE)], [0, (5, SAVE), 5, (6, "go back")]),
-        ([0, (5, SAVE), 5, (6, "go back"), 2, (3, SAVE), 3], [0, (5, SAVE), 5, (6, "go back"), 2, (3, SAVE), 9]),
+        ([0, (5, SAVE), 5, (6, "roll back"), (2, EVALUATE)], [0, (5, SAVE), 5, (6, "roll back")]),
+        ([0, (5, SAVE), 5, (6, "roll back"), 2, (3, SAVE), 3], [0, (5, SAVE), 5, (6, "roll back"), 2, (3, SAVE), 9]),
         ([*[(step, SAVE) for step in range(200)], 200], [*[(step, SAVE) for step in range(150)], 149]),
     ],
 )
@@ -64,7 +64,7 @@ def test_who_is_later_does_not_differ(made, first, second):
             1,
             "process 1 on .*: save after step 4; process 0 on .*: save after step 3",
         ),
-        ([(6, "go back"), 2, 3, 4], [(6, "go back"), 2, 3, (4, SAVE)], 0, "process 1 on .*: save after step 4"),
+        ([(6, "roll back"), 2, 3, 4], [(6, "roll back"), 2, 3, (4, SAVE)], 0, "process 1 on .*: save after step 4"),
     ],
 )
 def test_who_decides_otherwise_is_named(made, first, second, who, says):
