@@ -17,8 +17,17 @@ _S3_BUSY = ("RequestTimeout", "SlowDown")
 _S3_RIGHTS = "s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject"
 
 
+_named: set[str] = set()  # addresses of the buckets that this process works with
+
+
 class Denied(UserError):
     """The bucket denies this machine's account access."""
+
+
+def note(url: str) -> None:
+    """Notes a path in a bucket: S3's errors name no bucket, but if a process works with one only it is that."""
+    scheme, _, path = url.partition("://")
+    _named.add(f"{scheme}://{path.partition('/')[0]}")
 
 
 def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
@@ -31,7 +40,7 @@ def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
             return fault
         text = _text(error)
         if _s3_answer(error)[1] == "NoSuchBucket":
-            return UserError(f"an S3 bucket does not exist ({text}): create it, or name another path")
+            return UserError(f"{_s3_bucket()} does not exist ({text}): create it, or name another path")
         if isinstance(error, FileNotFoundError) and error.errno is None and re.search(r"(^|/)b/[^/]+/o", text):
             return UserError(f"a bucket or an object in it does not exist ({text}): create it, or name another path")
     return None
@@ -67,12 +76,17 @@ def _refused_by_s3(error: BaseException) -> UserError | TryAgain | None:
     name = type(error).__name__ if type(error).__module__.startswith("botocore") else ""
     if status in _DENIED or code in _S3_DENIED or "Credentials" in name or "Token" in name:
         return Denied(
-            f"permission denied in an S3 bucket ({_text(error)}): let this machine's account read and write there "
+            f"permission denied in {_s3_bucket()} ({_text(error)}): let this machine's account read and write there "
             f"({_S3_RIGHTS}), or name another path"
         )
     if status in _BUSY or code in _S3_BUSY or "Connect" in name or "Timeout" in name:
         return TryAgain(f"S3 does not answer after several tries ({_text(error) or name}): run the command again")
     return None
+
+
+def _s3_bucket() -> str:
+    known = [name for name in _named if name.startswith("s3://")]
+    return known[0] if len(known) == 1 else "an S3 bucket"
 
 
 def _s3_answer(error: BaseException) -> tuple[int | None, str]:

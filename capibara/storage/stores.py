@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capibara.core import extras
+from capibara.core import bucket_faults, extras
 from capibara.core.types import UserError
 from capibara.storage.checked import checked
 from capibara.storage.store import Entry, Path, Store
@@ -73,6 +73,7 @@ def folder_of(path: Path) -> epath.Path:
     if scheme in _LIBRARIES:
         library, extra = _LIBRARIES[scheme]
         extras.require(library, extra=extra, why=path)
+        bucket_faults.note(path)
         for name in (library, "fsspec"):  # they log each error with its traceback, and raise it as well
             logging.getLogger(name).setLevel(logging.CRITICAL)
     elif scheme:

@@ -19,7 +19,7 @@ from etils import epath
 from capibara.checkpoints import manifest, run_manifest, step_folders
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.cli import convert
-from capibara.core import exits
+from capibara.core import bucket_faults, exits
 from capibara.core.types import UserError
 from capibara.sharding import Plan
 
@@ -68,25 +68,27 @@ def test_an_interrupted_run_resumes_with_the_bits_of_a_disk(make_trainer, train,
 
 
 @pytest.mark.fault(66)
-def test_what_s3_refuses_is_one_line(s3, capfd):
+def test_what_s3_refuses_is_one_line(s3, capfd, monkeypatch):
     """A bucket without permission, and a missing bucket, which is not created."""
 
     def told(ask):
         code = exits.run_verb(lambda argv: ask() and None, [])
         return code, [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
 
+    monkeypatch.setattr(bucket_faults, "_named", set())
     folder = f"s3://bucket/{secrets.token_hex(4)}"
     with Checkpoints(folder, Checkpointing()):
         pass
     s3.refuses = "AccessDenied"
     for ask in (lambda: convert.main(["list", folder]), lambda: Checkpoints(folder, Checkpointing())):
         code, lines = told(ask)
-        assert code == 2 and len(lines) == 1 and "error: permission denied in an S3 bucket (" in lines[0], lines
+        assert code == 2 and len(lines) == 1 and "error: permission denied in s3://bucket (" in lines[0], lines
     s3.refuses = None
+    bucket_faults._named.clear()
     for _ in range(2):
         code, lines = told(lambda: Checkpoints("s3://none/run", Checkpointing()))
         assert code == 2 and lines == [
-            "error: an S3 bucket does not exist (The specified bucket does not exist): create it, or name another path"
+            "error: s3://none does not exist (The specified bucket does not exist): create it, or name another path"
         ]
 
 

@@ -21,6 +21,11 @@ def s3(status, code, translated=True):
     return s3fs.translate_boto_error(error) if translated else error
 
 
+@pytest.fixture(autouse=True)
+def _no_bucket_is_named(monkeypatch):
+    monkeypatch.setattr(bucket_faults, "_named", set())
+
+
 @pytest.mark.parametrize(
     "error, kind, said",
     [
@@ -105,3 +110,13 @@ def test_a_reader_that_blames_the_file_does_not_hide_the_bucket(error, code, sai
     assert exits.run_verb(main, []) == code
     told = capfd.readouterr().err
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
+def test_the_only_s3_bucket_of_a_process_is_named():
+    for url, said in (
+        ("s3://mine/run", "in s3://mine ("),
+        ("gs://other/run", "in s3://mine ("),
+        ("s3://third", "in an S3"),
+    ):
+        bucket_faults.note(url)
+        assert said in str(bucket_faults.explained([s3(403, "AccessDenied")]))
