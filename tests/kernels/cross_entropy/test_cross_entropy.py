@@ -177,3 +177,12 @@ def test_only_a_tpu_that_shares_out_a_large_head_takes_parts_of_the_vocabulary()
 @pytest.mark.parametrize("gradient, part", [(40, 64), (72, 32), (80, 24), (88, 16), (89, 64), (160, 64)])
 def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(gradient, part):
     assert by_vocabulary._part_bytes(gradient * 2**20) == part * 2**20
+
+
+def test_that_gradient_is_float32_of_all_tokens(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
+    monkeypatch.setattr(by_vocabulary, "_part_bytes", lambda gradient: asked.append(gradient) or 4 * 24 * V)
+    hidden, head, targets, weights = case(jnp.bfloat16)
+    jax.eval_shape(jax.grad(lambda hidden: dispatch.cross_entropy(hidden, head, targets, weights)[0]), hidden)
+    assert asked == [4 * 24 * D]
