@@ -39,7 +39,7 @@ os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with 
 # The files that take longest, begun first: else one worker is still at such a file when the others have nothing left.
 # Those of tests/hosts, which start up to four processes each, stand apart from each other.
 _LONGEST = """
-hosts/test_joining slices/test_training training/test_loop models/moe/test_moe interop/test_t5x_training
+hosts/test_joining data/tasks/test_tasks slices/test_training training/test_loop models/moe/test_moe interop/test_t5x_training
 examples/test_extend hosts/test_axes models/architectures/test_gemma3n faults/test_numbers models/cache/test_cache
 training/test_lora models/adapters/test_lora hosts/test_bucket inference/engine/cache/test_pages
 inference/engine/test_engine faults/test_supervision inference/engine/test_prefix_lm models/adapters/test_lora_experts
@@ -47,7 +47,7 @@ hosts/test_answering slices/test_generation training/test_parallelism integratio
 models/architectures/test_encdec integration/test_train models/architectures/test_decoder interop/test_quantization
 hosts/test_following checkpoints/test_bucket inference/server/test_server inference/server/test_serve
 inference/sampling/test_beam_search interop/test_t5x interop/test_adapters training/test_preference test_types
-faults/test_hostile_files cli/test_prove planner/compiler/test_compile_cache data/tasks/test_tasks faults/test_judge
+faults/test_hostile_files cli/test_prove planner/compiler/test_compile_cache faults/test_judge
 """.split()
 
 
@@ -55,6 +55,28 @@ def pytest_collection_modifyitems(items):
     """The longest files first, the others after them as they come."""
     rank = {str(CHECKOUT / "tests" / f"{name}.py"): number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+# Importing TensorFlow takes 13 s: one worker does it for all of these.
+_WITH_TENSORFLOW = {
+    f"tests/{name}.py"
+    for name in """
+data/tasks/test_tasks data/tasks/test_cached data/packing/test_pairs data/packing/test_masking data/test_prefix
+data/test_domains data/shards/test_formats evaluation/test_seqio_tasks
+""".split()
+}
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """As --dist=loadfile: the tests of a file go to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "with TensorFlow" if file in _WITH_TENSORFLOW else file
+
+    return Scheduling(config, log)
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -43,11 +43,11 @@ def run_script(*flags, seconds):
 def test_hostile_files_are_refused_by_convert_and_prepare(tmp_path):
     """The small ones; what must not be is a fault in the table that is printed."""
     table = tmp_path / "table.json"
-    done = run_script("--small", "--verb=convert", "--verb=prepare", "--every=3", f"--json={table}", seconds=300)
+    done = run_script("--small", "--verb=convert", "--verb=prepare", "--every=9", f"--json={table}", seconds=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     rows = json.loads(table.read_text())["rows"]
-    assert len({row["case"] for row in rows}) >= 45
-    assert sum(row["code"] == 2 for row in rows) >= 30
+    assert len({row["case"] for row in rows}) >= 15
+    assert sum(row["code"] == 2 for row in rows) >= 10
 
 
 @pytest.mark.heavy

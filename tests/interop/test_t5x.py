@@ -201,7 +201,7 @@ def test_bfloat16_of_both_versions(version, params, tmp_path):
     assert_equal(got, half)
 
 
-@pytest.mark.parametrize("form", ["folders", "store", "placeholders"])
+@pytest.mark.parametrize("form", ["folders", pytest.param("store", marks=pytest.mark.heavy), "placeholders"])
 def test_the_layout_of_orbax(form, params, tmp_path):
     """Orbax's two present layouts, and its older file with placeholders; for a run the newest step is read."""
     state = tmp_path / "checkpoint_20" / "state"

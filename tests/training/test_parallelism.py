@@ -156,7 +156,7 @@ def matrix():
             if name == "gemma3n" and "stage" in sizes:
                 continue  # it has none
             short = (index, name) == (7, "trainable tokens")
-            short |= (index, name) in ((10, "gpt_oss"), (7, "gemma3n"))
+            short |= (index, name) == (10, "gpt_oss")
             short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index in (
                 1,
                 6,

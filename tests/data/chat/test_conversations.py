@@ -141,6 +141,7 @@ def test_resume_skips_none_and_repeats_none(corpus, folder, packing, too_long):
         second.close()
 
 
+@pytest.mark.heavy
 def test_resume_with_workers(corpus, folder):
     loader = make_loader(make_dataset(corpus, folder), batch_size=BATCH)
     whole = take(loader, 12)

@@ -176,7 +176,7 @@ def test_a_decoder_reads_the_inputs_of_a_pair_without_loss(pairs_file):
         assert decode(targets[weights > 0]).endswith("!") and ":" in decode(targets[weights == 0])
 
 
-@pytest.mark.parametrize("packing", [Packing.BEST_FIT, Packing.NONE])
+@pytest.mark.parametrize("packing", [Packing.BEST_FIT, pytest.param(Packing.NONE, marks=pytest.mark.heavy)])
 def test_resume_is_exact(pairs_file, packing):
     dataset = make_dataset(pairs_file, packing=packing)
     loader = make_loader(dataset, batch_size=2)

@@ -122,6 +122,7 @@ def test_a_bucket_gives_the_rows_of_a_disk_whatever_fails_in_between(proxy, fold
     assert not proxy.faults and proxy.reads > 10
 
 
+@pytest.mark.heavy
 def test_a_bucket_without_permission_is_one_line(proxy, tmp_path):
     proxy.denies = True
     done = run(proxy, "-", tmp_path / "cache")

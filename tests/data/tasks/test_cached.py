@@ -134,6 +134,7 @@ def test_runs_go_on_by_position_over_any_number_of_hosts(cache, monkeypatch, cap
     assert not [record for record in caplog.records if "resumes" in record.message]
 
 
+@pytest.mark.heavy
 def test_groups_and_streams_have_seeds_and_orders_of_their_own(cache):
     dataset = cache(noise())(task_shards=4, shuffle=False)  # else their orders alone would make a difference
     task = tasks.get("cached")
@@ -147,7 +148,7 @@ def test_groups_and_streams_have_seeds_and_orders_of_their_own(cache):
     assert again == [example["targets"].tolist() for _, example in itertools.islice(blocks.read(0, 3 * GROUP), 30)][10:]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_every_example_comes_as_often_as_the_others(cache, shuffle):
     plain = {"packing": Packing.NONE, "window_rows": 1, "window_documents": 1}
     dataset = cache()(shuffle=shuffle, length=5, **plain)
@@ -180,6 +181,7 @@ def test_the_blocks_of_a_document_can_be_told(cache):
     assert name["shard"] == 0 and len(name["blocks"]) == 4 and name["blocks"][0].startswith("train.tfrecord-0000")
 
 
+@pytest.mark.heavy
 def test_preprocessors_that_do_not_only_map_have_seqios_order_unless_asked(cache, caplog):
     dataset = cache(no_thirds)
     _, state = read(dataset(), 20)

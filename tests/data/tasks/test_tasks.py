@@ -64,7 +64,7 @@ def test_the_documents_of_a_batch_can_be_told_afterwards():
             assert vocabulary.decode(ids[segments == segment]) in documents.example(name["example"]).text
 
 
-@pytest.mark.parametrize("name", ["python_stdlib", "python_stdlib_mix"])
+@pytest.mark.parametrize("name", [pytest.param("python_stdlib", marks=pytest.mark.heavy), "python_stdlib_mix"])
 def test_resume_is_exact(name):
     dataset = make_dataset(name)
     loader = make_loader(dataset, batch_size=4)
@@ -205,7 +205,7 @@ def numbered(register):
     return lambda **changes: Dataset(**{"mixture_or_task_name": "numbered", **layout, **changes})
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.heavy) for n in (1, 2)), 4])
 def test_batches_do_not_depend_on_the_number_of_hosts(numbered, shards):
     dataset = numbered(task_shards=shards)
     whole, state = read(dataset, 8, hosts=1, batch_size=4)
@@ -402,9 +402,24 @@ def test_mistakes(register):
         next(make_loader(dataset, batch_size=1))
 
 
+def test_start_up_does_not_wait_for_seqio():
+    """The loader of a SeqIO task is made, and its vocabulary known, before SeqIO is imported."""
+    assert_runs(
+        """
+        import sys, capibara.data.pipeline.loader as loader, capibara.data.tokenizers.vocabulary as vocabulary
+        dataset = loader.Dataset(mixture_or_task_name="python_stdlib", task_module="capibara.data.builtin_tasks",
+                                 vocabulary=vocabulary.ByteVocabulary(), length=64)
+        assert dataset.get_vocabulary().size == 384
+        loader.make_loader(dataset, batch_size=2)
+        assert not {"seqio", "tensorflow", "jax", "grain"} & {*sys.modules}
+        """
+    )
+
+
+@pytest.mark.heavy
 def test_the_accelerators_and_start_up_stay_free():
     """The loader is made, and TensorFlow imported beside JAX, without the main thread waiting or losing devices."""
-    program = textwrap.dedent(
+    assert_runs(
         """
         import sys, capibara.data.pipeline.loader as loader, capibara.data.tokenizers.vocabulary as vocabulary
         dataset = loader.Dataset(mixture_or_task_name="python_stdlib", task_module="capibara.data.builtin_tasks",
@@ -421,4 +436,7 @@ def test_the_accelerators_and_start_up_stay_free():
         batches.close()
         """
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def assert_runs(program):
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
