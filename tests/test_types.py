@@ -27,8 +27,9 @@ def test_mypy_sees_what_is_wrong_and_has_nothing_to_say_of_the_package(tmp_path)
     file = tmp_path / "wrong.py"
     file.write_text(WRONG)
     done = mypy("capibara", str(file))
-    found = re.findall(r"^(.*):\d+: error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
-    assert sorted(found) == [(str(file), kind) for kind in ("arg-type", "no-untyped-def", "union-attr")], done.stdout
+    # By the file's name: mypy's cache keeps the folder in which an equal file was first.
+    found = re.findall(r"^(?:.*/)?(.*):\d+: error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
+    assert sorted(found) == [(file.name, kind) for kind in ("arg-type", "no-untyped-def", "union-attr")], done.stdout
 
 
 def test_an_error_that_is_ignored_says_which_and_why():

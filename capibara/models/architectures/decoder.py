@@ -261,7 +261,9 @@ class Decoder(DecoderBase):
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         pattern, loop, numbered = config.layer_pattern, config.layer_loop, drop is not None
-        x, stats = stack.run(self.layers, x, rows, apply, pattern, loop, remat, numbered=numbered)
+        x, stats = stack.run(
+            self.layers, x, rows, apply, pattern, loop, remat, all_trained=config.lora is None, numbered=numbered
+        )
         return self._normed(x, drop), stats
 
     def read(

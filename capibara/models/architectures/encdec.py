@@ -216,7 +216,17 @@ class Stack(nnx.Module):
 
         x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
         loop, numbered = self.config.layer_loop, drop is not None
-        x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, loop, remat, numbered=numbered)
+        x_BTD, stats = stack.run(
+            self.layers,
+            x_BTD,
+            rows,
+            apply,
+            _PATTERN,
+            loop,
+            remat,
+            all_trained=self.config.lora is None,
+            numbered=numbered,
+        )
         x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
         if drop is not None:  # in the encoder every position has its own mask, as in T5X
             x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)

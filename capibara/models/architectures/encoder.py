@@ -95,7 +95,9 @@ class Encoder(nnx.Module):
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         loop, numbered = config.layer_loop, drop is not None
-        x, stats = stack.run(self.layers, x, rows, apply, _PATTERN, loop, remat, numbered=numbered)
+        x, stats = stack.run(
+            self.layers, x, rows, apply, _PATTERN, loop, remat, all_trained=config.lora is None, numbered=numbered
+        )
         if config.norm_placement is not NormPlacement.POST:
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))

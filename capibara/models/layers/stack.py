@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import Concatenate, TypeVar
+from typing import Concatenate, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx
 from capibara import sharding
 from capibara.core import projections
 from capibara.core.types import Params, PyTree, UserError
+from capibara.kernels.gradients import gradients_together
 from capibara.models.adapters.quantized_weights import Frozen
 from capibara.models.layers import pipeline
 from capibara.sharding import Remat, RematPolicy
@@ -93,6 +94,7 @@ def run(
     loop: LayerLoop,
     remat: RematPolicy,
     *,
+    all_trained: bool,
     numbered: bool = False,
     beside: PyTree | None = None,
     span: tuple[int, int] | None = None,
@@ -108,6 +110,7 @@ def run(
         that many layers; remaining layers run after it.
       loop: scan or unroll.
       remat: what the backward pass recomputes of each layer.
+      all_trained: whether every parameter gets a gradient; with adapters most get none.
       numbered: whether `apply` is also passed the layer's number.
       beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not supported in a
         pipeline.
@@ -122,55 +125,87 @@ def run(
     count, group = depth(values), len(pattern)
     own = jnp.arange(count, dtype=jnp.int32) if numbered else beside
 
-    def one(kind: _Kind) -> _Body:
+    def one(kind: _Kind, in_scan: bool) -> _Body:
         def body(x: jax.Array, layer: PyTree, rows: _Rows) -> tuple[jax.Array, Stats]:
             parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)
 
-        return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
+        return _recomputed(body, remat, in_scan=in_scan)
 
-    bodies = [one(kind) for kind in pattern]
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
-    shape = sharding.active_pipeline()
-    if numbered and shape is not None:
-        raise UserError(
-            "dropout_rate is above 0 and Plan.stage above 1, pipelines have no dropout: set dropout_rate to 0"
-        )
+    scanned, unrolled = ([one(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
+    bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained)
+    shape = _active_pipeline(numbered)
     values = values if own is None else (own, values)
     if shape is None:
-        return _in_sequence(bodies, x, values, rows, count, loop, frozen)
+        return _in_sequence(bodies, x, values, rows, count)
     _check_stages(count, group, shape)
     size = count // (shape.stages * shape.repeats)
-    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size, loop, frozen)  # noqa: E731
+    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size)  # noqa: E731
     return pipeline.run(stage, x, rows, values, shape)
 
 
-def _in_sequence(
-    bodies: Sequence[_Body], x: jax.Array, values: PyTree, rows: PyTree, size: int, loop: LayerLoop, frozen: bool
-) -> tuple[jax.Array, Stats]:
+class _Bodies(NamedTuple):
+    """A layer's program for each entry of the pattern, in a scan and outside of one; the others are as for `run`."""
+
+    scanned: Sequence[_Body]
+    unrolled: Sequence[_Body]
+    loop: LayerLoop
+    frozen: bool
+    all_trained: bool
+
+
+def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, size: int) -> tuple[jax.Array, Stats]:
     """Runs the first `size` layers of `values`; layer i uses body i modulo the number of bodies."""
-    if frozen and len(bodies) == 1 and loop is LayerLoop.SCAN:
+    scanned, group, scans = bodies.scanned, len(bodies.scanned), bodies.loop is LayerLoop.SCAN
+    if bodies.frozen and group == 1 and scans:
         # What the scan saves of a layer for the backward pass is not copied if it is a slice of the scan's own input.
-        return jax.lax.scan(lambda x, layer: bodies[0](x, layer, rows), x, values)
+        return jax.lax.scan(lambda x, layer: scanned[0](x, layer, rows), x, values)
     parts: list[Stats] = []
-    group = len(bodies)
-    whole = size // group if loop is LayerLoop.SCAN else 0
+    whole = size // group if scans else 0
     if whole:
         grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
 
         def body(x: jax.Array, layers: PyTree) -> tuple[jax.Array, Stats]:
             stats = []
-            for index, layer in enumerate(bodies):
-                x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
+            for index, layer in enumerate(scanned):
+                x, own = _finished(x, jax.tree.map(lambda v: v[index], layers), bodies.all_trained and group > 1)
+                x, of_layer = layer(x, own, rows)
                 stats.append(of_layer)
             return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
 
         x, stats = jax.lax.scan(body, x, grouped)
         parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
     for index in range(whole * group, size):
-        x, of_layer = bodies[index % group](x, jax.tree.map(lambda v: v[index], values), rows)
+        x, own = _finished(x, jax.tree.map(lambda v: v[index], values), bodies.all_trained)
+        x, of_layer = bodies.unrolled[index % group](x, own, rows)
         parts.append(jax.tree.map(lambda s: s[None], of_layer))
     return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
+
+
+def _finished(x: jax.Array, values: PyTree, ties: bool) -> tuple[jax.Array, PyTree]:
+    """A layer's input and parameters, whose gradients are all computed before the backward pass enters the layer before.
+
+    A scan's body ends there by itself; of layers that follow each other in a program the TPU's scheduler would postpone
+    small gradients (norms, queries) and keep their operands alive: of Gemma 3's six layers a gigabyte.
+    """
+    if not ties:  # what is not trained would get gradients of zeros
+        return x, values
+    leaves, structure = jax.tree.flatten(values)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    x, *tied = gradients_together(x, *(leaf for leaf, tie in zip(leaves, is_float, strict=True) if tie))
+    rest = iter(tied)
+    return x, jax.tree.unflatten(
+        structure, [next(rest) if tie else leaf for leaf, tie in zip(leaves, is_float, strict=True)]
+    )
+
+
+def _active_pipeline(numbered: bool) -> sharding.Pipeline | None:
+    if numbered and sharding.active_pipeline() is not None:
+        raise UserError(
+            "dropout_rate is above 0 and Plan.stage above 1, pipelines have no dropout: set dropout_rate to 0"
+        )
+    return sharding.active_pipeline()
 
 
 def _check_stages(count: int, group: int, shape: sharding.Pipeline) -> None:
@@ -204,6 +239,7 @@ def _recomputed(body: _Body, remat: RematPolicy, *, in_scan: bool) -> _Body:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
+    # Where both passes of a layer are in one computation, XLA would find that it recomputes what it has, and keep it.
     return jax.checkpoint(body, prevent_cse=not in_scan, policy=policy)
 
 

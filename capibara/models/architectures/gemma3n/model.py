@@ -107,7 +107,9 @@ class Gemma3n(DecoderBase):
         loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
         own = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
         span, both = (segment.start, segment.stop), (rows, shared)
-        x, kept = stack.run(self.layers, x, both, apply, pattern, loop, remat, beside=own, span=span)
+        x, kept = stack.run(
+            self.layers, x, both, apply, pattern, loop, remat, all_trained=config.lora is None, beside=own, span=span
+        )
         last = {kind: index for index, kind in enumerate(kinds)}
         return x, {k: (kept["key"][at], kept["value"][at]) for k, at in last.items()} if segment.stores else {}
 

@@ -1,0 +1,79 @@
+"""Layers that follow each other: what the backward pass recomputes, and when it computes what."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from capibara import sharding
+from capibara.models.layers import stack
+from capibara.models.layers.stack import LayerLoop
+from capibara.sharding import Remat, RematPolicy
+
+FULL = RematPolicy(Remat.FULL)
+
+
+class Layer(nnx.Module):
+    """x + tanh(x w) scale."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (4, 4)), axes=("embed", "mlp"))
+        self.scale = nnx.Param(jnp.ones(4), axes=("norm",))
+
+
+def loss_of(layers, *, group, loop=LayerLoop.SCAN, all_trained=True, numbered=False):
+    graphdef, state = nnx.split(layers)
+
+    def apply(layer, x, rows, kind, *number):
+        return x + jnp.tanh(x @ layer.w[...]) * layer.scale[...] * (1 + kind), {}
+
+    def loss(values, x):
+        nnx.replace_by_pure_dict(state, values)
+        module = nnx.merge(graphdef, state)
+        y, _ = stack.run(
+            module, x, (), apply, tuple(range(group)), loop, FULL, all_trained=all_trained, numbered=numbered
+        )
+        return jnp.sum(y**2)
+
+    return loss, nnx.to_pure_dict(state)
+
+
+def layers_of(count):
+    return stack.stacked(Layer, nnx.Rngs(0), count)
+
+
+X = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "group, count, loop, scanned, unrolled",
+    [(2, 5, LayerLoop.SCAN, 2, 1), (1, 4, LayerLoop.SCAN, 1, 0), (1, 3, LayerLoop.UNROLL, 0, 3)],
+)
+def test_layers_outside_a_scan_are_recomputed_too(group, count, loop, scanned, unrolled):
+    """Both passes of such a layer are in one computation: XLA would notice, and keep what the policy drops."""
+    loss, values = loss_of(layers_of(count), group=group, loop=loop)
+    text = str(jax.make_jaxpr(loss)(values, X))
+    assert (text.count("prevent_cse=False"), text.count("prevent_cse=True")) == (scanned, unrolled)
+
+
+@pytest.mark.parametrize(
+    "group, count, all_trained, ties",
+    [(2, 5, True, 3), (2, 4, True, 2), (1, 4, True, 0), (2, 5, False, 0)],
+)
+def test_on_tpu_the_gradients_of_a_layer_are_finished_before_the_one_before(
+    group, count, all_trained, ties, monkeypatch
+):
+    """A scan over single layers ends each of them by itself."""
+
+    def barriers(platform):
+        monkeypatch.setattr(sharding, "platform", lambda: platform)
+        loss, values = loss_of(layers_of(count), group=group, all_trained=all_trained, numbered=True)
+        gradients = jax.grad(loss)
+        return str(jax.make_jaxpr(gradients)(values, X)).count("optimization_barrier"), gradients(values, X)
+
+    (tied, ours), (plain, want) = barriers("tpu"), barriers("cpu")
+    assert tied - plain == ties
+    jax.tree.map(np.testing.assert_array_equal, ours, want)
