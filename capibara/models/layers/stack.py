@@ -94,7 +94,7 @@ def run(
     loop: LayerLoop,
     remat: RematPolicy,
     *,
-    all_trained: bool,
+    all_trained: bool = False,
     numbered: bool = False,
     beside: PyTree | None = None,
     span: tuple[int, int] | None = None,
