@@ -107,6 +107,7 @@ def test_two_processes_do_as_one(cluster, alone, tmp_path, meshes):
     assert "is not the folder that process 0 writes to: name a MODEL_DIR that all hosts share" in second
 
 
+@pytest.mark.heavy
 def test_a_process_that_decides_otherwise_ends_all_and_is_named(cluster, tmp_path):
     """In seconds, where each would wait for the other."""
     axes.write_corpus(tmp_path)

@@ -116,7 +116,7 @@ def test_one_of_two_is_killed_and_two_and_then_one_resume(bucket):
 
 
 @pytest.mark.fault(66)
-@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.heavy), 1])
 def test_permission_that_is_lost_in_the_middle_ends_all_with_one_line(bucket, count):
     """And nothing that was saved is lost."""
     run = f"closing{count}"

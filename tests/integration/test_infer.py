@@ -141,6 +141,7 @@ def test_mistakes_are_one_line(infer, here, shell):
     assert "Sampling.seed is 1180591620717411303424" in mistake(infer("--gin.Sampling.seed=1180591620717411303424"))
 
 
+@pytest.mark.heavy
 def test_a_run_folder_that_was_moved_has_its_tokenizer(here, shell, toy_tokenizer):
     """infer, evaluate, convert and a resume need nothing of where it was trained, and it is a path to its tokenizer."""
     shutil.copytree(toy_tokenizer, shell.folder / "tok")

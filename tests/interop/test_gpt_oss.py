@@ -144,6 +144,7 @@ def test_what_mxfp4_is_not_for_is_refused(folder, tmp_path, capsys):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.heavy
 def test_five_steps_of_all_its_parameters_are_those_of_transformers():
     """training.json has transformers' losses and how far it moved each tensor, including sinks and biases."""
     recorded = test_peft_training.RECORDED["gpt_oss"]

@@ -207,7 +207,9 @@ def but(heavy, values):
     return [pytest.param(value, marks=pytest.mark.heavy) if value in heavy else value for value in values]
 
 
-@pytest.mark.parametrize("case", but(["t5_1_1"], MODELS))  # the optimizer is decoder_only's, the loss prefix_lm's
+@pytest.mark.parametrize(
+    "case", but(["t5_1_1", "scalable_t5", "t5_offset"], MODELS)
+)  # the optimizer is decoder_only's, the loss prefix_lm's
 def test_losses_parameters_and_states_are_those_of_t5x(case, tmp_path):
     losses, kept = trained(case, tmp_path / "t5x")
     np.testing.assert_allclose(losses, T5X[case]["losses"], rtol=RTOL)

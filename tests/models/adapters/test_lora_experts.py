@@ -235,6 +235,7 @@ def test_new_adapters_change_nothing_and_every_expert_has_its_own():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, base)
 
 
+@pytest.mark.heavy
 def test_dropped_inputs_are_of_the_step_and_of_nothing_else():
     of = dataclasses.replace(LORA, dropout=0.5, targets=("up", "down"))
     params, _, apply = functional(MOE, of)

@@ -125,6 +125,7 @@ def test_recomputation_changes_no_gradient():
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(plain)), "a parameter has no gradient"
 
 
+@pytest.mark.heavy
 def test_narrow_layers_are_those_of_their_width():
     """What fills the stack says nothing, gets no gradient, and counts as no units of the sparse layers."""
     widths = (48, 16, 48, 32, 32, 48, 16, 48)

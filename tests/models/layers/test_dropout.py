@@ -40,7 +40,7 @@ def hidden(config, step, remat=Remat.NONE):
     )
 
 
-@pytest.mark.parametrize("name", ["decoder", "encoder_decoder", *_HEAVY])
+@pytest.mark.parametrize("name", ["decoder", pytest.param("encoder_decoder", marks=pytest.mark.heavy), *_HEAVY])
 def test_it_is_of_training_steps_alone(name):
     config = CONFIGS[name]
     dropped = dataclasses.replace(config, dropout_rate=0.5)
