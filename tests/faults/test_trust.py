@@ -87,7 +87,7 @@ EVIL = {
     "RECORDED_IMPORTS = ('evil',)\nTrainer.loss = @my_loss()": "the run imported evil",
     "A = (%B,)\nB = (%A,)\nTrainer.seed = %A": "refers to itself",
     "\n".join(["A0 = 1", *(f"A{i} = (%A{i - 1}, %A{i - 1})" for i in range(1, 64)), "Trainer.seed = %A63"]): "values",
-    f"Trainer.seed = {'(' * 5000}{')' * 5000}": "nested too deep",
+    f"Trainer.seed = {'(' * 5000}{')' * 5000}": "nested",
     f"Trainer.seed = {'9' * 9999}": "Trainer.seed",
 }
 

@@ -78,6 +78,7 @@ class _Parts(NamedTuple):
 
     def logits(self, hidden_ND: jax.Array, head_SDX: jax.Array, ids_S1X: jax.Array) -> jax.Array:
         """The softmax's input, [S, N, X] in float32."""
+        hidden_ND, head_SDX = _operands(hidden_ND, head_SDX)
         logits = jnp.einsum("ND,SDX->SNX", hidden_ND, head_SDX, preferred_element_type=jnp.float32)
         return self.softmax.inputs(logits, ids_S1X)
 
@@ -198,8 +199,9 @@ def _gradients(
         if terms.smoothing:
             dlogits_SNX = dlogits_SNX - low * weights_N[:, None]
         dlogits_SNX = parts.softmax.gradient(logits_SNX, dlogits_SNX, ids_S1X).astype(hidden_ND.dtype)
+        dlogits_SNX, head_SDX, hidden = _operands(dlogits_SNX, head_SDX, hidden_ND)
         more_SND = jnp.einsum("SNX,SDX->SND", dlogits_SNX, head_SDX, preferred_element_type=jnp.float32)
-        dhead_SDX = jax.vmap(lambda of_shard: dot(hidden_ND, of_shard, 0, 0))(dlogits_SNX)
+        dhead_SDX = jax.vmap(lambda of_shard: dot(hidden, of_shard, 0, 0))(dlogits_SNX)
         dhead_GDSX = jnp.moveaxis(dhead_SDX.reshape(S, G, D, size), 0, 2)
         return dhidden_SND + more_SND, layout.reduced(dhead_GDSX)
 
@@ -213,6 +215,11 @@ def _gradients(
         dhidden_SND, last = add(dhidden_SND, V - rest, rest)
         found_DSV.append(last)
     return jnp.sum(dhidden_SND, axis=0).astype(hidden_ND.dtype), jnp.concatenate(found_DSV, axis=2)
+
+
+def _operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands of a product in float32; XLA's CPU back end has no such batched product of bfloat16."""
+    return tuple(x.astype(jnp.float32) for x in arrays) if sharding.platform() == "cpu" else arrays
 
 
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from capibara.kernels.matmul import reference
 
-_LARGEST = {jnp.int8: 127.0, jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
+_LARGEST: dict[object, float] = {jnp.int8: 127.0, jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
 
 
 class Quantization(enum.StrEnum):
