@@ -182,9 +182,10 @@ class _Metadata(http.server.ThreadingHTTPServer):
 def fake_pci(folder: pathlib.Path) -> str:
     """Four chips of v5e, and a network card of the same vendor."""
     for number, device in enumerate(["0x0042", *["0x0063"] * 4]):
-        (folder / str(number)).mkdir(parents=True, exist_ok=True)
-        (folder / str(number) / "vendor").write_text("0x1ae0\n")
-        (folder / str(number) / "device").write_text(f"{device}\n")
+        address = folder / f"0000:00:{number + 4:02x}.0"  # newer JAX counts function 0 of a device alone
+        address.mkdir(parents=True, exist_ok=True)
+        (address / "vendor").write_text("0x1ae0\n")
+        (address / "device").write_text(f"{device}\n")
     return str(folder)
 
 
