@@ -19,13 +19,9 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array, *, once: bool 
     saves only the two inputs for the backward pass.
 
     XLA's TPU back end fuses the formula and its gradients into the matmuls that read them: it stores nothing, but
-    computes them again for each tile of their outputs. `once` computes them one time and stores them. Compiled for a
-    v5e-64, remat full, rows of 2048 a chip:
-
-    | model, rows | fused | once |
-    |---|---|---|
-    | Gemma 3 4B (GELU), 8 | 7.35 GiB, 3.87 s | 7.67 GiB, 3.54 s |
-    | 1.2 B (SiLU), 12 | 3.59 GiB, 1.52 s | 4.14 GiB, 1.49 s |
+    computes them again for each tile of their outputs. `once` computes them one time and stores them. For a GELU that
+    saves more cycles than it takes memory; with SiLU the compiled peak grows by more than the cycles shrink
+    (`benchmarks/tpu_compile.py`, rows gemma3-4b-8 and 1b-12).
 
     Args:
       activation: applied to each value; must be hashable, equal ones share a program.
@@ -51,10 +47,14 @@ def _cpu_gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Ar
     return activation(gate) * up
 
 
-def _cpu_gated_forward(
-    activation: Activation, gate: jax.Array, up: jax.Array
+def _forward(
+    gated: Callable[[Activation, jax.Array, jax.Array], jax.Array],
+    activation: Activation,
+    gate: jax.Array,
+    up: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _cpu_gated(activation, gate, up), (gate, up)
+    """The forward pass of both, which saves the two inputs."""
+    return gated(activation, gate, up), (gate, up)
 
 
 def _cpu_gated_backward(
@@ -68,18 +68,12 @@ def _cpu_gated_backward(
     return of_gate, upstream * activation(jax.lax.optimization_barrier(gate))
 
 
-_cpu_gated.defvjp(_cpu_gated_forward, _cpu_gated_backward)
+_cpu_gated.defvjp(functools.partial(_forward, _cpu_gated), _cpu_gated_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tpu_gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(activation(gate) * up)
-
-
-def _tpu_gated_forward(
-    activation: Activation, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _tpu_gated(activation, gate, up), (gate, up)
 
 
 def _tpu_gated_backward(
@@ -89,4 +83,4 @@ def _tpu_gated_backward(
     return jax.lax.optimization_barrier(pull(upstream))
 
 
-_tpu_gated.defvjp(_tpu_gated_forward, _tpu_gated_backward)
+_tpu_gated.defvjp(functools.partial(_forward, _tpu_gated), _tpu_gated_backward)

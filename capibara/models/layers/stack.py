@@ -187,7 +187,7 @@ def _finished(x: jax.Array, values: PyTree, ties: bool) -> tuple[jax.Array, PyTr
     """A layer's input and parameters, whose gradients are all computed before the backward pass enters the layer before.
 
     A scan's body ends there by itself; of layers that follow each other in a program the TPU's scheduler would postpone
-    small gradients (norms, queries) and keep their operands alive: of Gemma 3's six layers a gigabyte.
+    small gradients (norms, queries) and keep the operands of every layer alive.
     """
     if not ties:  # what is not trained would get gradients of zeros
         return x, values
