@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import cast
 
@@ -10,16 +12,17 @@ from capibara.core import user_modules
 from capibara.core.types import UserError
 from capibara.storage.store import Store
 
-_RETURNS: dict[str, type | tuple[type, ...]] = {
-    "read": bytes,
-    "read_range": bytes,
-    "lock": object,
-    "size": int,
-    "list": dict,
-    "free_bytes": (int, type(None)),
-    "write_hashed": str,
-    "read_version": tuple,
-    "write_version": str,
+# Method -> the type that it returns, and how an error names it.
+_RETURNS: dict[str, tuple[type | types.UnionType, str]] = {
+    "read": (bytes, "bytes"),
+    "read_range": (bytes, "bytes"),
+    "lock": (contextlib.AbstractContextManager, "a context manager"),
+    "size": (int, "int"),
+    "list": (dict, "dict"),
+    "free_bytes": (int | None, "int or None"),
+    "write_hashed": (str, "str"),
+    "read_version": (tuple, "tuple"),
+    "write_version": (str, "str"),
 }
 _SHOWN = 60  # characters of a returned value that the error quotes
 
@@ -41,13 +44,11 @@ class _Checked:
         return functools.partial(self._call, found, name) if name in _RETURNS else found
 
     def _call(self, method: Callable[..., object], name: str, *args: object, **named: object) -> object:
-        value, kind = method(*args, **named), _RETURNS[name]
-        if isinstance(value, kind) and (name != "lock" or hasattr(value, "__exit__")):
+        value, (kind, needed) = method(*args, **named), _RETURNS[name]
+        if isinstance(value, kind):
             return value
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        needed = "a context manager" if name == "lock" else names
         raise UserError(
             f"{self._name}.{name} returned {shown}, must be {needed}: mend it as capibara.storage.store says"
         )
