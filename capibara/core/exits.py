@@ -48,7 +48,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         print("interrupted", file=sys.stderr)
         return _leaving_peers(EXIT_INTERRUPTED, "interrupted")
     except SystemExit as error:
-        if (ended := user_modules.explained(error)) is None:
+        if (ended := _of_users_code(error)) is None:
             raise
         print(f"error: {ended}", file=sys.stderr)
         return _leaving_peers(EXIT_USER_ERROR, str(ended))
@@ -167,7 +167,7 @@ def _expected(error: BaseException) -> UserError | TryAgain | None:
     return bucket_faults.explained(_chain(error))
 
 
-def _of_users_code(error: Exception) -> UserError | TryAgain | None:
+def _of_users_code(error: BaseException) -> UserError | TryAgain | None:
     """The line for an error of the user's own code; one of its network (a tracker's server) is worth another try."""
     original = unwrap(error)
     if (known := user_modules.explained(original)) is None:
