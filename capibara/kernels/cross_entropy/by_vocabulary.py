@@ -19,8 +19,10 @@ from capibara.kernels.matmul.transposition import transposed
 
 # Bytes of a part's float32 logits or of its gradient, whichever is larger, at most.
 _PART_BYTES = 64 * 2**20
-# What a part and the gradient of the hidden states may take together to stay in the 128 MiB of a TPU's vector memory.
+# What a part and the gradient of the hidden states may take together to stay in the 128 MiB of a TPU's vector memory,
+# and what the part may take of it: less is left beside the gradient in a whole train step than in the loss alone.
 _ON_CHIP_BYTES = 104 * 2**20
+_ON_CHIP_PART_BYTES = 32 * 2**20
 _LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
 
@@ -243,7 +245,7 @@ def _part_bytes(gradient_bytes: int) -> int:
     larger ones. Where parts would be too small to keep the matrix unit busy they have their full size.
     """
     left = _ON_CHIP_BYTES - gradient_bytes
-    return min(_PART_BYTES, left) if left >= _PART_BYTES // 4 else _PART_BYTES
+    return min(_ON_CHIP_PART_BYTES, left) if left >= _ON_CHIP_PART_BYTES // 2 else _PART_BYTES
 
 
 def _part_size(ids: int, most: int) -> int:
