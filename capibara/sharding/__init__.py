@@ -27,6 +27,9 @@ from capibara.core.types import Batch, PyTree, UserError
 
 # From outermost to innermost: the axes that communicate most get neighbouring chips.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+# Outside of them, in meshes of several nodes only: replicas that train apart. No rule maps a parameter to it.
+NODE_AXIS = "node"
+ActiveMesh = Mesh | AbstractMesh  # abstract in the program of one of several nodes; see `active`
 
 
 class Remat(enum.StrEnum):
@@ -92,7 +95,7 @@ class Rules:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             for axis in getattr(self, field.name):
-                if axis not in MESH_AXES:
+                if axis not in MESH_AXES and (field.name, axis) != ("batch", NODE_AXIS):
                     raise UserError(
                         f"Rules.{field.name} names the mesh axis {axis!r}, which must be one of "
                         f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
@@ -149,6 +152,7 @@ class Plan:
       data, fsdp, expert, context, tensor, stage: sizes of the mesh axes; one of them may be -1 and takes the devices
         that are left. data: rows, with replicated parameters; fsdp: rows, with sharded parameters (ZeRO-3); expert:
         rows, and experts; context: the tokens of a row; tensor: heads and hidden units; stage: layers, as a pipeline.
+      node: replicas that train apart, each on its part of every batch; Trainer.strategy brings them together.
       accumulation: micro-batches per step; gradients are averaged over all their real tokens.
       pipeline_microbatches: parts of a micro-batch that pass through the pipeline; None: two for each stage.
       pipeline_repeats: how often a row passes each stage (circular schedule); more repeats shorten the bubble.
@@ -166,6 +170,7 @@ class Plan:
     context: int = 1
     tensor: int = 1
     stage: int = 1
+    node: int = 1
     accumulation: int = 1
     pipeline_microbatches: int | None = None
     pipeline_repeats: int = 1
@@ -175,7 +180,7 @@ class Plan:
     slice: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "pipeline_repeats"):
+        for name in ("batch_size", "accumulation", "pipeline_repeats", "node"):
             if getattr(self, name) < 1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
         if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
@@ -187,6 +192,8 @@ class Plan:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
         if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
             raise UserError("Plan has more than one mesh axis of -1: only one can take the devices that are left")
+        if NODE_AXIS in self.rules.batch:
+            raise UserError("Rules.batch names the mesh axis 'node', which has the rows first by itself: leave it out")
         for name in self.remat_names:
             if name not in REMAT_NAMES:
                 raise UserError(f"Plan.remat_names has {name!r}, which no layer has{did_you_mean(name, REMAT_NAMES)}")
@@ -221,7 +228,8 @@ class Plan:
         Raises:
           UserError: the sizes do not multiply to the number of devices.
         """
-        sizes = {name: getattr(self, name) for name in MESH_AXES}
+        nodes = {NODE_AXIS: self.node} if self.node > 1 else {}
+        sizes = nodes | {name: getattr(self, name) for name in MESH_AXES}
         fixed = int(np.prod([s for s in sizes.values() if s != -1]))
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         if -1 in sizes.values():
@@ -242,13 +250,14 @@ class Plan:
 
     def check_batch(self, mesh: Mesh) -> None:
         """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
-        shards = int(np.prod([mesh.shape[a] for a in self.rules.batch]))
+        rows = batch_axes(mesh, self.rules)
+        shards = int(np.prod([mesh.shape[a] for a in rows]))
         pipeline = self.pipeline(mesh)
         host_shards(mesh, self.rules)
         unit = shards * self.accumulation * (pipeline.microbatches if pipeline else 1)
         if self.batch_size % unit:
             nearest = max(unit, round(self.batch_size / unit) * unit)
-            parts = [f"{a}={mesh.shape[a]}" for a in self.rules.batch if mesh.shape[a] > 1] or ["1 device"]
+            parts = [f"{a}={mesh.shape[a]}" for a in rows if mesh.shape[a] > 1] or ["1 device"]
             parts += [f"{self.accumulation} accumulation steps"] if self.accumulation > 1 else []
             parts += [f"{pipeline.microbatches} pipeline microbatches"] if pipeline else []
             raise UserError(
@@ -260,7 +269,7 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a plan; on a TPU slice JAX orders the devices by the slice's real topology.
 
     Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls. Several slices split
-    the first of the axes data, stage and fsdp whose size they divide.
+    the first of the axes node, data, stage and fsdp whose size they divide.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = plan.mesh_shape(len(devices))
@@ -278,7 +287,7 @@ def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarra
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, **options)
-    outer = next((axis for axis in MESH_AXES[:3] if shape[axis] % slices == 0), None)
+    outer = next((axis for axis in (NODE_AXIS, *MESH_AXES[:3]) if shape.get(axis, 1) % slices == 0), None)
     if outer is None:
         raise UserError(
             f"Plan.data ({shape['data']}), Plan.stage ({shape['stage']}) or Plan.fsdp ({shape['fsdp']}) must be a "
@@ -331,8 +340,26 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Sharding of a [B, T] array of a batch by rows, as hosts read them."""
-    return NamedSharding(mesh, rules.spec(("batch",)))
+    """Sharding of a [B, T] array of a batch by rows, as hosts read them; each node has consecutive rows."""
+    return NamedSharding(mesh, row_rules(mesh, rules).spec(("batch",)))
+
+
+def batch_axes(mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+    """The mesh axes over which the rows of a global batch are sharded: the nodes first."""
+    return (NODE_AXIS, *rules.batch) if NODE_AXIS in mesh.shape else rules.batch
+
+
+def node_axes(mesh: Mesh) -> set[str]:
+    """The axes that are manual in the program of one node: of nodes, or all if a node is a single device.
+
+    Kernels cannot be partitioned, not even over automatic axes of one device.
+    """
+    return {NODE_AXIS} if mesh.size > mesh.shape[NODE_AXIS] else set(mesh.axis_names)
+
+
+def row_rules(mesh: Mesh, rules: Rules) -> Rules:
+    """The rules of a program in which all nodes share one batch and one model, such as an evaluation."""
+    return dataclasses.replace(rules, batch=batch_axes(mesh, rules)) if NODE_AXIS in mesh.shape else rules
 
 
 def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
@@ -343,7 +370,7 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     Raises:
       UserError: the rows of two processes overlap but differ.
     """
-    rows = int(np.prod([mesh.shape[axis] for axis in rules.batch]))
+    rows = int(np.prod([mesh.shape[axis] for axis in batch_axes(mesh, rules)]))
     held: dict[int, set[int]] = {}
     parts_of: Mapping[jax.Device, tuple[slice, ...]] = batch_sharding(mesh, rules).devices_indices_map((rows,))
     for device, index in parts_of.items():
@@ -407,10 +434,19 @@ def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iter
         _current.reset(token)
 
 
-def active() -> tuple[Mesh, Rules] | None:
-    """The mesh and rules of the `activate` context; None outside it and on a single device."""
+def active() -> tuple[ActiveMesh, Rules] | None:
+    """The mesh and rules of the `activate` context; None outside it and on a single device.
+
+    In the program of one of several nodes the mesh's axis of nodes is manual already: then the mesh is the
+    abstract one that shard_map and shardings take there.
+    """
     current = _current.get()
-    return None if current is None or current.mesh.size == 1 else (current.mesh, current.rules)
+    if current is None or current.mesh.size == 1:
+        return None
+    inside = jax.sharding.get_abstract_mesh()
+    if NODE_AXIS not in inside.manual_axes:
+        return current.mesh, current.rules
+    return None if len(inside.manual_axes) == len(inside.axis_names) else (inside, current.rules)
 
 
 def active_pipeline() -> Pipeline | None:
@@ -466,14 +502,14 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, named_sharding(*current, axes, x.shape))
 
 
-def named_sharding(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+def named_sharding(mesh: ActiveMesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
     """The sharding that `constrain` gives an array of this shape."""
     spec = rules.spec(axes)
     parts = [dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape)]
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def dividing(mesh: Mesh, part: Any, size: int) -> Any:
+def dividing(mesh: ActiveMesh, part: Any, size: int) -> Any:
     """The leading mesh axes of one dimension's entry of a PartitionSpec that divide the dimension; None: none does."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part

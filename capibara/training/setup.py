@@ -41,8 +41,8 @@ from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling
-from capibara.training.state import TrainState
-from capibara.training.step import make_train_step
+from capibara.training.state import Apart, TrainState
+from capibara.training.step import make_nodes_step, make_train_step
 from capibara.training.trainer import Trainer
 
 
@@ -288,6 +288,7 @@ class StateOptions(TypedDict):
     ema: bool
     loss_scaling: LossScaling | None
     anomalies: Anomalies
+    apart: Apart | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +314,7 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
         "ema": trainer.ema_decay is not None,
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
+        "apart": None if trainer.strategy is None else Apart(trainer.strategy, trainer.plan.node),
     }
     tx = trainer.optimizer.transformation(trainer.steps, model.trained(model.axes))
     if (own := user_modules.own_class(trainer.optimizer)) is not None:
@@ -356,12 +358,14 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         anomalies=trainer.anomalies,
         objective=_objective(trainer, model),
     )
+    if trainer.strategy is not None:
+        step = make_nodes_step(step, model, trainer.strategy, spec.shardings)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(spec.shardings, None))
     batch = {
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for key, (shape, dtype) in trainer.batch_spec.items()
     }
-    parts = (trainer.model, api.module_of(trainer.model), trainer.loss, trainer.optimizer)
+    parts = (trainer.model, api.module_of(trainer.model), trainer.loss, trainer.optimizer, trainer.strategy)
     with user_modules.attributed("the train step", *parts):
         lowered = jitted.lower(spec.abstract, batch)
     _check_means(trainer, lowered.out_info[1])
@@ -435,11 +439,12 @@ def _check_task_shards(trainer: Trainer, mesh: Mesh) -> None:
 
 def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
     rows = trainer.evaluation.batch_size
-    shards = math.prod(mesh.shape[axis] for axis in trainer.plan.rules.batch)
+    axes = sharding.batch_axes(mesh, trainer.plan.rules)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
     if rows is not None and rows % shards:
         raise UserError(
             f"Evaluation.batch_size ({rows}) must be a multiple of {shards} "
-            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in trainer.plan.rules.batch)}): "
+            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}): "
             f"try {max(1, round(rows / shards)) * shards}"
         )
 

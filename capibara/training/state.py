@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from capibara.core.types import Params, PyTree
 from capibara.models.api import Model
 from capibara.training.stability.anomalies import Anomalies, LossWindow
 from capibara.training.stability.loss_scale import LossScale, LossScaling
+from capibara.training.strategy import Strategy
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class TrainState:
     Attributes:
       step: number of completed steps, int32 scalar.
       params: parameters; trained ones are float32.
-      opt_state: state of the optax chain for the trained parameters.
+      opt_state: state of the optax chain for the trained parameters, or of the strategy of nodes that train apart.
       ema: exponential moving average of the trained parameters; None: none is kept.
       loss_scale: the loss scale of a float16 run, otherwise None.
       losses: the window of losses of a run that looks for spikes, otherwise None.
@@ -56,6 +57,13 @@ class TrainState:
         return parts
 
 
+class Apart(NamedTuple):
+    """Nodes that train apart: their number, and what brings them together."""
+
+    strategy: Strategy
+    nodes: int
+
+
 def init_state(
     model: Model,
     tx: optax.GradientTransformation,
@@ -64,6 +72,7 @@ def init_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
+    apart: Apart | None = None,
     pretrained: Params | None = None,
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`).
@@ -75,7 +84,7 @@ def init_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=tx.init(trained),
+        opt_state=tx.init(trained) if apart is None else apart.strategy.init(tx, trained, apart.nodes),
         ema=jax.tree.map(jnp.copy, trained) if ema else None,
         loss_scale=None if loss_scaling is None else loss_scaling.start(),
         losses=None if anomalies is None else anomalies.start(),
@@ -97,6 +106,7 @@ def state_shardings(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
+    apart: Apart | None = None,
 ) -> TrainState:
     """The NamedSharding of every leaf; optimizer moments are sharded like their parameters.
 
@@ -112,10 +122,14 @@ def state_shardings(
         return _fitting(NamedSharding(mesh, rules.spec(axes)), leaf)
 
     everywhere: PyTree = NamedSharding(mesh, PartitionSpec())
+    opt_state = jax.tree.map(of_moment, opt_shapes, opt_axes)
+    if apart is not None:
+        shapes = jax.eval_shape(lambda trained: apart.strategy.init(tx, trained, apart.nodes), trained)
+        opt_state = apart.strategy.shardings(shapes, model.trained(params), opt_state)
     return TrainState(
         step=everywhere,
         params=params,
-        opt_state=jax.tree.map(of_moment, opt_shapes, opt_axes),
+        opt_state=opt_state,
         ema=model.trained(params) if ema else None,
         loss_scale=None if loss_scaling is None else LossScale(everywhere, everywhere),
         losses=None if anomalies is None or not anomalies.keep_losses else LossWindow(everywhere, everywhere),
@@ -130,11 +144,13 @@ def abstract_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
+    apart: Apart | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
 
     def new() -> TrainState:
-        return init_state(model, tx, jax.random.key(0), ema=ema, loss_scaling=loss_scaling, anomalies=anomalies)
+        options = {"loss_scaling": loss_scaling, "anomalies": anomalies, "apart": apart}
+        return init_state(model, tx, jax.random.key(0), ema=ema, **options)
 
     return with_shardings(jax.eval_shape(new), shardings)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from capibara import sharding
 from capibara.core import tree
@@ -20,6 +20,7 @@ from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState
+from capibara.training.strategy import Strategy
 
 _T = TypeVar("_T")
 
@@ -83,6 +84,46 @@ def make_train_step(
         return _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
 
     return step
+
+
+def make_nodes_step(
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]], model: Model, strategy: Strategy, shardings: TrainState
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The train step of a run whose nodes train apart, from the step of one of them by itself.
+
+    Args:
+      step: as `make_train_step` makes it, without a moving average; it is run on each node's rows.
+      model: the model.
+      strategy: brings the nodes together.
+      shardings: of the run's state.
+    """
+    of_params = shardings.params
+    mesh = jax.tree.leaves(of_params)[0].mesh
+    nodes, everywhere = PartitionSpec(sharding.NODE_AXIS), PartitionSpec()
+
+    def on_node(trained: Params, opt_state: PyTree, frozen: Params, number: jax.Array, batch: Batch) -> PyTree:
+        one, opt_state = jax.tree.map(lambda x: x[0], (trained, opt_state))
+        new, metrics = step(TrainState(number, tree.joined(one, frozen), opt_state, None), batch)
+        return jax.tree.map(lambda x: x[None], (model.trained(new.params), new.opt_state, metrics))
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        frozen = model.frozen(state.params)
+
+        def nodes_step(trained: Params, opt_state: PyTree, number: jax.Array, batch: Batch) -> PyTree:
+            return jax.shard_map(
+                on_node,
+                mesh=mesh,
+                in_specs=(nodes, nodes, everywhere, everywhere, nodes),
+                out_specs=nodes,
+                axis_names=sharding.node_axes(mesh),
+                check_vma=False,
+            )(trained, opt_state, frozen, number, batch)
+
+        made = strategy.step(nodes_step, mesh, model.trained(of_params))
+        trained, opt_state, metrics = made(state.step, model.trained(state.params), state.opt_state, dict(batch))
+        return TrainState(state.step + 1, tree.joined(trained, frozen), opt_state, None), metrics
+
+    return run
 
 
 def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[PyTree, Stats]]]:

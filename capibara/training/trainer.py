@@ -25,6 +25,7 @@ from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.stability.watchdog import Watch
+from capibara.training.strategy import Strategy
 
 
 @configurable
@@ -90,6 +91,7 @@ class Trainer:
       init_with: what is loaded from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
+      strategy: how nodes that train apart (Plan.node) become one model, such as @Consensus(); None: there is one.
       log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
@@ -115,6 +117,7 @@ class Trainer:
     init_from: str | None = None
     init_with: InitWith = InitWith.WEIGHTS
     loss: Loss | None = None
+    strategy: Strategy | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -164,6 +167,7 @@ class Trainer:
                 f"on {self.model.data_kind!r}: set Dataset.kind, or another Trainer.model"
             )
         self._check_loss()
+        self._check_strategy()
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
             raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")
@@ -204,6 +208,26 @@ class Trainer:
                 f"Trainer.loss (@{name}()): leave it out"
             )
         self.loss.check(self.dataset, self.plan.batch_size)
+
+    def _check_strategy(self) -> None:
+        if self.strategy is None:
+            if self.plan.node > 1:
+                raise UserError(
+                    f"Plan.node is {self.plan.node} and Trainer.strategy is None: set Trainer.strategy = @Consensus(), or "
+                    f"Plan.data = {self.plan.node} for one model"
+                )
+            return
+        name = type(self.strategy).__name__
+        unsupported = {
+            "ema_decay": self.ema_decay is not None,
+            "anomalies.on_spike": self.anomalies.on_spike is not OnSpike.OFF,
+            "init_with = 'state'": self.init_with is InitWith.STATE,
+            "model.dtype = 'float16'": self.model.dtype == "float16",
+            "plan.stage": self.plan.stage != 1,
+        }
+        for option in (option for option, is_set in unsupported.items() if is_set):
+            raise UserError(f"Trainer.{option} is not supported with Trainer.strategy (@{name}()): leave it out")
+        self.strategy.check(self.plan)
 
     @property
     def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:

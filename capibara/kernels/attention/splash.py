@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
@@ -77,7 +77,7 @@ def _on_one_device(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool
 
 
 def _on_mesh(
-    mesh: Mesh, rules: sharding.Rules, inputs: AttentionInputs, spec: AttentionSpec, interpret: bool
+    mesh: sharding.ActiveMesh, rules: sharding.Rules, inputs: AttentionInputs, spec: AttentionSpec, interpret: bool
 ) -> jax.Array:
     q_BTNH, k_BSKH, v_BSKH = inputs[:3]
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
@@ -113,7 +113,9 @@ def _on_mesh(
     # Inside another shard_map (of a pipeline), the mesh has manual axes already.
     outer = jax.sharding.get_abstract_mesh()
     on = outer if outer.manual_axes else mesh
-    masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes if parts > 1 else ())))
+    # Of the masks only the shards' shapes matter, which a mesh with manual axes cannot tell.
+    plain = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.axis_names))
+    masks = kernel.manual_sharding_spec(NamedSharding(plain, P(None, time_axes if parts > 1 else ())))
     sharded = jax.shard_map(
         local,
         mesh=on,
@@ -289,11 +291,11 @@ def _static(row_positions: jax.Array | np.ndarray | None, length: int, shards: i
     return sharding.zigzag(length, shards) if isinstance(row_positions, jax.core.Tracer) else np.asarray(row_positions)
 
 
-def _axes(mesh: Mesh, axes: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
+def _axes(mesh: sharding.ActiveMesh, axes: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
     """The axes with more than one device; none if together they do not divide `size`."""
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     return axes if size is None or size % _size(mesh, axes) == 0 else ()
 
 
-def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def _size(mesh: sharding.ActiveMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)

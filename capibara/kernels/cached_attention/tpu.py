@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
@@ -87,7 +86,7 @@ def attend(
 
 
 def _axes(
-    mesh: Mesh, rules: sharding.Rules, rows: int, kv_heads: int
+    mesh: sharding.ActiveMesh, rules: sharding.Rules, rows: int, kv_heads: int
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """The axes of the mesh over which this many rows and heads are sharded."""
     return sharding.dividing(mesh, rules.batch, rows), sharding.dividing(mesh, rules.act_kv_heads, kv_heads)

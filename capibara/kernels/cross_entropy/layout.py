@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.sharding import Rules
+from capibara.sharding import ActiveMesh, Rules
 
 
 class Layout(NamedTuple):
@@ -22,7 +21,7 @@ class Layout(NamedTuple):
     whether the head has a gradient.
     """
 
-    mesh: Mesh | None
+    mesh: ActiveMesh | None
     row_axes: tuple[str, ...]
     time_axes: tuple[str, ...]
     head_axes: tuple[str, ...]
@@ -55,7 +54,7 @@ def layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> L
     return Layout(mesh, row_axes, time_axes, head_axes, shards if len(head_VD) % shards == 0 else 1, trains_head)
 
 
-def _head_axes(mesh: Mesh, rules: Rules, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+def _head_axes(mesh: ActiveMesh, rules: Rules, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Those axes of the loss that shard the head's D too."""
     kept = tuple(axis for axis in rules.embed if axis in axes)
     return kept if size % math.prod(mesh.shape[axis] for axis in kept) == 0 else ()

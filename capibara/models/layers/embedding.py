@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.sharding import Rules
+from capibara.sharding import ActiveMesh, Rules
 
 # Of one all-to-all: TPUs reserve three times this size for it during the whole step.
 _EXCHANGED_BYTES = 64 * 2**20
@@ -82,7 +81,7 @@ class _LookupAxes(NamedTuple):
       scattered: whether positions of the result are also sharded along the vocabulary's axes.
     """
 
-    mesh: Mesh
+    mesh: ActiveMesh
     kept: tuple[str, ...]
     moved: tuple[str, ...]
     time: tuple[str, ...]

@@ -180,7 +180,7 @@ class MoeMLP(nnx.Module):
             out_specs=tokens,
             # All axes, even unsharded ones: the compiler does not partition kernels. A stage axis is added by vmap
             # (pipeline.run).
-            axis_names=set(mesh.axis_names),
+            axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
             check_vma=False,
         )(x_BTD, of_routing, placed_weights, tokens_BT1)
 
@@ -208,7 +208,7 @@ class MoeMLP(nnx.Module):
 
 
 def _placed(
-    weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes
+    weights: dispatch.Weights, mesh: sharding.ActiveMesh, axes: dispatch.Axes
 ) -> tuple[dispatch.Weights, Mapping[str, P | Weight | Factors]]:
     """The experts' weights for shard_map, and their partition specs."""
     experts, hidden = axes.experts or None, axes.hidden or None
@@ -225,7 +225,7 @@ def _placed(
     return of_weights, specs
 
 
-def _axes(mesh: jax.sharding.Mesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:
+def _axes(mesh: sharding.ActiveMesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:
     """The axes with more than one device; for tokens the leading axes that divide them, as in `constrain`."""
 
     def used(names: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:

@@ -266,6 +266,15 @@ def describe(
     )
 
 
+def check_one_model(plan: Plan) -> None:
+    """Raises UserError if a search would have to lay out several models: it knows one."""
+    if plan.node > 1:
+        raise UserError(
+            f"Plan.node is {plan.node}, must be 1 for a search: plan one node's model on its share of the chips "
+            "(--gin.Plan.node=1), or set the axes of the mesh (Plan.fsdp, ...) and ask `capibara prove`"
+        )
+
+
 def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
     """The workload of a run; its plan's mesh and batch are ignored.
 

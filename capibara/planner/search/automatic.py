@@ -38,6 +38,7 @@ def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
     named = run.plan.slice
     if named is None or not is_open(run):
         return [], ""
+    workload.check_one_model(run.plan)
     slice_, work = slice_ or slices.parse(named), workload.of_run(run)
     remats = (run.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
     question = Question(

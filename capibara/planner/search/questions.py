@@ -166,9 +166,11 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
       plan: the run's plan: its batch size is used if it is bound.
     """
     from capibara import config
+    from capibara.planner.model import workload
     from capibara.planner.search import ranking
     from capibara.planner.search.ranking import Goal, Question
 
+    workload.check_one_model(plan)
     largest = args.goal == "largest_batch"
     bound = plan.batch_size if config.is_bound("Plan.batch_size") else None
     return Question(

@@ -1,0 +1,89 @@
+"""The interface of `Trainer.strategy`: how the replicas of a run, which train apart, become one model."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from capibara.core.types import Batch, Params, PyTree
+from capibara.objectives.base import Metrics
+from capibara.sharding import Plan
+
+# (parameters, optimizer state) of all nodes, each array [nodes, ...], the step and a batch -> both after each node's own
+# update on its rows, and metrics, each [nodes].
+NodesStep = Callable[[Params, PyTree, jax.Array, Batch], tuple[Params, PyTree, Metrics]]
+
+
+class Round(NamedTuple):
+    """What a strategy's step has made of a run's state.
+
+    Attributes:
+      params: the trained parameters of the run's model, which is evaluated, saved and exported.
+      state: the strategy's state.
+      metrics: of the step.
+    """
+
+    params: Params
+    state: PyTree
+    metrics: Metrics
+
+
+StrategyStep = Callable[[jax.Array, Params, PyTree, Batch], Round]
+
+
+class Strategy(abc.ABC):
+    """Configuration of how nodes train apart and come together. The nodes are `Plan.node` positions of the mesh.
+
+    The parameters in the train state are those of the model that the nodes agreed on last; the nodes' own are a part of
+    the strategy's state, which stands in the place of the optimizer's.
+    """
+
+    @abc.abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Raises UserError if the strategy does not support the plan."""
+
+    @abc.abstractmethod
+    def init(self, tx: optax.GradientTransformation, params: Params, nodes: int) -> PyTree:
+        """The strategy's state before the first step (traceable).
+
+        Args:
+          tx: the optimizer of each node.
+          params: the trained parameters.
+          nodes: their number.
+        """
+
+    @abc.abstractmethod
+    def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> PyTree:
+        """The shardings of the strategy's state.
+
+        Args:
+          state: its shapes, as `init` makes it.
+          params, opt_state: the shardings of one model's trained parameters and of its optimizer's state.
+        """
+
+    @abc.abstractmethod
+    def step(self, nodes_step: NodesStep, mesh: Mesh, params: PyTree) -> StrategyStep:
+        """Makes (step, trained parameters, the strategy's state, batch) -> Round, traceable.
+
+        Args:
+          nodes_step: the update of each node by itself.
+          mesh: with an axis `sharding.NODE_AXIS`.
+          params: the shardings of the trained parameters.
+        """
+
+
+def weighted(metrics: Metrics) -> dict[str, jax.Array]:
+    """The metrics of a step from those of its nodes, each [nodes]: sums of counts, means by the nodes' real tokens."""
+    weight = "pairs" if "pairs" in metrics else "tokens"
+    total = metrics[weight].sum()
+
+    def mean(values: jax.Array) -> jax.Array:
+        return (values * metrics[weight]).sum() / jax.numpy.maximum(total, 1.0)
+
+    counts: Mapping[str, jax.Array] = {name: metrics[name].sum() for name in {"tokens", weight}}
+    return {name: mean(values) for name, values in metrics.items()} | counts
