@@ -1,4 +1,4 @@
-"""Consensus training: nodes train apart for some steps, then agree on a model, which all go on from.
+"""Consensus training: nodes train apart for some steps, then agree on a model, from which all go on.
 
 With an outer optimizer with momentum this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with a robust aggregation
 some nodes may send anything at all. docs/consensus.md says what each field does.
@@ -7,7 +7,7 @@ some nodes may send anything at all. docs/consensus.md says what each field does
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +20,27 @@ from capibara.consensus.aggregation import Aggregation, Mean
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterOptimizer, OuterSgd
 from capibara.core.types import Batch, Params, PyTree, UserError
+from capibara.objectives.base import Metrics
 from capibara.sharding import NODE_AXIS, Plan
-from capibara.training.strategy import NodesStep, Round, Strategy, StrategyStep, weighted
+from capibara.training.strategy import NodesStep, Round, Strategy, StrategyStep, of_all, weight_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The last round, as all nodes saw it.
+
+    Attributes:
+      quality: float32 [nodes], as ConsensusConfig.quality_threshold defines it.
+      accepted: bool [nodes], the nodes that had a part in the aggregate.
+      distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
+      failures: int32, failed rounds in a row up to the last one.
+    """
+
+    quality: jax.Array
+    accepted: jax.Array
+    distances: jax.Array
+    failures: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -34,28 +53,36 @@ class Nodes:
       opt_state: of each node's optimizer, [nodes, ...].
       outer: the outer optimizer's state.
       lost: what compression has lost of each node's outer gradient, [nodes, ...]; None: it does not compress.
-      masked: bool [nodes], the nodes that the last round masked.
-      distances: float32 [nodes], of the nodes from the last round's aggregate.
+      losses: float32 [nodes, 2], of the current round: the sum of the loss over real tokens, and their number.
+      verdict: on the last round.
     """
 
     params: Params
     opt_state: PyTree
     outer: PyTree
     lost: PyTree | None
-    masked: jax.Array
-    distances: jax.Array
+    losses: jax.Array
+    verdict: Verdict
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Consensus(Strategy):
+class ConsensusConfig(Strategy):
     """Nodes that train apart and agree on a model every so many steps.
 
+    In a round a node is accepted if its loss and parameters are finite, its quality reaches the threshold and the aggregation
+    does not mask it. The consensus score is the share of accepted nodes. If it is below its threshold the round fails: the agreed
+    model stays. All nodes go on from the agreed model, those too that were not accepted.
+
     Attributes:
-      every: steps between two rounds, H; the run's last checkpoint holds the model of the last round.
+      every: steps between two rounds, H.
       aggregation: how the nodes' models become one.
       outer: what is done with it; OuterSgd(learning_rate=0.7, momentum=0.9) is DiLoCo's.
       compression: of the outer gradients that nodes send; None: float32.
+      quality_threshold: the least quality of an accepted node, from 0 to 1: the perplexity of the median node over its own,
+        in training since the last round, at most 1. None: any.
+      consensus_threshold: the least consensus score of a round, above 0 and at most 1.
+      max_retries: the run ends if more rounds than that fail in a row.
       seed: of the random keys of pre-aggregations.
     """
 
@@ -63,15 +90,30 @@ class Consensus(Strategy):
     aggregation: Aggregation = Aggregation(rule=Mean())
     outer: OuterOptimizer = OuterSgd()
     compression: Compression | None = None
+    quality_threshold: float | None = None
+    consensus_threshold: float = 0.5
+    max_retries: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise UserError(f"Consensus.every is {self.every}, must be at least 1: try 50")
+            raise UserError(f"ConsensusConfig.every is {self.every}, must be at least 1: try 50")
+        if self.quality_threshold is not None and not 0 <= self.quality_threshold <= 1:
+            raise UserError(
+                f"ConsensusConfig.quality_threshold is {self.quality_threshold}, must be from 0 to 1, or None: try 0.85"
+            )
+        if not 0 < self.consensus_threshold <= 1:
+            raise UserError(
+                f"ConsensusConfig.consensus_threshold is {self.consensus_threshold}, must be above 0 and at most 1: try 0.75"
+            )
+        if self.max_retries < 0:
+            raise UserError(f"ConsensusConfig.max_retries is {self.max_retries}, must be at least 0: try 3")
 
     def check(self, plan: Plan) -> None:
         if plan.node < 2:
-            raise UserError(f"Plan.node is {plan.node}, must be at least 2 for Trainer.strategy (@Consensus()): try 4")
+            raise UserError(
+                f"Plan.node is {plan.node}, must be at least 2 for Trainer.strategy (@{type(self).__name__}()): try 4"
+            )
         self.aggregation.check(plan.node)
 
     def init(self, tx: optax.GradientTransformation, params: Params, nodes: int) -> Nodes:
@@ -83,62 +125,80 @@ class Consensus(Strategy):
             opt_state=of_each(tx.init(params)),
             outer=self.outer.init(params),
             lost=None if self.compression is None else of_each(self.compression.init(params)),
-            masked=jnp.zeros(nodes, bool),
-            distances=jnp.zeros(nodes, jnp.float32),
+            losses=jnp.zeros((nodes, 2)),
+            verdict=Verdict(jnp.ones(nodes), jnp.ones(nodes, bool), jnp.zeros(nodes), jnp.zeros((), jnp.int32)),
         )
 
     def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> Nodes:
-        mesh: Mesh = jax.tree.leaves(params)[0].mesh
-        everywhere: Any = NamedSharding(mesh, PartitionSpec())
+        everywhere: PyTree = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
         of_nodes = jax.tree.map(_of_nodes, params)
+        outer = optax.tree.map_params(
+            self.outer.build(), lambda _, own: own, state.outer, params, transform_non_params=lambda _: everywhere
+        )
         return Nodes(
             params=of_nodes,
             opt_state=jax.tree.map(_of_nodes, opt_state),
-            outer=optax.tree.map_params(
-                self.outer.build(),
-                lambda _, of_param: of_param,
-                state.outer,
-                params,
-                transform_non_params=lambda _: everywhere,
-            ),
+            outer=outer,
             lost=None if state.lost is None else of_nodes,
-            masked=everywhere,
-            distances=everywhere,
+            losses=everywhere,
+            verdict=jax.tree.map(lambda _: everywhere, state.verdict),
         )
 
     def step(self, nodes_step: NodesStep, mesh: Mesh, params: PyTree) -> StrategyStep:
-        specs = jax.tree.map(lambda of_param: of_param.spec, params)
-        combine = self.aggregation.sharded(mesh, specs, NODE_AXIS)
-        received = self._received(mesh, specs)
-
-        def meet(agreed: Params, state: Nodes, number: jax.Array) -> tuple[Params, Nodes]:
-            """A round: the next model, and the nodes that begin from it."""
-            sent, lost = state.params, state.lost
-            if self.compression is not None:
-                sent, lost = received(agreed, sent, lost)
-            key = jax.random.fold_in(jax.random.key(self.seed), number) if self.aggregation.uses_key else None
-            aggregate, report = combine(sent, agreed, key)
-            new, outer = self.outer.step(agreed, aggregate, state.outer)
-            own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new, state.params)
-            own = jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params))
-            return new, Nodes(own, state.opt_state, outer, lost, report.is_masked, report.distances)
+        meet = self._round(mesh, params)
 
         def run(number: jax.Array, agreed: Params, state: Nodes, batch: Batch) -> Round:
             own, opt_state, metrics = nodes_step(state.params, state.opt_state, number, batch)
-            state = dataclasses.replace(state, params=own, opt_state=opt_state)
-            is_due = (number + 1) % self.every == 0
-            agreed, state = jax.lax.cond(is_due, lambda: meet(agreed, state, number), lambda: (agreed, state))
-            return Round(agreed, state, weighted(metrics) | _shown(metrics, state))
+            weight = jnp.where(jnp.isfinite(metrics["loss"]), weight_of(metrics), 0.0)
+            losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
+            state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
+            due = (number + 1) % self.every == 0
+            agreed, state = jax.lax.cond(due, lambda: meet(agreed, state, number), lambda: (agreed, state))
+            return Round(agreed, state, of_all(metrics) | _shown(metrics, state.verdict))
 
         return run
 
+    def _round(self, mesh: Mesh, params: PyTree) -> Callable[[Params, Nodes, jax.Array], tuple[Params, Nodes]]:
+        """Makes (agreed model, nodes, step) -> the next agreed model, and the nodes, which go on from it."""
+        specs = jax.tree.map(lambda of_param: of_param.spec, params)
+        combine, received = self.aggregation.sharded(mesh, specs, NODE_AXIS), self._received(mesh, specs)
+
+        def meet(agreed: Params, state: Nodes, number: jax.Array) -> tuple[Params, Nodes]:
+            quality = _quality(state.losses)
+            sent, lost = (state.params, None) if state.lost is None else received(agreed, state.params, state.lost)
+            good = (quality > 0) & (quality >= (self.quality_threshold or 0.0))
+            # What is not finite has no part in an aggregate.
+            sent = jax.tree.map(lambda x: jnp.where(_along(good, x), x, jnp.nan), sent)
+            key = jax.random.fold_in(jax.random.key(self.seed), number) if self.aggregation.uses_key else None
+            aggregate, report = combine(sent, agreed, key)
+            accepted = ~report.is_masked
+            succeeds = jnp.mean(accepted) >= self.consensus_threshold
+            after = self.outer.step(agreed, aggregate, state.outer)
+            new, outer = jax.tree.map(lambda x, y: jnp.where(succeeds, x, y), after, (agreed, state.outer))
+            own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new, state.params)
+            failures = jnp.where(succeeds, 0, state.verdict.failures + 1)
+            distances = jnp.where(accepted, report.distances, -1.0)  # infinite: a checkpoint would refuse it
+            verdict = Verdict(quality, accepted, distances, failures)
+            opt_state = jax.tree.map(_finite, state.opt_state)
+            return new, Nodes(
+                jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params)),
+                opt_state,
+                outer,
+                lost,
+                jnp.zeros_like(state.losses),
+                verdict,
+            )
+
+        return meet
+
     def _received(self, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
         """Makes (agreed, nodes' models, lost) -> (their models as others receive them, lost); each shard by itself."""
-        compression, nodes = self.compression, jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
+        nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
 
         def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
+            compression = self.compression
             assert compression is not None
-            gradient = jax.tree.map(lambda start, end: (start - end[0]).astype(jnp.float32), agreed, own)
+            gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, own)
             sent, lost = compression.encode(gradient, jax.tree.map(lambda x: x[0], lost))
             back = compression.decode(sent, gradient)
             models = jax.tree.map(lambda start, x: (start - x).astype(start.dtype), agreed, back)
@@ -148,14 +208,59 @@ class Consensus(Strategy):
             local, mesh=mesh, in_specs=(specs, nodes, nodes), out_specs=(nodes, nodes), check_vma=False
         )
 
+    def remarks(self, step: int, since: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        round_ = step // self.every * self.every
+        if round_ <= since:
+            return
+        nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
+        for name in nodes:
+            if not metrics[f"{name}/accepted"]:
+                yield f"step {round_}: {name} has no part in the agreed model, {self._reason(metrics, name)}"
+        if not (failures := int(metrics["failed_rounds"])):
+            return
+        score = metrics["consensus_score"]
+        line = f"step {round_}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
+        yield f"{line}: the nodes go on from the last agreed model"
+        if failures > self.max_retries:
+            raise UserError(
+                f"the nodes did not agree in {failures} rounds in a row, must be at most ConsensusConfig.max_retries "
+                f"({self.max_retries}): lower consensus_threshold or quality_threshold, or the nodes' learning rate"
+            )
+
+    def _reason(self, metrics: Mapping[str, float], name: str) -> str:
+        quality = metrics[f"{name}/quality"]
+        if quality == 0:
+            return "its loss was never finite"
+        if self.quality_threshold is not None and quality < self.quality_threshold:
+            return f"its quality {quality:.2f} is below {self.quality_threshold:g}"
+        return "its parameters are not finite, or too far from all others"
+
+
+def _quality(losses: jax.Array) -> jax.Array:
+    """The quality of each node [nodes]; 0 of a node without a finite loss."""
+    measured = losses[:, 1] > 0
+    loss = jnp.where(measured, losses[:, 0] / jnp.maximum(losses[:, 1], 1.0), jnp.nan)
+    return jnp.where(measured, jnp.exp(jnp.minimum(jnp.nanmedian(loss) - loss, 0.0)), 0.0)
+
+
+def _along(good: jax.Array, x: jax.Array) -> jax.Array:
+    return good.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Moments without what is not finite, so that a node that was not accepted can recover."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
 
 def _of_nodes(of_one: NamedSharding) -> NamedSharding:
     return NamedSharding(of_one.mesh, PartitionSpec(NODE_AXIS, *of_one.spec))
 
 
-def _shown(metrics: Any, state: Nodes) -> dict[str, jax.Array]:
+def _shown(metrics: Metrics, verdict: Verdict) -> dict[str, jax.Array]:
     """The metrics of each node, and of the last round."""
-    nodes = range(len(state.distances))
-    found = {f"node_{n}/loss": metrics["loss"][n] for n in nodes}
-    found |= {f"node_{n}/distance": state.distances[n] for n in nodes}
-    return found | {"masked_nodes": jnp.sum(state.masked).astype(jnp.float32)}
+    found: dict[str, Any] = {"consensus_score": jnp.mean(verdict.accepted), "failed_rounds": verdict.failures}
+    columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
+    columns |= {"accepted": verdict.accepted}
+    for name, values in columns.items():
+        found |= {f"node_{n}/{name}": values[n] for n in range(len(values))}
+    return {name: value.astype(jnp.float32) for name, value in found.items()}

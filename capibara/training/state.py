@@ -149,8 +149,8 @@ def abstract_state(
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
 
     def new() -> TrainState:
-        options = {"loss_scaling": loss_scaling, "anomalies": anomalies, "apart": apart}
-        return init_state(model, tx, jax.random.key(0), ema=ema, **options)
+        key = jax.random.key(0)
+        return init_state(model, tx, key, ema=ema, loss_scaling=loss_scaling, anomalies=anomalies, apart=apart)
 
     return with_shardings(jax.eval_shape(new), shardings)
 

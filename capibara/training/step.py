@@ -87,7 +87,10 @@ def make_train_step(
 
 
 def make_nodes_step(
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]], model: Model, strategy: Strategy, shardings: TrainState
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    model: Model,
+    strategy: Strategy,
+    shardings: TrainState,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step of a run whose nodes train apart, from the step of one of them by itself.
 

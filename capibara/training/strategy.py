@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -76,14 +77,34 @@ class Strategy(abc.ABC):
           params: the shardings of the trained parameters.
         """
 
+    def remarks(self, step: int, since: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Lines for the user on what happened after step `since`, up to `step`; called on every process at each log.
 
-def weighted(metrics: Metrics) -> dict[str, jax.Array]:
-    """The metrics of a step from those of its nodes, each [nodes]: sums of counts, means by the nodes' real tokens."""
-    weight = "pairs" if "pairs" in metrics else "tokens"
-    total = metrics[weight].sum()
+        Args:
+          step, since: completed steps, now and at the log before.
+          metrics: those of the last step, as the host has read them.
 
-    def mean(values: jax.Array) -> jax.Array:
-        return (values * metrics[weight]).sum() / jax.numpy.maximum(total, 1.0)
+        Raises:
+          UserError: the run must end.
+        """
+        del step, since, metrics
+        return iter(())
 
-    counts: Mapping[str, jax.Array] = {name: metrics[name].sum() for name in {"tokens", weight}}
-    return {name: mean(values) for name, values in metrics.items()} | counts
+
+def weight_of(metrics: Metrics) -> jax.Array:
+    """What a step's loss is a mean over: its real tokens, or pairs."""
+    return metrics["pairs" if "pairs" in metrics else "tokens"]
+
+
+def of_all(metrics: Metrics) -> dict[str, jax.Array]:
+    """The metrics of a step from those of its nodes, each [nodes].
+
+    Counts are summed; the others are means, weighted like the loss, over the nodes whose loss and gradients are finite: NaN
+    if there is none. An update counts as skipped if no node made one.
+    """
+    weight, finite = weight_of(metrics), jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    weight = jnp.where(finite, weight, 0.0)
+    share = jnp.where(jnp.any(finite), weight / jnp.maximum(jnp.sum(weight), 1.0), jnp.nan)
+    found = {name: jnp.sum(jnp.where(finite, values, 0.0) * share) for name, values in metrics.items()}
+    found |= {name: jnp.sum(metrics[name]) for name in ("tokens", "pairs") if name in metrics}
+    return found | ({"skipped": jnp.min(metrics["skipped"])} if "skipped" in metrics else {})

@@ -91,7 +91,7 @@ class Trainer:
       init_with: what is loaded from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
-      strategy: how nodes that train apart (Plan.node) become one model, such as @Consensus(); None: there is one.
+      strategy: how nodes that train apart (Plan.node) become one model, such as @ConsensusConfig(); None: there is one.
       log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
@@ -213,13 +213,14 @@ class Trainer:
         if self.strategy is None:
             if self.plan.node > 1:
                 raise UserError(
-                    f"Plan.node is {self.plan.node} and Trainer.strategy is None: set Trainer.strategy = @Consensus(), or "
+                    f"Plan.node is {self.plan.node} and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), or "
                     f"Plan.data = {self.plan.node} for one model"
                 )
             return
         name = type(self.strategy).__name__
         unsupported = {
             "ema_decay": self.ema_decay is not None,
+            "anomalies.skip_nonfinite = False": not self.anomalies.skip_nonfinite,
             "anomalies.on_spike": self.anomalies.on_spike is not OnSpike.OFF,
             "init_with = 'state'": self.init_with is InitWith.STATE,
             "model.dtype = 'float16'": self.model.dtype == "float16",

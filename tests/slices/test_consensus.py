@@ -1,4 +1,7 @@
-"""Sharded aggregation, compiled by the TPU compiler: it needs at most a few shards beside the nodes' own."""
+"""Sharded aggregation, compiled by the TPU compiler: it needs at most a few shards beside the nodes' own.
+
+And train steps of nodes that train apart.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from matrix import running
+from matrix import Case, running
 
 from capibara.consensus.aggregation import (
     Aggregation,
@@ -17,15 +20,21 @@ from capibara.consensus.aggregation import (
     CenteredClipping,
     GeometricMedian,
     Meamed,
+    Mean,
     Nnm,
     Smea,
     TrimmedMean,
 )
+from capibara.consensus.compression import Compression
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import topology
+from capibara.strategies.consensus import ConsensusConfig
+from capibara.training import setup
 
 SITE = "consensus/aggregation/sharded.py make.aggregate"
-WITHIN = {SITE: "geometric median after NNM"}  # what partitions by hand -> the aggregation that has it
+OF_STEPS = "training/step.py make_nodes_step.run.nodes_step", "strategies/consensus.py ConsensusConfig._received"
+# What partitions by hand -> the aggregation, or the model of a step, that has it.
+WITHIN = {SITE: "geometric median after NNM"} | dict.fromkeys(OF_STEPS, "decoder")
 AGGREGATIONS = {
     WITHIN[SITE]: Aggregation(rule=GeometricMedian(), before=(Nnm(),), faults=1),
     "trimmed mean": Aggregation(rule=TrimmedMean(), faults=1),
@@ -58,3 +67,30 @@ def test_an_aggregation_compiles_for_the_slice(name, tell):
     shard_bytes = 4 * (1024 * 1024 + 1000)
     assert report.temporary_bytes <= 2.5 * shard_bytes, report.temporary_bytes / shard_bytes
     tell(f"aggregation, {name}", "two leaves", "v5e-8", SIZES, report)
+
+
+# Model -> mesh of a v5e-8 on which its nodes train apart.
+STEPS = {
+    "decoder": dict(node=4, fsdp=2),
+    "windows": dict(node=8),
+    "experts": dict(node=2, expert=2, tensor=2),
+    "decoder LoRA": dict(node=2, fsdp=2, context=2),
+}
+
+
+ROBUST = Aggregation(rule=GeometricMedian(), before=(Nnm(),))
+
+
+@pytest.mark.parametrize(
+    "model, aggregation",
+    [("decoder", Aggregation(rule=Mean())), *(pytest.param(name, ROBUST, marks=pytest.mark.heavy) for name in STEPS)],
+    ids=lambda value: value if isinstance(value, str) else type(value.rule).__name__,
+)
+def test_a_step_of_nodes_compiles_for_the_slice(model, aggregation, tell):
+    strategy = ConsensusConfig(aggregation=aggregation, compression=Compression(bits=4), quality_threshold=0.85)
+    case = Case(model, "v5e-8", STEPS[model], {"strategy": strategy, "ema_decay": None})
+    with running(SITE, *OF_STEPS):
+        lowered = setup.lower_step(case.trainer, case.model, case.mesh, case.state)
+    report = compiler.compile_train_step(lowered)
+    assert report.fits
+    tell("train step of nodes", model, "v5e-8", STEPS[model], report)

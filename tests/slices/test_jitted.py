@@ -70,7 +70,7 @@ def test_every_jitted_program_is_compiled_for_slices_or_has_a_reason():
 def test_what_partitions_by_hand_is_part_of_a_program_that_is_compiled():
     known = test_training.WITHIN.keys() | test_generation.WITHIN.keys() | test_consensus.WITHIN.keys()
     assert sites_of_package(BY_HAND) == known
-    assert {*test_consensus.WITHIN.values()} <= test_consensus.AGGREGATIONS.keys()
+    assert {*test_consensus.WITHIN.values()} <= test_consensus.AGGREGATIONS.keys() | test_consensus.STEPS.keys()
     for name, model in test_training.WITHIN.values():
         assert model in test_training.PROGRAMS[name].models
 

@@ -8,14 +8,13 @@ import optax
 import pytest
 
 from capibara import sharding
-from capibara.consensus.aggregation import Aggregation, CoordinateMedian, Krum
+from capibara.consensus.aggregation import Aggregation, CoordinateMedian
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterSgd
-from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.sharding import Plan
-from capibara.strategies.consensus import Consensus
+from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import state as states
 from capibara.training.state import Apart
 from capibara.training.step import make_nodes_step, make_train_step
@@ -38,10 +37,11 @@ def batch_of(step, rows=16, length=16):
     }
 
 
-def run(plan, steps, strategy=None, harm=None, tx=None):
-    """Losses, the last state and the last metrics; `harm` changes a batch."""
-    model, tx = api.build(CONFIG), tx or optax.sgd(RATE)
-    mesh = sharding.make_mesh(plan)
+@functools.cache
+def program(plan, strategy, devices):
+    """(new state, step, sharding of the rows), compiled once."""
+    model, tx = api.build(CONFIG), optax.sgd(RATE)
+    mesh = sharding.make_mesh(plan, devices)
     apart = None if strategy is None else Apart(strategy, plan.node)
     shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False, apart=apart)
     step = make_train_step(model, tx, lambda _: RATE, plan, mesh)
@@ -50,10 +50,15 @@ def run(plan, steps, strategy=None, harm=None, tx=None):
         step = make_nodes_step(step, model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     init = functools.partial(states.init_state, model, tx, ema=False, apart=apart)
-    state, losses = jax.jit(init, out_shardings=shardings)(jax.random.key(0)), []
-    rows = sharding.batch_sharding(mesh, plan.rules)
+    return jax.jit(init, out_shardings=shardings), step, sharding.batch_sharding(mesh, plan.rules)
+
+
+def run(plan, steps, strategy=None, change=lambda step, batch: batch, devices=None):
+    """Losses, the last state and the last metrics; `change` makes a step's batch from ours."""
+    init, step, rows = program(plan, strategy, devices)
+    state, losses, metrics = init(jax.random.key(0)), [], {}
     for index in range(steps):
-        state, metrics = step(state, sharding.global_batch(rows, (harm or (lambda batch: batch))(batch_of(index))))
+        state, metrics = step(state, sharding.global_batch(rows, change(index, batch_of(index))))
         losses.append(float(metrics["loss"]))
     return np.array(losses), jax.device_get(state), jax.device_get(metrics)
 
@@ -65,10 +70,88 @@ def as_one():
 
 @pytest.mark.parametrize("sizes", [dict(node=4, fsdp=2), dict(node=8, fsdp=1), dict(node=2, fsdp=2, tensor=2)], ids=str)
 def test_a_round_after_each_step_of_sgd_is_data_parallel_training(sizes):
-    losses, state, metrics = run(Plan(batch_size=16, **sizes), 4, Consensus(every=1))
+    losses, state, metrics = run(Plan(batch_size=16, **sizes), 4, ConsensusConfig(every=1))
     want, want_state, want_metrics = as_one()
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     for got, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(want_state.params), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-6, rtol=0)
     assert metrics["tokens"] == want_metrics["tokens"] == 256
     assert int(state.step) == 4
+
+
+H = 3
+
+
+def broken(step, batch, node=2, rows=4):
+    """A node's weights are NaN in the first round, and with them its loss and gradients."""
+    weights = batch["weights"].copy()
+    weights[node * rows : (node + 1) * rows] = np.nan if step < H else 1.0
+    return batch | {"weights": weights}
+
+
+@functools.cache
+def rounds(steps):
+    """Of four nodes, in float32 and with momentum outside."""
+    strategy = ConsensusConfig(every=H, outer=OuterSgd(learning_rate=0.7, momentum=0.9))
+    return run(Plan(batch_size=16, node=4, fsdp=2), steps, strategy)
+
+
+def test_between_rounds_the_nodes_differ_and_the_agreed_model_stays():
+    _, begun, _ = rounds(0)
+    _, state, metrics = rounds(H - 1)
+    assert_equal(state.params, begun.params)
+    own = jax.tree.leaves(state.opt_state.params)
+    assert all(x.shape[0] == 4 for x in own) and any(np.ptp(x, axis=0).max() > 1e-4 for x in own)
+    assert len({float(metrics[f"node_{n}/loss"]) for n in range(4)}) == 4
+
+
+def test_a_round_is_an_outer_step_with_the_mean_of_the_nodes():
+    """Against the nodes trained one by one on their rows, without a mesh axis of nodes."""
+    _, begun, _ = rounds(0)
+
+    def of_node(n):
+        rows = lambda _, batch: {name: values[4 * n : 4 * n + 4] for name, values in batch.items()}  # noqa: E731
+        return run(Plan(batch_size=4, fsdp=2, data=1), H, change=rows, devices=tuple(jax.devices()[:2]))[1].params
+
+    ends = [of_node(n) for n in range(4)]
+    _, state, _ = rounds(H)
+    mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *ends)
+    # Nesterov's momentum: 0.7 * (1 + 0.9) of the first gradient.
+    want = jax.tree.map(lambda start, x: start - 0.7 * 1.9 * (start - x), begun.params, mean)
+    for got, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6, rtol=0)
+    for own, agreed in zip(jax.tree.leaves(state.opt_state.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(own, np.broadcast_to(agreed, own.shape))
+
+
+def test_a_broken_node_is_left_out_named_and_readmitted():
+    strategy = ConsensusConfig(every=H, aggregation=Aggregation(rule=CoordinateMedian(), faults=1))
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    _, _, metrics = run(plan, H, strategy, broken)
+    read = {name: float(value) for name, value in metrics.items()}
+    assert [read[f"node_{n}/accepted"] for n in range(4)] == [1, 1, 0, 1] and read["consensus_score"] == 0.75
+    assert np.isfinite(read["loss"]) and np.isnan(read["node_2/loss"])
+    assert list(strategy.remarks(H, 0, read)) == [
+        "step 3: node_2 has no part in the agreed model, its loss was never finite"
+    ]
+    assert not list(strategy.remarks(H + 1, H, read))  # it was said at the log before
+    _, state, metrics = run(plan, 2 * H, strategy, broken)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    assert metrics["consensus_score"] == 1 and np.isfinite(metrics["node_2/loss"])
+
+
+def test_compressed_rounds_follow_the_others_and_nothing_is_lost():
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    _, plain, _ = run(plan, 2 * H, ConsensusConfig(every=H))
+    _, state, _ = run(plan, 2 * H, ConsensusConfig(every=H, compression=Compression(bits=8)))
+    _, begun, _ = rounds(0)
+    for got, want, start in zip(*(jax.tree.leaves(s.params) for s in (state, plain, begun)), strict=True):
+        moved = np.abs(want - start).max()
+        assert 0 < np.abs(got - want).max() <= 0.02 * moved
+    lost = jax.tree.leaves(state.opt_state.lost)
+    assert all(x.shape[0] == 4 for x in lost) and any(np.abs(x).max() > 0 for x in lost)
+
+
+def assert_equal(a, b):
+    for got, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(got, expected)

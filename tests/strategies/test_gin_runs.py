@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from capibara import config
+from capibara.consensus.aggregation import Aggregation, Krum
+from capibara.consensus.outer import OuterSgd
 from capibara.core.types import UserError
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.objectives.preference import Dpo
@@ -92,3 +95,38 @@ def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
     assert emulated.model.embed_dim == 128 < trainer.model.embed_dim
     assert emulated.dataset.length == trainer.dataset.length and emulated.dataset.too_long == "drop"
     assert emulated.plan.batch_size == 8 * emulated.loss.rows_of_a_prompt
+
+
+def consensus(*bindings):
+    given = ["MODEL_DIR=runs/new", "TRAIN_STEPS=10", "FILES=('a.jsonl',)", *bindings]
+    config.parse(["models/tiny.gin", "tasks/text.gin", "runs/consensus.gin"], given)
+    return config.build(Trainer)
+
+
+def test_consensus_training():
+    trainer = consensus("ROUND=5", "Aggregation.rule=@Krum()", "Aggregation.faults=1", "NODES=8")
+    assert trainer.plan.node == 8 and trainer.strategy.every == 5
+    assert trainer.strategy.aggregation == Aggregation(rule=Krum(), faults=1)
+    assert trainer.strategy.outer == OuterSgd(learning_rate=0.7, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "bindings, message",
+    [
+        (["NODES=1"], "Plan.node is 1, must be at least 2 for Trainer.strategy (@ConsensusConfig()): try 4"),
+        (["Trainer.strategy=None"], "Plan.node is 4 and Trainer.strategy is None: set Trainer.strategy = @Consensus"),
+        (["NODES=0"], "Plan.node is 0, must be at least 1"),
+        (["Aggregation.rule=@Krum()", "Aggregation.faults=1"], "Aggregation.faults is 1, must be at most 0 of 4 nodes for Krum"),
+        (["ROUND=0"], "ConsensusConfig.every is 0, must be at least 1: try 50"),
+        (["ConsensusConfig.consensus_threshold=0"], "consensus_threshold is 0.0, must be above 0 and at most 1: try 0.75"),
+        (["ConsensusConfig.quality_threshold=85"], "quality_threshold is 85.0, must be from 0 to 1, or None: try 0.85"),
+        (["ConsensusConfig.max_retries=-1"], "max_retries is -1, must be at least 0: try 3"),
+        (["Trainer.ema_decay=0.9"], "Trainer.ema_decay is not supported with Trainer.strategy (@ConsensusConfig())"),
+        (["Anomalies.skip_nonfinite=False"], "Trainer.anomalies.skip_nonfinite = False is not supported with Trainer.str"),
+        (["Plan.stage=2"], "Trainer.plan.stage is not supported with Trainer.strategy (@ConsensusConfig())"),
+        (["Rules.batch=('node',)"], "Rules.batch names the mesh axis 'node', which has the rows first by itself"),
+    ],
+)  # fmt: skip
+def test_what_consensus_training_refuses(bindings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        consensus(*bindings)
