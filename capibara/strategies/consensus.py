@@ -165,7 +165,9 @@ class ConsensusConfig(Strategy):
 
         def meet(agreed: Params, state: Nodes, number: jax.Array) -> tuple[Params, Nodes]:
             quality = _quality(state.losses)
-            sent, lost = (state.params, None) if state.lost is None else received(agreed, state.params, state.lost)
+            sent, lost = self.sent(agreed, state.params, number), state.lost
+            if lost is not None:
+                sent, lost = received(agreed, sent, lost)
             good = (quality > 0) & (quality >= (self.quality_threshold or 0.0))
             # What is not finite has no part in an aggregate.
             sent = jax.tree.map(lambda x: jnp.where(_along(good, x), x, jnp.nan), sent)
@@ -207,6 +209,17 @@ class ConsensusConfig(Strategy):
         return jax.shard_map(
             local, mesh=mesh, in_specs=(specs, nodes, nodes), out_specs=(nodes, nodes), check_vma=False
         )
+
+    def sent(self, agreed: Params, own: Params, number: jax.Array) -> Params:
+        """The models [nodes, ...] that the nodes send: their own. A subclass can play nodes that lie.
+
+        Args:
+          agreed: the model that the round began with.
+          own: the nodes' models, [nodes, ...].
+          number: the step.
+        """
+        del agreed, number
+        return own
 
     def remarks(self, step: int, since: int, metrics: Mapping[str, float]) -> Iterator[str]:
         round_ = step // self.every * self.every

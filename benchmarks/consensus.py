@@ -1,0 +1,225 @@
+"""Consensus training of a small language model: against data-parallel training, and with nodes that lie.
+
+    python benchmarks/consensus.py [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum] [--json=OUT]
+
+Eight nodes train a decoder on the standard library's bytes, each on files of its own (non-iid): the files are sorted by path
+and every node has a run of them. The validation text is of files that no node sees. All runs have the same initial
+weights, batches and learning rates, and see the same number of tokens. First data-parallel training and rounds (DiLoCo)
+without attackers, then every attack by two nodes with every rule. Everything is measured on emulated devices.
+
+Attacks, by the last two nodes, which know what the others send: sign: minus four times their own update; alie: the mean
+less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus twice the mean
+update (Xie et al. 2020, arXiv:1903.03936); gaussian: noise of standard deviation 1; mimic: what node 0 sends (Karimireddy
+et al. 2022, arXiv:2006.09365); nan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import sys
+import sysconfig
+
+NODES, LIARS = 8, 2
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NODES}"
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from capibara import sharding
+from capibara.consensus.aggregation import (
+    Aggregation,
+    Caf,
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    Mean,
+    MultiKrum,
+    Nnm,
+    TrimmedMean,
+)
+from capibara.consensus.outer import OuterSgd
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.strategies.consensus import ConsensusConfig
+from capibara.training import state as states
+from capibara.training.evaluation import evaluate, make_eval_step
+from capibara.training.state import Apart
+from capibara.training.step import make_nodes_step, make_train_step
+
+ROWS, LENGTH = 4, 128  # of a node and step
+MODEL = DecoderConfig(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=176, dtype="float32")
+BEFORE = {"before": (Nnm(),), "faults": LIARS}
+RULES = {
+    "mean": Aggregation(rule=Mean()),
+    "median": Aggregation(rule=CoordinateMedian(), faults=LIARS),
+    "trimmed mean": Aggregation(rule=TrimmedMean(), faults=LIARS),
+    "geometric median": Aggregation(rule=GeometricMedian(), faults=LIARS),
+    "krum": Aggregation(rule=Krum(), faults=LIARS),
+    "CAF": Aggregation(rule=Caf(), faults=LIARS),
+    "NNM, trimmed mean": Aggregation(rule=TrimmedMean(), **BEFORE),
+    "NNM, multi-krum": Aggregation(rule=MultiKrum(), **BEFORE),
+}
+ATTACKS = ("sign", "alie", "ipm", "gaussian", "mimic", "nan")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attacked(ConsensusConfig):
+    """Consensus training in which the last LIARS nodes send something else; "": they do not."""
+
+    attack: str = ""
+
+    def sent(self, agreed, own, number):
+        if not self.attack:
+            return own
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(1), number), len(jax.tree.leaves(own)))
+        keys = jax.tree.unflatten(jax.tree.structure(own), list(keys))
+        return jax.tree.map(functools.partial(self._lied, self.attack), agreed, own, keys)
+
+    @staticmethod
+    def _lied(attack, start, own, key):
+        honest, liars = own[: NODES - LIARS] - start, own[NODES - LIARS :] - start
+        mean = jnp.mean(honest, axis=0)
+        # As many honest nodes as make a majority with the liars are further from the mean than that.
+        share = (NODES - LIARS - (NODES // 2 + 1 - LIARS)) / (NODES - LIARS)
+        lie = {
+            "sign": -4.0 * liars,
+            "alie": mean - statistics.NormalDist().inv_cdf(share) * jnp.std(honest, axis=0),
+            "ipm": -2.0 * mean,
+            "gaussian": jax.random.normal(key, liars.shape),
+            "mimic": honest[0],
+            "nan": jnp.full_like(liars, jnp.nan),
+        }[attack]
+        return own.at[NODES - LIARS :].set(start + lie)
+
+
+class Texts:
+    """The bytes of the standard library, by node, and those for validation."""
+
+    def __init__(self):
+        root = sysconfig.get_path("stdlib")
+        paths = sorted(
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(root)
+            if not {"site-packages", "__pycache__"} & set(folder.split(os.sep))
+            for name in names
+            if name.endswith(".py")
+        )
+        held, kept = paths[::20], [path for index, path in enumerate(paths) if index % 20]
+        self.validation = self._bytes(held)
+        self.nodes = [self._bytes(part) for part in np.array_split(np.array(kept), NODES)]
+
+    @staticmethod
+    def _bytes(paths):
+        parts = []
+        for path in paths:
+            with open(path, "rb") as file:
+                parts.append(file.read())
+        return np.frombuffer(b"\n".join(parts), np.uint8)
+
+    def batch(self, step):
+        """Rows of a step: ROWS of node 0's text, of node 1's, and so on."""
+        rng = np.random.default_rng(step)
+        return _batch(np.concatenate([_rows(text, ROWS, rng) for text in self.nodes]))
+
+    def validation_batches(self, count=16):
+        rng = np.random.default_rng(2**31)
+        return [_batch(_rows(self.validation, NODES * ROWS, rng)) for _ in range(count)]
+
+
+def _rows(text, count, rng):
+    starts = rng.integers(0, len(text) - LENGTH - 1, count)
+    return np.stack([text[start : start + LENGTH + 1] for start in starts]).astype(np.int32)
+
+
+def _batch(rows):
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (len(rows), LENGTH))
+    ones = np.ones((len(rows), LENGTH))
+    return {
+        "tokens": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "weights": ones.astype(np.float32),
+        "segment_ids": ones.astype(np.int32),
+        "positions": positions,
+    }
+
+
+def train(texts, steps, strategy=None):
+    """The validation loss, in nats a byte, after so many steps; one model, data-parallel, without a strategy."""
+    model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=3e-3, warmup_steps=20))
+    plan = Plan(batch_size=NODES * ROWS, **({"data": NODES} if strategy is None else {"node": NODES}), fsdp=1)
+    mesh, tx = sharding.make_mesh(plan), optimizer.transformation(steps, model.trained(model.axes))
+    apart = None if strategy is None else Apart(strategy, NODES)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False, apart=apart)
+    step = make_train_step(model, tx, optimizer.schedule.learning_rates(steps), plan, mesh)
+    if strategy is not None:
+        strategy.check(plan)
+        step = make_nodes_step(step, model, strategy, shardings)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    init = functools.partial(states.init_state, model, tx, ema=False, apart=apart)
+    state = jax.device_put(jax.jit(init)(jax.random.key(0)), shardings)
+    placed = sharding.batch_sharding(mesh, plan.rules)
+    for index in range(steps):
+        state, metrics = step(state, sharding.global_batch(placed, texts.batch(index)))
+        if index % 10 == 0:  # as far ahead as memory holds
+            jax.block_until_ready(metrics)
+    eval_step = make_eval_step(model, plan, mesh, np.ones(MODEL.vocab_size, np.int32))
+    return evaluate(eval_step, state.params, texts.validation_batches(), placed)["loss"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated; empty: none")
+    parser.add_argument("--rules", default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '")
+    parser.add_argument("--json", help="write the results there")
+    args = parser.parse_args()
+    attacks = [name for name in args.attacks.split(",") if name]
+    rules = [name.replace("+", ", ") for name in args.rules.split(",")]
+    for given, known in ((attacks, ATTACKS), (rules, RULES)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is not known, must be one of {', '.join(known)}")
+    texts, outer = Texts(), OuterSgd(learning_rate=0.7, momentum=0.9)
+    make = functools.partial(Attacked, every=args.every, outer=outer)
+    parameters = api.build(MODEL).param_count
+    found = {"steps": args.steps, "every": args.every, "tokens": args.steps * NODES * ROWS * LENGTH, "loss": {}}
+    found["bytes"] = {
+        "data-parallel": 4 * parameters * args.steps,
+        "rounds": 4 * parameters * (args.steps // args.every),
+    }
+    for name, strategy in {"data-parallel": None, "rounds": make()}.items():
+        found["loss"][name] = train(texts, args.steps, strategy)
+        sent = found["bytes"][name] / 1e6
+        print(f"{name}: {found['loss'][name]:.4f} nats a byte, {sent:.1f} MB sent by each node", flush=True)
+    one, apart = found["loss"]["data-parallel"], found["loss"]["rounds"]
+    print(f"rounds / data-parallel: loss {apart / one:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}")
+    table = Table(title=f"validation loss over that without attackers, {LIARS} of {NODES} nodes lie")
+    for heading in ("rule", "no attack", *attacks):
+        table.add_column(heading)
+    for rule in rules:
+        row = found["loss"].setdefault(rule, {})
+        for attack in ("", *attacks):
+            row[attack or "none"] = train(texts, args.steps, make(aggregation=RULES[rule], attack=attack))
+            print(f"{rule}, {attack or 'no attack'}: {row[attack or 'none']:.4f}", flush=True)
+            if args.json:
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump(found, file, indent=1)
+        table.add_row(rule, *(f"{loss / apart:.3f}" for loss in row.values()))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
