@@ -76,7 +76,7 @@ class Scorer:
         if on_mesh is not None:
             assert plan is not None, "parameters on several devices have a plan"
             pipeline = plan.pipeline(on_mesh)
-            shards = math.prod(on_mesh.shape[axis] for axis in plan.rules.batch)
+            shards = math.prod(on_mesh.shape[axis] for axis in sharding.batch_axes(on_mesh.shape, plan.rules))
             self._unit = shards * (pipeline.microbatches if pipeline else 1)
             self._placed = sharding.batch_sharding(on_mesh, plan.rules)
 

@@ -21,7 +21,7 @@ from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
 from capibara.models.api import Model
-from capibara.sharding import MESH_AXES, Plan
+from capibara.sharding import MESH_AXES, NODE_AXIS, Plan
 from capibara.training.trainer import Trainer
 
 S = TypeVar("S")
@@ -139,7 +139,8 @@ def open_subject(
     source = (path, gin_files, bindings, search_paths)
     run, loaded = loading.load_with_run(*source, step=step, weights=weights, placed=placed, trust=trust)
     plan, mesh = _laid_out(run.plan, chosen)
-    trainer = dataclasses.replace(run, plan=plan)
+    # An evaluation has one model; a strategy is for training several.
+    trainer = dataclasses.replace(run, plan=plan, strategy=run.strategy if plan.node > 1 else None)
     return Subject(
         loaded.model, loaded.params, loaded.about, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh)
     )
@@ -154,6 +155,6 @@ def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:
             raise
     count = jax.device_count()
     rows = max(1, round(plan.batch_size / plan.accumulation / count)) * count
-    axes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {"fsdp": count}
+    axes: dict[str, Any] = dict.fromkeys((NODE_AXIS, *MESH_AXES), 1) | {"fsdp": count}
     plan = dataclasses.replace(plan, **axes, batch_size=rows, accumulation=1, pipeline_microbatches=None)
     return plan, sharding.make_mesh(plan)

@@ -250,7 +250,7 @@ class Plan:
 
     def check_batch(self, mesh: Mesh) -> None:
         """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
-        rows = batch_axes(mesh, self.rules)
+        rows = batch_axes(mesh.shape, self.rules)
         shards = int(np.prod([mesh.shape[a] for a in rows]))
         pipeline = self.pipeline(mesh)
         host_shards(mesh, self.rules)
@@ -289,8 +289,9 @@ def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarra
         return mesh_utils.create_device_mesh(sizes, devices, **options)
     outer = next((axis for axis in (NODE_AXIS, *MESH_AXES[:3]) if shape.get(axis, 1) % slices == 0), None)
     if outer is None:
+        nodes = f"Plan.node ({shape[NODE_AXIS]}), " if NODE_AXIS in shape else ""
         raise UserError(
-            f"Plan.data ({shape['data']}), Plan.stage ({shape['stage']}) or Plan.fsdp ({shape['fsdp']}) must be a "
+            f"{nodes}Plan.data ({shape['data']}), Plan.stage ({shape['stage']}) or Plan.fsdp ({shape['fsdp']}) must be a "
             f"multiple of the {slices} slices: try data={slices}"
         )
     across = tuple(slices if axis == outer else 1 for axis in shape)
@@ -341,12 +342,12 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
     """Sharding of a [B, T] array of a batch by rows, as hosts read them; each node has consecutive rows."""
-    return NamedSharding(mesh, row_rules(mesh, rules).spec(("batch",)))
+    return NamedSharding(mesh, _of_all_nodes(mesh, rules).spec(("batch",)))
 
 
-def batch_axes(mesh: Mesh, rules: Rules) -> tuple[str, ...]:
-    """The mesh axes over which the rows of a global batch are sharded: the nodes first."""
-    return (NODE_AXIS, *rules.batch) if NODE_AXIS in mesh.shape else rules.batch
+def batch_axes(sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
+    """The axes over which the rows of a global batch are sharded on a mesh with such axes: the nodes' first."""
+    return (NODE_AXIS, *rules.batch) if NODE_AXIS in sizes else rules.batch
 
 
 def node_axes(mesh: Mesh) -> set[str]:
@@ -357,9 +358,9 @@ def node_axes(mesh: Mesh) -> set[str]:
     return {NODE_AXIS} if mesh.size > mesh.shape[NODE_AXIS] else set(mesh.axis_names)
 
 
-def row_rules(mesh: Mesh, rules: Rules) -> Rules:
+def _of_all_nodes(mesh: Mesh, rules: Rules) -> Rules:
     """The rules of a program in which all nodes share one batch and one model, such as an evaluation."""
-    return dataclasses.replace(rules, batch=batch_axes(mesh, rules)) if NODE_AXIS in mesh.shape else rules
+    return dataclasses.replace(rules, batch=batch_axes(mesh.shape, rules)) if NODE_AXIS in mesh.shape else rules
 
 
 def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
@@ -370,7 +371,7 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     Raises:
       UserError: the rows of two processes overlap but differ.
     """
-    rows = int(np.prod([mesh.shape[axis] for axis in batch_axes(mesh, rules)]))
+    rows = int(np.prod([mesh.shape[axis] for axis in batch_axes(mesh.shape, rules)]))
     held: dict[int, set[int]] = {}
     parts_of: Mapping[jax.Device, tuple[slice, ...]] = batch_sharding(mesh, rules).devices_indices_map((rows,))
     for device, index in parts_of.items():
@@ -445,7 +446,7 @@ def active() -> tuple[ActiveMesh, Rules] | None:
         return None
     inside = jax.sharding.get_abstract_mesh()
     if NODE_AXIS not in inside.manual_axes:
-        return current.mesh, current.rules
+        return current.mesh, _of_all_nodes(current.mesh, current.rules)
     return None if len(inside.manual_axes) == len(inside.axis_names) else (inside, current.rules)
 
 

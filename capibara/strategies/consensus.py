@@ -31,16 +31,18 @@ class Verdict:
     """The last round, as all nodes saw it.
 
     Attributes:
-      quality: float32 [nodes], as ConsensusConfig.quality_threshold defines it.
+      quality: float32 [nodes], as ConsensusConfig.quality_threshold defines it; -1 of a node that made no update.
       accepted: bool [nodes], the nodes that had a part in the aggregate.
       distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
       failures: int32, failed rounds in a row up to the last one.
+      spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
     """
 
     quality: jax.Array
     accepted: jax.Array
     distances: jax.Array
     failures: jax.Array
+    spare_faults: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +55,8 @@ class Nodes:
       opt_state: of each node's optimizer, [nodes, ...].
       outer: the outer optimizer's state.
       lost: what compression has lost of each node's outer gradient, [nodes, ...]; None: it does not compress.
-      losses: float32 [nodes, 2], of the current round: the sum of the loss over real tokens, and their number.
+      losses: float32 [nodes, 2], of the updates of the current round: the sum of the loss over real tokens, and their
+        number.
       verdict: on the last round.
     """
 
@@ -70,15 +73,16 @@ class Nodes:
 class ConsensusConfig(Strategy):
     """Nodes that train apart and agree on a model every so many steps.
 
-    In a round a node is accepted if its loss and parameters are finite, its quality reaches the threshold and the aggregation
-    does not mask it. The consensus score is the share of accepted nodes. If it is below its threshold the round fails: the agreed
+    In a round a node is accepted if it made an update since the last one, its quality reaches the threshold and the
+    aggregation does not mask it. The consensus score is the share of accepted nodes. If it is below its threshold the round fails: the agreed
     model stays. All nodes go on from the agreed model, those too that were not accepted.
 
     Attributes:
-      every: steps between two rounds, H.
+      every: steps between two rounds, H; the run's steps are a multiple of it.
       aggregation: how the nodes' models become one.
       outer: what is done with it; OuterSgd(learning_rate=0.7, momentum=0.9) is DiLoCo's.
-      compression: of the outer gradients that nodes send; None: float32.
+      compression: what 8 or 4 bits lose of the outer gradients that nodes send; on one mesh they travel in float32 all the
+        same. None: nothing is lost.
       quality_threshold: the least quality of an accepted node, from 0 to 1: the perplexity of the median node over its own,
         in training since the last round, at most 1. None: any.
       consensus_threshold: the least consensus score of a round, above 0 and at most 1.
@@ -109,6 +113,10 @@ class ConsensusConfig(Strategy):
         if self.max_retries < 0:
             raise UserError(f"ConsensusConfig.max_retries is {self.max_retries}, must be at least 0: try 3")
 
+    @property
+    def round_steps(self) -> int:
+        return self.every
+
     def check(self, plan: Plan) -> None:
         if plan.node < 2:
             raise UserError(
@@ -126,7 +134,13 @@ class ConsensusConfig(Strategy):
             outer=self.outer.init(params),
             lost=None if self.compression is None else of_each(self.compression.init(params)),
             losses=jnp.zeros((nodes, 2)),
-            verdict=Verdict(jnp.ones(nodes), jnp.ones(nodes, bool), jnp.zeros(nodes), jnp.zeros((), jnp.int32)),
+            verdict=Verdict(
+                quality=jnp.ones(nodes),
+                accepted=jnp.ones(nodes, bool),
+                distances=jnp.zeros(nodes),
+                failures=jnp.zeros((), jnp.int32),
+                spare_faults=jnp.asarray(self.aggregation.faults, jnp.int32),
+            ),
         )
 
     def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> Nodes:
@@ -149,7 +163,8 @@ class ConsensusConfig(Strategy):
 
         def run(number: jax.Array, agreed: Params, state: Nodes, batch: Batch) -> Round:
             own, opt_state, metrics = nodes_step(state.params, state.opt_state, number, batch)
-            weight = jnp.where(jnp.isfinite(metrics["loss"]), weight_of(metrics), 0.0)
+            updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
+            weight = jnp.where(updated, weight_of(metrics), 0.0)
             losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
             state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             due = (number + 1) % self.every == 0
@@ -168,7 +183,7 @@ class ConsensusConfig(Strategy):
             sent, lost = self.sent(agreed, state.params, number), state.lost
             if lost is not None:
                 sent, lost = received(agreed, sent, lost)
-            good = (quality > 0) & (quality >= (self.quality_threshold or 0.0))
+            good = quality >= (self.quality_threshold or 0.0)
             # What is not finite has no part in an aggregate.
             sent = jax.tree.map(lambda x: jnp.where(_along(good, x), x, jnp.nan), sent)
             key = jax.random.fold_in(jax.random.key(self.seed), number) if self.aggregation.uses_key else None
@@ -179,8 +194,11 @@ class ConsensusConfig(Strategy):
             new, outer = jax.tree.map(lambda x, y: jnp.where(succeeds, x, y), after, (agreed, state.outer))
             own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new, state.params)
             failures = jnp.where(succeeds, 0, state.verdict.failures + 1)
-            distances = jnp.where(accepted, report.distances, -1.0)  # infinite: a checkpoint would refuse it
-            verdict = Verdict(quality, accepted, distances, failures)
+            # A checkpoint takes finite numbers only.
+            distances = jnp.where(accepted, jnp.minimum(report.distances, jnp.finfo(jnp.float32).max), -1.0)
+            verdict = Verdict(quality, accepted, distances, failures, report.spare_faults)
+            # What was lost of a gradient that had no effect would be added to one that has.
+            lost = jax.tree.map(lambda x: jnp.where(_along(accepted & succeeds, x), x, 0.0), lost)
             opt_state = jax.tree.map(_finite, state.opt_state)
             return new, Nodes(
                 jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params)),
@@ -194,7 +212,7 @@ class ConsensusConfig(Strategy):
         return meet
 
     def _received(self, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
-        """Makes (agreed, nodes' models, lost) -> (their models as others receive them, lost); each shard by itself."""
+        """Makes (agreed, nodes' models, lost) -> (what few bits leave of the models, lost); each shard by itself."""
         nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
 
         def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
@@ -221,18 +239,19 @@ class ConsensusConfig(Strategy):
         del agreed, number
         return own
 
-    def remarks(self, step: int, since: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        round_ = step // self.every * self.every
-        if round_ <= since:
+    def remarks(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        if step % self.every:
             return
         nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
         for name in nodes:
             if not metrics[f"{name}/accepted"]:
-                yield f"step {round_}: {name} has no part in the agreed model, {self._reason(metrics, name)}"
+                yield f"step {step}: {name} has no part in the round, {self._reason(metrics, name)}"
+        if self.aggregation.faults and (more := -int(metrics["spare_faults"])) > 0:
+            yield f"step {step}: {more} more nodes have no part than Aggregation.faults ({self.aggregation.faults})"
         if not (failures := int(metrics["failed_rounds"])):
             return
         score = metrics["consensus_score"]
-        line = f"step {round_}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
+        line = f"step {step}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
         yield f"{line}: the nodes go on from the last agreed model"
         if failures > self.max_retries:
             raise UserError(
@@ -242,18 +261,18 @@ class ConsensusConfig(Strategy):
 
     def _reason(self, metrics: Mapping[str, float], name: str) -> str:
         quality = metrics[f"{name}/quality"]
-        if quality == 0:
-            return "its loss was never finite"
+        if quality < 0:
+            return "it made no update: its loss or gradients were never finite"
         if self.quality_threshold is not None and quality < self.quality_threshold:
             return f"its quality {quality:.2f} is below {self.quality_threshold:g}"
         return "its parameters are not finite, or too far from all others"
 
 
 def _quality(losses: jax.Array) -> jax.Array:
-    """The quality of each node [nodes]; 0 of a node without a finite loss."""
+    """The quality of each node [nodes]; -1 of a node that made no update."""
     measured = losses[:, 1] > 0
     loss = jnp.where(measured, losses[:, 0] / jnp.maximum(losses[:, 1], 1.0), jnp.nan)
-    return jnp.where(measured, jnp.exp(jnp.minimum(jnp.nanmedian(loss) - loss, 0.0)), 0.0)
+    return jnp.where(measured, jnp.exp(jnp.minimum(jnp.nanmedian(loss) - loss, 0.0)), -1.0)
 
 
 def _along(good: jax.Array, x: jax.Array) -> jax.Array:
@@ -272,6 +291,7 @@ def _of_nodes(of_one: NamedSharding) -> NamedSharding:
 def _shown(metrics: Metrics, verdict: Verdict) -> dict[str, jax.Array]:
     """The metrics of each node, and of the last round."""
     found: dict[str, Any] = {"consensus_score": jnp.mean(verdict.accepted), "failed_rounds": verdict.failures}
+    found["spare_faults"] = verdict.spare_faults
     columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
     columns |= {"accepted": verdict.accepted}
     for name, values in columns.items():

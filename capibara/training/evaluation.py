@@ -190,7 +190,7 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
     bytes_V[: len(token_bytes)] = token_bytes
 
     def eval_step(params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
-        with sharding.activate(mesh, sharding.row_rules(mesh, plan.rules), plan.pipeline(mesh)):
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
             hidden, _ = model.hidden(params, batch)
             head, cap = model.head(params), model.config.logit_soft_cap

@@ -146,20 +146,20 @@ class _Loop:
 
             self.meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
-                read = self.meter.read()
-                self.callbacks.on_step(step, read | recovery.counters() | self.feed.metrics())
-                self._remark(step, read)
+                self.callbacks.on_step(step, self.meter.read() | recovery.counters() | self.feed.metrics())
+                self._remark(step)
                 if (spike := recovery.spike()) is not None:
                     start = self._roll_back(step, spike, state)
                     state, step = start.state, start.step
                     first_step = saved = step
             self.dog.beat(step)
 
-    def _remark(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes on what the strategy says of the steps since the last log; raises UserError if the run must end."""
-        trainer = self.setup.trainer
-        if trainer.strategy is not None:
-            for line in trainer.strategy.remarks(step, (step - 1) // trainer.log_every * trainer.log_every, metrics):
+    def _remark(self, step: int) -> None:
+        """Passes on what the strategy says of the steps up to this one; raises UserError if the run must end."""
+        if (strategy := self.setup.trainer.strategy) is None:
+            return
+        for number, metrics in enumerate(self.meter.steps, step - len(self.meter.steps) + 1):
+            for line in strategy.remarks(number, metrics):
                 self.callbacks.on_status(line)
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:

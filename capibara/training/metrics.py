@@ -22,6 +22,9 @@ class Meter:
     Args:
       tokens_per_step: positions in a batch.
       means: further metrics to average.
+
+    Attributes:
+      steps: the metrics of each step that the last `read` has read.
     """
 
     def __init__(self, tokens_per_step: int, means: Sequence[str] = ()):
@@ -30,6 +33,7 @@ class Meter:
         self._data_wait_s = 0.0
         self._spent: dict[str, float] = {}
         self._since = time.perf_counter()
+        self.steps: list[Mapping[str, float]] = []
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:
@@ -66,7 +70,7 @@ class Meter:
           The last step's metrics, with means, or sums for tokens, skipped updates and loss spikes; and step_s, tokens_per_s
           (including padding), data_wait_s (per step), evaluate_s and save_s (in total since the last call, if any).
         """
-        steps = jax.device_get(self._pending)
+        steps = self.steps = jax.device_get(self._pending)
         count = len(steps)
         made = [s for s in steps if not s.get("skipped")] or steps
         weight = "pairs" if "pairs" in steps[-1] else "tokens"

@@ -439,7 +439,7 @@ def _check_task_shards(trainer: Trainer, mesh: Mesh) -> None:
 
 def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
     rows = trainer.evaluation.batch_size
-    axes = sharding.batch_axes(mesh, trainer.plan.rules)
+    axes = sharding.batch_axes(mesh.shape, trainer.plan.rules)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if rows is not None and rows % shards:
         raise UserError(

@@ -44,6 +44,11 @@ class Strategy(abc.ABC):
     the strategy's state, which stands in the place of the optimizer's.
     """
 
+    @property
+    @abc.abstractmethod
+    def round_steps(self) -> int:
+        """Steps from one change of the agreed model to the next; a run ends with one."""
+
     @abc.abstractmethod
     def check(self, plan: Plan) -> None:
         """Raises UserError if the strategy does not support the plan."""
@@ -77,17 +82,17 @@ class Strategy(abc.ABC):
           params: the shardings of the trained parameters.
         """
 
-    def remarks(self, step: int, since: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Lines for the user on what happened after step `since`, up to `step`; called on every process at each log.
+    def remarks(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Lines for the user on what a step did; called on every process at each log, for each step since the last one.
 
         Args:
-          step, since: completed steps, now and at the log before.
-          metrics: those of the last step, as the host has read them.
+          step: its number, from 1.
+          metrics: of the step.
 
         Raises:
           UserError: the run must end.
         """
-        del step, since, metrics
+        del step, metrics
         return iter(())
 
 
@@ -99,12 +104,15 @@ def weight_of(metrics: Metrics) -> jax.Array:
 def of_all(metrics: Metrics) -> dict[str, jax.Array]:
     """The metrics of a step from those of its nodes, each [nodes].
 
-    Counts are summed; the others are means, weighted like the loss, over the nodes whose loss and gradients are finite: NaN
-    if there is none. An update counts as skipped if no node made one.
+    Counts are summed; the others are means, weighted like the loss, over the nodes whose loss and gradients are finite. If
+    there is no such node the loss is NaN. An update counts as skipped if no node made one.
     """
-    weight, finite = weight_of(metrics), jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    weight = jnp.where(finite, weight, 0.0)
-    share = jnp.where(jnp.any(finite), weight / jnp.maximum(jnp.sum(weight), 1.0), jnp.nan)
-    found = {name: jnp.sum(jnp.where(finite, values, 0.0) * share) for name, values in metrics.items()}
-    found |= {name: jnp.sum(metrics[name]) for name in ("tokens", "pairs") if name in metrics}
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    used = jnp.any(finite)
+    weight = jnp.where(used, jnp.where(finite, weight_of(metrics), 0.0), 1.0)
+    share = weight / jnp.maximum(jnp.sum(weight), 1.0)
+    found = {name: jnp.sum(jnp.where(weight > 0, values, 0.0) * share) for name, values in metrics.items()}
+    counts = {name: metrics[name] for name in ("tokens", "pairs") if name in metrics}
+    found |= {name: jnp.sum(jnp.where(jnp.isfinite(values), values, 0.0)) for name, values in counts.items()}
+    found["loss"] = jnp.where(used, found["loss"], jnp.nan)
     return found | ({"skipped": jnp.min(metrics["skipped"])} if "skipped" in metrics else {})

@@ -102,7 +102,8 @@ class Trainer:
       loss_scaling: loss scaling of a float16 run; not used with other dtypes.
       anomalies: what to do about numbers that are not finite, and about loss spikes.
       watch: when a step counts as hung.
-      replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never.
+      replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never. With a strategy they are
+        the agreed model's, on all nodes.
       heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
     """
 
@@ -214,21 +215,35 @@ class Trainer:
             if self.plan.node > 1:
                 raise UserError(
                     f"Plan.node is {self.plan.node} and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), or "
-                    f"Plan.data = {self.plan.node} for one model"
+                    f"Plan.node = 1 and Plan.data = {self.plan.node} for one model"
                 )
             return
         name = type(self.strategy).__name__
         unsupported = {
-            "ema_decay": self.ema_decay is not None,
-            "anomalies.skip_nonfinite = False": not self.anomalies.skip_nonfinite,
-            "anomalies.on_spike": self.anomalies.on_spike is not OnSpike.OFF,
-            "init_with = 'state'": self.init_with is InitWith.STATE,
-            "model.dtype = 'float16'": self.model.dtype == "float16",
-            "plan.stage": self.plan.stage != 1,
+            "Trainer.ema_decay": self.ema_decay is not None,
+            "Trainer.loss": self.loss is not None,
+            "Trainer.loss_normalization": self.loss_normalization is not Normalization.TOKENS,
+            "Trainer.init_with = 'state'": self.init_with is InitWith.STATE,
+            "Anomalies.skip_nonfinite = False": not self.anomalies.skip_nonfinite,
+            "Anomalies.on_spike": self.anomalies.on_spike is not OnSpike.OFF,
+            f"{type(self.model).__name__}.dtype = 'float16'": self.model.dtype == "float16",
+            "Plan.stage": self.plan.stage != 1,
         }
         for option in (option for option, is_set in unsupported.items() if is_set):
-            raise UserError(f"Trainer.{option} is not supported with Trainer.strategy (@{name}()): leave it out")
+            raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
         self.strategy.check(self.plan)
+        every = self.strategy.round_steps
+        if self.steps % every:
+            nearest = max(1, round(self.steps / every)) * every
+            raise UserError(
+                f"Trainer.steps ({self.steps}) must be a multiple of the {every} steps of a round (@{name}()), or the last "
+                f"ones would not count: try {nearest}"
+            )
+        if self.evaluation.patience is not None and self.evaluation.every % every:
+            raise UserError(
+                f"Evaluation.every ({self.evaluation.every}) must be a multiple of the {every} steps of a round "
+                f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
+            )
 
     @property
     def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax
 import pytest
 
+from capibara import sharding
 from capibara.core.types import UserError
+from capibara.evaluation.scoring import Pair, Scorer
 from capibara.evaluation.subject import open_subject
+from capibara.sharding import Plan
 
 from .conftest import SMALL_ROWS
 
@@ -23,3 +26,23 @@ def test_the_plan_of_another_machine_gives_way(run_dir, tmp_path, subject):
 
 def test_parts_are_made_once(subject):
     assert subject.engine is subject.engine and subject.scorer is subject.scorer and subject.slots == 8
+
+
+def test_a_run_of_nodes_is_one_model_for_an_evaluation_elsewhere(run_dir, tmp_path):
+    (tmp_path / "nodes.gin").write_text(
+        "Plan.node = 16\nPlan.fsdp = 2\nPlan.batch_size = 32\nTrainer.strategy = @ConsensusConfig()\n"
+        "ConsensusConfig.every = 1\n"
+    )
+    found = open_subject(run_dir, [str(tmp_path / "nodes.gin")], SMALL_ROWS[:1])
+    assert dict(found.mesh.shape)["fsdp"] == 8 and "node" not in found.mesh.shape and found.trainer.plan.node == 1
+
+
+def test_nodes_share_the_rows_of_an_evaluation(subject):
+    """Three nodes, which do not divide the rows of a batch evenly."""
+    plan = Plan(batch_size=6, node=3, fsdp=2)
+    mesh = sharding.make_mesh(plan, jax.devices()[:6])
+    params = jax.device_put(subject.params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    asked = [Pair([0, 5, 6], [7, 8]), Pair([0, 9], [10, 11, 12]), Pair([0], [3])]
+    apart = Scorer(subject.model, params, 64, plan=plan, mesh=mesh)(asked)
+    for one, other in zip(apart, subject.scorer(asked), strict=True):
+        assert one.log_probability == pytest.approx(other.log_probability, rel=1e-5) and one.greedy == other.greedy

@@ -177,3 +177,28 @@ def test_a_pipeline_has_at_least_one_microbatch(microbatches):
 def test_remat_names_are_known():
     with pytest.raises(UserError, match="remat_names has 'keys'.*did you mean key"):
         Plan(batch_size=8, remat="save", remat_names=("keys",))
+
+
+def test_each_node_has_consecutive_rows_of_a_batch_and_a_mesh_of_its_own():
+    plan = Plan(batch_size=16, node=2, fsdp=4)
+    mesh = sharding.make_mesh(plan)
+    assert (*mesh.shape,) == ("node", *sharding.MESH_AXES) and mesh.shape["node"] == 2
+    rows = sharding.batch_sharding(mesh, plan.rules).devices_indices_map((16,))
+    for node, devices in enumerate(mesh.devices.reshape(2, 4)):
+        held = sorted(row for device in devices for row in range(*rows[device][0].indices(16)))
+        assert held == list(range(8 * node, 8 * node + 8))
+    with sharding.activate(mesh, plan.rules):
+        everywhere, rules = sharding.active()
+        assert everywhere is mesh and rules.batch == ("node", "data", "fsdp", "expert")
+        inside = []
+        jax.eval_shape(
+            jax.shard_map(
+                lambda x: [inside.append(sharding.active()), x][1],
+                mesh=mesh, in_specs=P("node"), out_specs=P("node"), axis_names=sharding.node_axes(mesh),
+            ),
+            np.zeros(16, np.float32),
+        )  # fmt: skip
+    ((of_node, rules),) = inside
+    assert of_node.manual_axes == ("node",) and rules.batch == ("data", "fsdp", "expert")
+    with pytest.raises(UserError, match=r"Plan.batch_size \(12\) must be a multiple of 8 \(node=2 x fsdp=4\): try 16"):
+        sharding.make_mesh(Plan(batch_size=12, node=2, fsdp=4))

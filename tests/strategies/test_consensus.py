@@ -1,5 +1,6 @@
 """Consensus training: nodes that agree after each step train as one model, and others in rounds."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import state as states
 from capibara.training.state import Apart
 from capibara.training.step import make_nodes_step, make_train_step
+from capibara.training.strategy import of_all
 
 CONFIG = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=64, dtype="float32"
@@ -131,13 +133,76 @@ def test_a_broken_node_is_left_out_named_and_readmitted():
     read = {name: float(value) for name, value in metrics.items()}
     assert [read[f"node_{n}/accepted"] for n in range(4)] == [1, 1, 0, 1] and read["consensus_score"] == 0.75
     assert np.isfinite(read["loss"]) and np.isnan(read["node_2/loss"])
-    assert list(strategy.remarks(H, 0, read)) == [
-        "step 3: node_2 has no part in the agreed model, its loss was never finite"
+    assert list(strategy.remarks(H, read)) == [
+        "step 3: node_2 has no part in the round, it made no update: its loss or gradients were never finite"
     ]
-    assert not list(strategy.remarks(H + 1, H, read))  # it was said at the log before
+    assert not list(strategy.remarks(H + 1, read))  # only of the step of a round
     _, state, metrics = run(plan, 2 * H, strategy, broken)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
     assert metrics["consensus_score"] == 1 and np.isfinite(metrics["node_2/loss"])
+
+
+def verdict_of(strategy, own, losses, agreed=None):
+    """The next model, the nodes and the verdict of one round of four nodes with given parameters and losses."""
+    mesh = sharding.make_mesh(Plan(batch_size=8, node=4, fsdp=2))
+    params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))}
+    agreed = {"w": np.zeros(8, np.float32)} if agreed is None else agreed
+    state = strategy.init(optax.adam(RATE), agreed, 4)
+    state = dataclasses.replace(state, params={"w": np.asarray(own, np.float32)}, losses=np.asarray(losses, np.float32))
+    shardings = strategy.shardings(state, params, jax.tree.map(lambda _: params["w"], optax.adam(RATE).init(agreed)))
+    meet = jax.jit(strategy._round(mesh, params))
+    placed = dataclasses.replace(
+        state,
+        **{
+            name: jax.device_put(getattr(state, name), getattr(shardings, name)) for name in ("params", "outer", "lost")
+        },
+    )
+    return jax.device_get(meet(jax.device_put(agreed, params), placed, np.int32(1)))
+
+
+LOSSES = [[10.0, 10.0]] * 4  # sums and tokens
+
+
+def test_what_few_bits_lose_of_a_node_without_a_part_is_forgotten():
+    strategy = ConsensusConfig(quality_threshold=0.5, compression=Compression(bits=4))
+    own = np.linspace(0.1, 1, 32).reshape(4, 8)
+    own[3] *= 1e4
+    _, nodes = verdict_of(strategy, own, [*LOSSES[:3], [90.0, 10.0]])
+    assert list(nodes.verdict.accepted) == [True, True, True, False]
+    assert np.abs(nodes.lost["w"][:3]).max() > 0 and not nodes.lost["w"][3].any()
+    _, nodes = verdict_of(dataclasses.replace(strategy, consensus_threshold=0.8), own, [*LOSSES[:3], [90.0, 10.0]])
+    assert not nodes.lost["w"].any() and nodes.verdict.failures == 1  # a round that failed
+
+
+def test_a_failed_round_changes_neither_the_model_nor_the_outer_momentum():
+    strategy = ConsensusConfig(consensus_threshold=0.8, outer=OuterSgd(learning_rate=0.7, momentum=0.9))
+    own = np.ones((4, 8))
+    agreed, nodes = verdict_of(strategy, own, [*LOSSES[:3], [0.0, 0.0]])
+    assert not agreed["w"].any() and not jax.tree.leaves(nodes.outer)[0].any()
+    assert nodes.verdict.quality[3] == -1 and not nodes.params["w"].any() and not nodes.losses.any()
+    agreed, nodes = verdict_of(strategy, own, LOSSES)
+    assert agreed["w"].all() and jax.tree.leaves(nodes.outer)[0].all() and nodes.verdict.failures == 0
+
+
+def test_a_bad_loss_is_no_reason_without_a_threshold_and_distances_are_finite():
+    far = np.ones((4, 8))
+    far[3] = 1e25
+    strategy = ConsensusConfig(aggregation=Aggregation(rule=CoordinateMedian(), faults=1))
+    agreed, nodes = verdict_of(strategy, far, [*LOSSES[:3], [1e5, 10.0]])
+    assert nodes.verdict.accepted.all() and nodes.verdict.quality[3] == 0
+    np.testing.assert_array_equal(agreed["w"], np.ones(8, np.float32))
+    assert np.isfinite(nodes.verdict.distances).all() and nodes.verdict.spare_faults == 1
+
+
+def test_the_metrics_of_a_step_are_weighted_like_its_loss():
+    metrics = {"loss": [1.0, 2.0, np.nan], "grad_norm": [1.0, 3.0, 1.0], "tokens": [10.0, 30.0, np.nan]}
+    metrics |= {"learning_rate": [0.5] * 3, "skipped": [0.0, 0.0, 1.0]}
+    found = of_all({name: np.asarray(values, np.float32) for name, values in metrics.items()})
+    assert {name: float(value) for name, value in found.items()} == {
+        "loss": 1.75, "grad_norm": 2.5, "tokens": 40.0, "learning_rate": 0.5, "skipped": 0.0
+    }  # fmt: skip
+    found = of_all({name: np.asarray(values, np.float32)[2:] for name, values in metrics.items()})
+    assert np.isnan(found["loss"]) and found["learning_rate"] == 0.5 and found["skipped"] == 1
 
 
 def test_compressed_rounds_follow_the_others_and_nothing_is_lost():

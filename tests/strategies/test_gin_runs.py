@@ -98,7 +98,7 @@ def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
 
 
 def consensus(*bindings):
-    given = ["MODEL_DIR=runs/new", "TRAIN_STEPS=10", "FILES=('a.jsonl',)", *bindings]
+    given = ["MODEL_DIR=runs/new", "TRAIN_STEPS=100", "FILES=('a.jsonl',)", *bindings]
     config.parse(["models/tiny.gin", "tasks/text.gin", "runs/consensus.gin"], given)
     return config.build(Trainer)
 
@@ -114,7 +114,8 @@ def test_consensus_training():
     "bindings, message",
     [
         (["NODES=1"], "Plan.node is 1, must be at least 2 for Trainer.strategy (@ConsensusConfig()): try 4"),
-        (["Trainer.strategy=None"], "Plan.node is 4 and Trainer.strategy is None: set Trainer.strategy = @Consensus"),
+        (["Trainer.strategy=None"], "Plan.node is 4 and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), "
+         "or Plan.node = 1 and Plan.data = 4 for one model"),
         (["NODES=0"], "Plan.node is 0, must be at least 1"),
         (["Aggregation.rule=@Krum()", "Aggregation.faults=1"], "Aggregation.faults is 1, must be at most 0 of 4 nodes for Krum"),
         (["ROUND=0"], "ConsensusConfig.every is 0, must be at least 1: try 50"),
@@ -122,8 +123,11 @@ def test_consensus_training():
         (["ConsensusConfig.quality_threshold=85"], "quality_threshold is 85.0, must be from 0 to 1, or None: try 0.85"),
         (["ConsensusConfig.max_retries=-1"], "max_retries is -1, must be at least 0: try 3"),
         (["Trainer.ema_decay=0.9"], "Trainer.ema_decay is not supported with Trainer.strategy (@ConsensusConfig())"),
-        (["Anomalies.skip_nonfinite=False"], "Trainer.anomalies.skip_nonfinite = False is not supported with Trainer.str"),
-        (["Plan.stage=2"], "Trainer.plan.stage is not supported with Trainer.strategy (@ConsensusConfig())"),
+        (["Anomalies.skip_nonfinite=False"], "Anomalies.skip_nonfinite = False is not supported with Trainer.str"),
+        (["Plan.stage=2"], "Plan.stage is not supported with Trainer.strategy (@ConsensusConfig())"),
+        (["TRAIN_STEPS=130"], "Trainer.steps (130) must be a multiple of the 50 steps of a round (@ConsensusConfig()), or the "
+         "last ones would not count: try 150"),
+        (["Evaluation.every=20", "Evaluation.patience=3"], "Evaluation.every (20) must be a multiple of the 50 steps"),
         (["Rules.batch=('node',)"], "Rules.batch names the mesh axis 'node', which has the rows first by itself"),
     ],
 )  # fmt: skip

@@ -41,6 +41,11 @@ def test_each_accumulation_step_keeps_a_row_per_shard():
     assert "Plan.batch_size = 16" in bindings
 
 
+def test_each_node_keeps_a_row_per_shard():
+    bindings, _ = emulation.bindings(base(["Plan.node = 4", "Trainer.strategy = @ConsensusConfig()"]), 8)
+    assert "Plan.batch_size = 8" in bindings
+
+
 def test_the_streams_of_a_task_divide_the_rows_that_are_left():
     bindings, _ = emulation.bindings(base(["Dataset.task_shards = 32"]), 8)
     assert "Dataset.task_shards = 8" in bindings and base(["Dataset.task_shards = 32", *bindings]).plan.batch_size == 8

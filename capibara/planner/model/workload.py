@@ -31,7 +31,7 @@ class Run(Dataclass, Protocol):
     """A training run as the planner sees it: a training.trainer.Trainer, which this room does not import.
 
     Attributes:
-      model, plan, dataset, optimizer, loss: the parts that decide the compiled step and what is held beside it.
+      model, plan, dataset, optimizer, loss, strategy: the parts that decide the compiled step and what is held beside it.
       steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as in Trainer.
       batch_spec: shape and dtype of every array that a step reads.
     """
@@ -46,6 +46,8 @@ class Run(Dataclass, Protocol):
     def optimizer(self) -> OptimizerConfig: ...
     @property
     def loss(self) -> Loss | None: ...
+    @property
+    def strategy(self) -> object: ...
     @property
     def steps(self) -> int: ...
     @property

@@ -70,6 +70,17 @@ def test_the_key_follows_what_decides_the_step(binding):
     assert key(*whole) != key(*whole, binding)
 
 
+def test_the_key_follows_the_strategy_of_nodes():
+    nodes = [
+        *RUN,
+        "Plan.fsdp = 4",
+        "Plan.node = 4",
+        "Trainer.strategy = @ConsensusConfig()",
+        "ConsensusConfig.every = 10",
+    ]
+    assert key(*nodes) == key(*nodes) != key(*nodes, "ConsensusConfig.every = 5")
+
+
 def test_a_pallas_kernel_has_the_same_fingerprint_in_every_checkout(tmp_path):
     found = []
     for name in ("one.py", "another/two.py"):

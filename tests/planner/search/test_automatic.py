@@ -59,3 +59,10 @@ def test_a_slice_that_is_too_small_is_one_line():
     run = run_of("Plan.slice = 'v5e-1'")
     with pytest.raises(UserError, match=r"no plan fits v5e-1: .* use v5e-"):
         automatic.bindings(run)
+
+
+def test_a_search_knows_one_model():
+    nodes = ["Plan.node = 4", "Trainer.strategy = @ConsensusConfig()", "ConsensusConfig.every = 10"]
+    with pytest.raises(UserError, match="Plan.node is 4, must be 1 for a search: plan one node's model"):
+        automatic.bindings(run_of(*nodes))
+    assert automatic.bindings(run_of(*nodes, "Plan.fsdp = 16")) == ([], "")
