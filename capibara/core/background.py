@@ -12,7 +12,7 @@ from capibara.core.types import TryAgain
 
 
 class Task:
-    """A daemon thread whose exception is raised by `wait`.
+    """A daemon thread whose exception is raised by `wait`; where no thread can be started any more, the caller runs it.
 
     The caller must wait for it, also before the interpreter exits (`before_exit`): as a daemon it does not keep the process
     alive.
@@ -22,7 +22,10 @@ class Task:
         self._fn = fn
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter exits
+            self._run()
 
     @property
     def done(self) -> bool:
@@ -31,7 +34,8 @@ class Task:
 
     def join(self, limit_s: float) -> bool:
         """Waits without raising its exception; returns whether the thread has ended in time."""
-        self._thread.join(limit_s)
+        if not self.done:
+            self._thread.join(limit_s)
         return self.done
 
     def wait(self, limit_s: float) -> None:
@@ -85,10 +89,10 @@ class Worker:
 
 @contextlib.contextmanager
 def before_exit(finish: Callable[[], None]) -> Iterator[None]:
-    """A context in which an exiting interpreter calls `finish` while threads can still be started.
+    """A context in which an exiting interpreter calls `finish` while the threads of executors still run.
 
-    atexit runs too late, and a non-daemon thread that the interpreter waits for cannot start others, as TensorStore and
-    asyncio do: a save would be lost silently.
+    Python 3.11 can also start threads then, later versions cannot: what `finish` waits for has to do without
+    (storage.threads.each, Task). atexit runs too late: a save would be lost silently.
     """
     armed = [True]
 
