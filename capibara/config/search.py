@@ -254,5 +254,5 @@ def import_module(name: str, execute: Callable[[], object], where: str) -> None:
         raise UserError(f"{where}: {error.msg}") from None
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end with sys.exit
         raise UserError(f"{where}: {user_modules.failed_import(error, name)}") from error

@@ -50,6 +50,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except SystemExit as error:
         if (ended := _of_users_code(error)) is None:
             raise
+        sys.stdout.flush()
         print(f"error: {ended}", file=sys.stderr)
         return _leaving_peers(EXIT_USER_ERROR, str(ended))
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does

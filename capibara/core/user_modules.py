@@ -46,10 +46,14 @@ def load(name: str) -> types.ModuleType:
 
     Raises:
       ModuleNotFoundError: there is no module of that name.
+      UserError: it ends the process.
     """
     add_folders()
     is_loaded = name.partition(".")[0] in sys.modules
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except SystemExit as error:
+        raise failed_import(error, name) from error
     note(name, is_loaded=is_loaded)
     return module
 
@@ -128,7 +132,7 @@ def attributed(what: str, *parts: object) -> Iterator[None]:
         ) from error
 
 
-def failed_import(error: Exception, module: str) -> UserError:
+def failed_import(error: BaseException, module: str) -> UserError:
     """The one line for an error while a module that the user has named was imported."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f"{_shown(error.filename)}:{error.lineno}"

@@ -56,6 +56,16 @@ def test_they_do_not_end_a_verb_silently(load, ends):
         exits.run_verb(lambda argv: sys.exit(0), [])
 
 
+def test_nor_when_they_are_imported(tmp_path, ends):
+    (tmp_path / "a_script.py").write_text("import sys\n\nsys.exit(0)\n")
+    (tmp_path / "of_a_script.gin").write_text("import a_script\n")
+    user_modules.search(tmp_path)
+    code, line = ends(lambda: user_modules.load("a_script"))
+    assert code == 2 and "a_script cannot be imported: " in line and "a_script.py:3: SystemExit: 0: mend it" in line
+    code, line = ends(lambda: config.parse([str(tmp_path / "of_a_script.gin")], [], []))
+    assert code == 2 and "of_a_script.gin:1: a_script cannot be imported: " in line and "SystemExit: 0" in line
+
+
 def test_a_library_that_they_call_is_not_to_blame(load, ends):
     mine = load("calling", "import json\ndef parse():\n    return json.loads('{')\n")
     code, line = ends(mine.parse)
