@@ -17,11 +17,11 @@ from capibara.kernels.cross_entropy.layout import Layout, dot
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
-# Bytes of a part's float32 logits or of its gradient, whichever is larger, at most.
+# Bytes of a part's float32 logits or of its gradient on a chip, whichever is larger, at most.
 _PART_BYTES = 64 * 2**20
-# What a part and the gradient of the hidden states may take together to stay in the 128 MiB of a TPU's vector memory,
-# and what the part may take of it: less is left beside the gradient in a whole train step than in the loss alone.
-_ON_CHIP_BYTES = 104 * 2**20
+# What a part and the gradient of the hidden states may take together to stay in a chip's vector memory (128 MiB; others
+# have 64 or less), and what the part may take of it: less is left in a whole train step than in the loss alone.
+_ON_CHIP_BYTES = {"TPU v5 lite": 104 * 2**20, "TPU v6 lite": 104 * 2**20}
 _ON_CHIP_PART_BYTES = 32 * 2**20
 _LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
@@ -97,7 +97,7 @@ def loss_and_gradients(
     """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    size = _part_size(V // S, _part_bytes(4 * S * hidden_ND.size) // (4 * max(hidden_ND.shape) * S))
+    size = _part_size(V // S, _part_bytes(4 * hidden_ND.size) // (4 * max(hidden_ND.shape)))
     parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
     tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
     sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)
@@ -239,12 +239,12 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
 
 
 def _part_bytes(gradient_bytes: int) -> int:
-    """Bytes of a part, beside a float32 gradient of the hidden states of so many bytes, which every part adds to.
+    """Bytes of a part on a chip, beside a float32 gradient of the hidden states of so many, which every part adds to.
 
     Gemma 3's head, 4 rows of 2048 a chip: in 0.24 s with parts that leave the gradient on the chip, in 0.29 s with
     larger ones. Where parts would be too small to keep the matrix unit busy they have their full size.
     """
-    left = _ON_CHIP_BYTES - gradient_bytes
+    left = _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - gradient_bytes
     return min(_ON_CHIP_PART_BYTES, left) if left >= _ON_CHIP_PART_BYTES // 2 else _PART_BYTES
 
 

@@ -25,7 +25,7 @@ def form(request, monkeypatch):
     monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 24 * V * 4 // count})
     if "part" in request.param:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-        monkeypatch.setattr(by_vocabulary, "_ON_CHIP_PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
+        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
         monkeypatch.setattr(by_vocabulary, "_LANES", 16 if "rest" in request.param else 4)
     return request.param
 
@@ -143,7 +143,7 @@ def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length,
     monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 4 * 40 * 16})
     if reduced_bytes is None:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-        monkeypatch.setattr(by_vocabulary, "_ON_CHIP_PART_BYTES", 4 * 32 * 9)
+        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
         monkeypatch.setattr(by_vocabulary, "_LANES", 4)
         monkeypatch.setattr(by_vocabulary, "_SUBLANES", {"cpu": 12})
     rng = np.random.default_rng(0)
@@ -175,7 +175,10 @@ def test_only_a_tpu_that_shares_out_a_large_head_takes_parts_of_the_vocabulary()
 
 
 @pytest.mark.parametrize("gradient, part", [(20, 32), (40, 32), (72, 32), (80, 24), (88, 16), (89, 64), (160, 64)])
-def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(gradient, part):
+def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, gradient, part):
+    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5p")  # 64 MiB hold neither
+    assert by_vocabulary._part_bytes(gradient * 2**20) == 64 * 2**20
+    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5 lite")
     assert by_vocabulary._part_bytes(gradient * 2**20) == part * 2**20
 
 
