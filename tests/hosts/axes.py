@@ -19,6 +19,7 @@ import numpy as np
 
 from capibara.checkpoints import lease
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.consensus.aggregation import Aggregation, CoordinateMedian
 from capibara.core import exits
 from capibara.core.multihost import joining
 from capibara.core.types import UserError
@@ -28,6 +29,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import loop
 from capibara.training.callbacks import Callback
 from capibara.training.stability.watchdog import Watch
@@ -43,6 +45,7 @@ MESHES = {
     "context": {"fsdp": 1, "context": 4},
     "data_fsdp": {"data": 2, "fsdp": 2},
     "data_tensor": {"data": 2, "fsdp": 1, "tensor": 2},
+    "nodes": {"node": 2, "fsdp": 2},
 }
 STEPS = 4
 STOPPED_AT = 2  # the step during which process 1 is signalled, of `STEPS`
@@ -70,11 +73,14 @@ def write_corpus(folder: pathlib.Path) -> None:
 
 def run_of(folder: pathlib.Path, name: str, steps: int = STEPS, **changes) -> Trainer:
     """A run of four devices: a mesh by its name, else fsdp=4."""
+    plan = Plan(batch_size=8, **MESHES.get(name, {"fsdp": 4}))
+    nodes = ConsensusConfig(every=STEPS // 2, aggregation=Aggregation(rule=CoordinateMedian()))  # two rounds
     base = Trainer(
         model_dir=str(folder / name),
         steps=steps,
         model=DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32"),
-        plan=Plan(batch_size=8, **MESHES.get(name, {"fsdp": 4})),
+        plan=plan,
+        strategy=nodes if plan.node > 1 else None,
         dataset=Dataset(
             source=JsonlSource(files=(str(folder / "corpus.jsonl"),), validation_fraction=0.2),
             vocabulary=ByteVocabulary(),
@@ -83,7 +89,7 @@ def run_of(folder: pathlib.Path, name: str, steps: int = STEPS, **changes) -> Tr
         optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=1e-2, warmup_steps=2)),
         evaluation=Evaluation(every=4, max_batches=2),
         checkpointing=Checkpointing(every=2),
-        ema_decay=0.5,
+        ema_decay=0.5 if plan.node == 1 else None,
         log_every=1,
         replica_check_every=2,
         watch=Watch(at_least_s=100.0, start_s=200.0),  # what hangs ends

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from capibara import sharding
-from capibara.consensus.aggregation import Aggregation, CoordinateMedian
+from capibara.consensus.aggregation import Aggregation, CenteredClipping, CoordinateMedian
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterSgd
 from capibara.models import api
@@ -142,13 +142,21 @@ def test_a_broken_node_is_left_out_named_and_readmitted():
     assert metrics["consensus_score"] == 1 and np.isfinite(metrics["node_2/loss"])
 
 
-def verdict_of(strategy, own, losses, agreed=None):
-    """The next model, the nodes and the verdict of one round of four nodes with given parameters and losses."""
+def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0):
+    """The next model, and the nodes, after a round of four nodes with given parameters and losses.
+
+    `failures`: rounds that failed before. `moment`: the moments of all nodes.
+    """
     mesh = sharding.make_mesh(Plan(batch_size=8, node=4, fsdp=2))
     params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))}
     agreed = {"w": np.zeros(8, np.float32)} if agreed is None else agreed
     state = strategy.init(optax.adam(RATE), agreed, 4)
     state = dataclasses.replace(state, params={"w": np.asarray(own, np.float32)}, losses=np.asarray(losses, np.float32))
+    state = dataclasses.replace(
+        state,
+        opt_state=jax.tree.map(lambda x: x + moment if x.ndim > 1 else x, state.opt_state),
+        verdict=dataclasses.replace(state.verdict, failures=np.int32(failures)),
+    )
     shardings = strategy.shardings(state, params, jax.tree.map(lambda _: params["w"], optax.adam(RATE).init(agreed)))
     meet = jax.jit(strategy._round(mesh, params))
     placed = dataclasses.replace(
@@ -180,8 +188,18 @@ def test_a_failed_round_changes_neither_the_model_nor_the_outer_momentum():
     agreed, nodes = verdict_of(strategy, own, [*LOSSES[:3], [0.0, 0.0]])
     assert not agreed["w"].any() and not jax.tree.leaves(nodes.outer)[0].any()
     assert nodes.verdict.quality[3] == -1 and not nodes.params["w"].any() and not nodes.losses.any()
-    agreed, nodes = verdict_of(strategy, own, LOSSES)
+    agreed, nodes = verdict_of(strategy, own, LOSSES, failures=2)
     assert agreed["w"].all() and jax.tree.leaves(nodes.outer)[0].all() and nodes.verdict.failures == 0
+
+
+def test_a_node_that_broke_gets_finite_moments_and_the_agreed_model_is_the_reference():
+    """Centred clipping begins at the agreed model: a node that is far from it moves it by the radius."""
+    strategy = ConsensusConfig(aggregation=Aggregation(rule=CenteredClipping(radius=1.0, iterations=1)))
+    start = np.full(8, 100.0, np.float32)
+    own = np.stack([start, start, start, start + 1e3])
+    agreed, nodes = verdict_of(strategy, own, LOSSES, agreed={"w": start}, moment=np.nan)
+    np.testing.assert_allclose(agreed["w"], start + 0.25 / np.sqrt(8), rtol=1e-6)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(nodes.opt_state))
 
 
 def test_a_bad_loss_is_no_reason_without_a_threshold_and_distances_are_finite():
