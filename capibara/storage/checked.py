@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from capibara.core import user_modules
@@ -19,6 +19,9 @@ _RETURNS: dict[str, tuple[type | types.UnionType, str]] = {
     "lock": (contextlib.AbstractContextManager, "a context manager"),
     "size": (int, "int"),
     "list": (dict, "dict"),
+    "matching": (Sequence, "a sequence"),
+    "is_link": (bool, "bool"),
+    "absolute": (str, "str"),
     "free_bytes": (int | None, "int or None"),
     "write_hashed": (str, "str"),
     "read_version": (tuple, "tuple"),
@@ -28,7 +31,10 @@ _SHOWN = 60  # characters of a returned value that the error quotes
 
 
 def checked(store: Store) -> Store:
-    """A store whose methods raise UserError if they return another type than `Store` asks for; capibara's stay as they are."""
+    """A store whose methods (_RETURNS) raise UserError if they return another type than `Store` asks for.
+
+    Capibara's own stores are returned as they are.
+    """
     name = user_modules.own_class(store)
     return store if name is None else cast(Store, _Checked(store, name))
 
@@ -40,6 +46,8 @@ class _Checked:
         self._store, self._name = store, name
 
     def __getattr__(self, name: str) -> object:
+        if name == "_store":  # as pickle and copy ask before it is there
+            raise AttributeError(name)
         found = getattr(self._store, name)
         return functools.partial(self._call, found, name) if name in _RETURNS else found
 

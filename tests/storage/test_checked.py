@@ -1,12 +1,14 @@
 """What a store of the user's returns is checked where it arises."""
 
+import copy
+
 import numpy as np
 import pytest
 from etils import epath
 
 from capibara.core import user_modules
 from capibara.core.types import UserError
-from capibara.storage import stores
+from capibara.storage import checked, stores
 from capibara.storage.disk import DiskStore
 
 
@@ -48,6 +50,16 @@ def test_another_type_is_one_line(assigned, tmp_path, method, name, args, said):
     path = epath.Path(tmp_path) / name
     with pytest.raises(UserError, match=said):
         getattr(assigned, method)(path, *args)
+
+
+def test_every_method_of_the_table_is_checked(monkeypatch, tmp_path):
+    monkeypatch.setattr(user_modules, "own_class", lambda store: type(store).__name__)
+    wrong = type("Wrong", (DiskStore,), {name: lambda self, *args: 1.5 for name in checked._RETURNS})
+    store = checked.checked(wrong())
+    for name, (_, needed) in checked._RETURNS.items():
+        with pytest.raises(UserError, match=f"Wrong.{name} returned 1.5, must be {needed}: "):
+            getattr(store, name)("anything")
+    assert isinstance(copy.copy(store), type(store))
 
 
 def test_what_it_returns_otherwise_is_passed_on(assigned, tmp_path):
