@@ -118,6 +118,8 @@ def test_the_traceback_is_there_on_demand(load, ends, monkeypatch):
     mine = load("shown", "def rule():\n    return 1 / 0\n")
     monkeypatch.setenv(user_modules.TRACEBACK, "1")
     assert "Traceback" in ends(mine.rule)[1]
+    mine = load("shown_exit", "import sys\ndef rule():\n    sys.exit(3)\n")
+    assert "Traceback" in ends(mine.rule)[1]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,14 @@ def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, 
     assert by_vocabulary._part_bytes(gradient * 2**20) == part * 2**20
 
 
+@pytest.mark.parametrize(
+    "ids, most, size",
+    [(256_000, 3640, 3200), (262_208, 3640, 3584), (100, 300, 100), (1000, 100, 128), (384, 300, 256)],
+)
+def test_parts_divide_all_ids_where_one_nearly_fits(ids, most, size):
+    assert by_vocabulary._part_size(ids, most) == size
+
+
 def test_that_gradient_is_float32_of_all_tokens(monkeypatch):
     asked = []
     monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)

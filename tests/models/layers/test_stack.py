@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 from flax import nnx
 
 from capibara import sharding
+from capibara.models import api
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora
 from capibara.models.layers import stack
 from capibara.models.layers.stack import LayerLoop
 from capibara.sharding import Remat, RematPolicy
 
 FULL = RematPolicy(Remat.FULL)
+SIZES = dict(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32")
 
 
 class Layer(nnx.Module):
@@ -77,3 +82,32 @@ def test_on_tpu_the_gradients_of_a_layer_are_finished_before_the_one_before(
     (tied, ours), (plain, want) = barriers("tpu"), barriers("cpu")
     assert tied - plain == ties
     jax.tree.map(np.testing.assert_array_equal, ours, want)
+
+
+class Called(Exception):
+    """How a model calls `stack.run`."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecoderConfig(**SIZES),
+        EncoderDecoderConfig(**SIZES),
+        EncoderConfig(**SIZES, max_length=16),
+        Gemma3nConfig(**SIZES, layer_pattern=("local", "global"), window=8, laurel_rank=4, per_layer_dim=8),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_every_architecture_says_whether_all_of_a_layer_is_trained(config, monkeypatch):
+    def run(*_, all_trained=None, **named):
+        raise Called(all_trained)
+
+    monkeypatch.setattr(stack, "run", run)
+    of_rows = jax.ShapeDtypeStruct((1, 16), np.int32)
+    names = ("tokens", "positions", "segment_ids", "targets")
+    batch = dict.fromkeys([*names, *(f"encoder_{name}" for name in names)], of_rows)
+    for lora in (None, Lora(rank=2, targets=("all-linear",))):
+        model = api.build(dataclasses.replace(config, lora=lora))
+        with pytest.raises(Called) as caught:
+            jax.eval_shape(model.logits, model.abstract_params, batch)
+        assert caught.value.args == (lora is None,)
