@@ -19,9 +19,8 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array, *, once: bool 
     saves only the two inputs for the backward pass.
 
     XLA's TPU back end fuses the formula and its gradients into the matmuls that read them: it stores nothing, but
-    computes them again for each tile of their outputs. `once` computes them one time in each pass and stores them. For a
-    GELU that saves 7% of a step's cycles; with SiLU the compiled peak grows by 0.3 to 0.5 GiB for 2% of them (rows
-    gemma3-4b-8 and 1b-12 of `benchmarks/tpu_compile.py`, compiled with and without).
+    computes them again for each tile of their outputs. `once` computes them one time in each pass and stores them. That
+    is worth its memory for the many operations of a GELU, not for the few of SiLU.
 
     Args:
       activation: applied to each value; must be hashable, equal ones share a program.

@@ -22,6 +22,7 @@ from capibara.consensus.outer import OuterOptimizer, OuterSgd
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.sharding import NODE_AXIS, Plan
+from capibara.training.stability.loss_scale import select
 from capibara.training.strategy import NodesStep, Round, Strategy, StrategyStep, of_all, weight_of
 
 
@@ -191,7 +192,7 @@ class ConsensusConfig(Strategy):
             accepted = ~report.is_masked
             succeeds = jnp.mean(accepted) >= self.consensus_threshold
             after = self.outer.step(agreed, aggregate, state.outer)
-            new, outer = jax.tree.map(lambda x, y: jnp.where(succeeds, x, y), after, (agreed, state.outer))
+            new, outer = select(succeeds, after, (agreed, state.outer))
             own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new, state.params)
             failures = jnp.where(succeeds, 0, state.verdict.failures + 1)
             # A checkpoint takes finite numbers only.

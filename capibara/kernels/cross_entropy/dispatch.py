@@ -90,7 +90,6 @@ def by_vocabulary_on(platform: str, gradient_bytes: float, head_shards: int) -> 
     | vocabulary, width, rows | by blocks of tokens | by parts of the vocabulary |
     |---|---|---|
     | 32,000, 2048, 12 | 0.93 GiB, 0.076 s | 0.51 GiB, 0.087 s |
-    | 151,936, 1536, 4 | 1.55 GiB, 0.218 s | 0.56 GiB, 0.083 s |
     | 256,000, 2304, 1 | 3.40 GiB, 0.124 s | 1.33 GiB, 0.065 s |
     | 256,000, 2304, 8 | 4.87 GiB, 1.075 s | 1.61 GiB, 0.446 s |
     | 262,208, 2560, 8 | 5.24 GiB, 2.081 s | 1.71 GiB, 0.501 s |
