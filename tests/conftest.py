@@ -46,7 +46,7 @@ inference/engine/test_engine faults/test_supervision inference/engine/test_prefi
 hosts/test_answering slices/test_generation training/test_parallelism integration/test_infer integration/test_evaluate
 models/architectures/test_encdec integration/test_train models/architectures/test_decoder interop/test_quantization
 hosts/test_following checkpoints/test_bucket inference/server/test_server inference/server/test_serve
-inference/sampling/test_beam_search interop/test_t5x interop/test_adapters training/test_preference test_types
+inference/engine/test_beam_search interop/test_t5x interop/test_adapters training/test_preference test_types
 faults/test_hostile_files cli/test_prove planner/compiler/test_compile_cache faults/test_judge
 """.split()
 

@@ -47,7 +47,10 @@ RULES = {
     "jobs": _LOW | {"sharding", "planner"},
 }
 # Within a room: folders that a folder must not import.
-WITHIN = {"inference.engine": ("inference.server", "inference.interactive")}
+WITHIN = {
+    "inference.engine": ("inference.server", "inference.interactive", "inference.sample"),
+    "inference.sampling": ("inference.engine", "inference.server", "inference.interactive", "inference.sample"),
+}
 # `python -m capibara.VERB` and `capibara VERB`; the verbs themselves are in cli/, with what only they share.
 VERBS = {
     "train",
@@ -262,6 +265,7 @@ PLANTED = {
     "training/loop.py": ("def f():\n    from house.monitoring import log", "training must not import monitoring"),
     "training/step.py": ("from ..inference import sample", "training must not import inference"),
     "inference/engine/loop.py": ("from house.inference.server import http", "inference.engine must not import"),
+    "inference/sampling/text.py": ("from house.inference.engine import loop", "inference.sampling must not import"),
     "inference/sample.py": ("import house.training.step", "inference must not import training.step"),
     "planner/cost.py": ("from house import interop", "planner must not import interop"),
     "planner/search.py": ("from house.models import decoder", "planner must not import models.decoder"),

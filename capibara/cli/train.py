@@ -48,7 +48,7 @@ def train(
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts
     from capibara.evaluation import judging
-    from capibara.inference.sampling.sample import SampleText, sampler
+    from capibara.inference.sample import SampleText, sampler
     from capibara.interop.peft import runs as adapters
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring

@@ -28,7 +28,7 @@ from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.sampling.sample import SampleText, sampler
+from capibara.inference.sample import SampleText, sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig

@@ -83,7 +83,7 @@ def test_the_benchmark_prints_speeds(here):
 
 
 def test_the_averaged_parameters_are_used(infer, trained, monkeypatch):
-    from capibara.inference.sampling.sample import Generator
+    from capibara.inference.sample import Generator
 
     seen = []
     monkeypatch.setattr(Generator, "__call__", lambda self, params, prompt: seen.append(params) or "")

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine import beam_search
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.sampling import beam_search, sampler
+from capibara.inference.sampling import sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 

@@ -8,7 +8,7 @@ from capibara import config
 from capibara.cli import convert_config
 from capibara.core import exits
 from capibara.core.types import UserError
-from capibara.inference.sampling.sample import SampleText
+from capibara.inference.sample import SampleText
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.interop.t5x import gin as t5x_gin
 from capibara.training.trainer import Trainer

@@ -15,11 +15,10 @@ from matrix import MODELS, compiles_on, mesh_of, replicated, running, shown
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.inference.engine import beam_requests
+from capibara.inference.engine import beam_requests, beam_search
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import footprint, lowering
 from capibara.inference.engine.runner import programs
-from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models import api
 from capibara.models.api import Adapter, BatchAdapters, Lora, unmerged

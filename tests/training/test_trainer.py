@@ -7,7 +7,7 @@ import pytest
 
 from capibara import config, sharding
 from capibara.core.types import UserError
-from capibara.inference.sampling.sample import SampleText
+from capibara.inference.sample import SampleText
 from capibara.models import api
 from capibara.models.moe.moe import Moe
 from capibara.models.moe.router import Hints

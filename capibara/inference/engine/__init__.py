@@ -1,1 +1,1 @@
-"""Continuous batching."""
+"""Continuous batching, beam search, and the best of several answers."""

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from capibara.core import tree
 from capibara.core.types import Params, UserError
+from capibara.inference.engine import beam_search
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner import prefill, programs
 from capibara.inference.engine.stream import Decode, Finish, Piece
-from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampling import BeamSearch
 from capibara.models.api import Model
 from capibara.sharding import Rules

@@ -13,15 +13,14 @@ from typing import Any
 
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine import batching
+from capibara.inference.engine import batching, best_of
 from capibara.inference.engine.batching import EngineConfig, Statistics, WhenFull
+from capibara.inference.engine.best_of import BestOf
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.following import Submission
 from capibara.inference.engine.loop import EngineLoop
 from capibara.inference.engine.request import LIKELIEST, InputProcessor
 from capibara.inference.engine.stream import Stream
-from capibara.inference.sampling import best_of
-from capibara.inference.sampling.best_of import BestOf
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Adapter, Model
 from capibara.sharding import Rules

@@ -12,10 +12,9 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import speed
+from capibara.inference.engine import best_of, speed
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.stream import Finish
-from capibara.inference.sampling import best_of
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig

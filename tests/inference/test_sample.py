@@ -12,7 +12,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.batching import EngineConfig
-from capibara.inference.sampling.sample import Generator, SampleText, Sampling, sampler
+from capibara.inference.sample import Generator, SampleText, Sampling, sampler
 from capibara.inference.sampling.sampler import Settings, choose, settings_of
 from capibara.models import api
 from capibara.models.api import DecoderConfig

@@ -14,12 +14,11 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.evaluation.tasks import EvalTask
-from capibara.inference.engine import speed
+from capibara.inference.engine import beam_search, speed
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.stream import Finish
 from capibara.inference.interactive import files
-from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampling import BeamSearch, Sampling, changed, of_values
 from capibara.inference.server.service import check_streams
 from capibara.models import api

@@ -10,7 +10,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.sampling.sample import Generator, SampleText, Sampling, sampler
+from capibara.inference.sample import Generator, SampleText, Sampling, sampler
 from capibara.models import api
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32")
