@@ -13,6 +13,7 @@ VERBS = {
     "train": "train or fine-tune a model from a Gin file",
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "prove": "compile a run's train step for a TPU slice that is not there",
+    "coordinate": "make one model of those that a group of runs sends",
     "infer": "continue a prompt with a trained model, or chat with it",
     "serve": "serve a model over HTTP with OpenAI's API",
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",

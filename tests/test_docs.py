@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from capibara import config
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))

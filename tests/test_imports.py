@@ -61,6 +61,7 @@ VERBS = {
     "serve",
     "convert",
     "convert_config",
+    "coordinate",
     "merge",
     "prepare",
     "dashboard",

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.core.types import UserError
 from capibara.interop import submodel_options as submodel
 from capibara.interop.peft import sum_options

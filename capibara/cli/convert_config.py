@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.core.types import UserError
 from capibara.storage import outputs
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from capibara.cli import flags, multihost
+from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
 _DESCRIPTION = """Score a model: its loss on held-out text, its answers to tasks, or EleutherAI's evaluation harness.

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from capibara.cli import flags, multihost
+from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 from capibara.storage import outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.core.types import UserError
 from capibara.interop.merge import options
 from capibara.monitoring.status import StatusLine

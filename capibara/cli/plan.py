@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.planner.search import questions
 
 _DESCRIPTION = """Find mesh, batch size and rematerialisation for a model on a TPU slice, and predict their cost.

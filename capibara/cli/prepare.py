@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capibara.cli.flags import ArgumentParser, parse_arguments
+from capibara.cli.arguments.flags import ArgumentParser, parse_arguments
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:

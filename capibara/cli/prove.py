@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.core.types import UserError
 
 _DESCRIPTION = """Compile a run's train step, as its Gin file describes it, with the TPU compiler. Needs no TPU.

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capibara.cli import flags, multihost
+from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capibara.cli import flags, multihost
+from capibara.cli.arguments import flags, multihost
 from capibara.core.multihost import joining
 from capibara.core.types import UserError
 

@@ -16,13 +16,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.config import configurable
-from capibara.consensus.aggregation import Aggregation, Mean
 from capibara.consensus.compression import Compression
-from capibara.consensus.outer import OuterOptimizer, OuterSgd
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.sharding import NODE_AXIS, Plan
-from capibara.training.stability.loss_scale import select
+from capibara.strategies.agreement import Agreement, along, quality_of
 from capibara.training.strategy import NodesStep, Round, Strategy, StrategyStep, of_all, weight_of
 
 
@@ -32,7 +30,7 @@ class Verdict:
     """The last round, as all nodes saw it.
 
     Attributes:
-      quality: float32 [nodes], as ConsensusConfig.quality_threshold defines it; -1 of a node that made no update.
+      quality: float32 [nodes], as Agreement.quality_threshold defines it; -1 of a node that made no update.
       accepted: bool [nodes], the nodes that had a part in the aggregate.
       distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
       failures: int32, failed rounds in a row up to the last one.
@@ -71,48 +69,26 @@ class Nodes:
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConsensusConfig(Strategy):
+class ConsensusConfig(Agreement, Strategy):
     """Nodes that train apart and agree on a model every so many steps.
 
     In a round a node is accepted if it made an update since the last one, its quality reaches the threshold and the
-    aggregation does not mask it. The consensus score is the share of accepted nodes. If it is below its threshold the round fails: the agreed
-    model stays. All nodes go on from the agreed model, those too that were not accepted.
+    aggregation does not mask it. All nodes go on from the agreed model, those too that were not accepted. `Agreement` has
+    the other attributes.
 
     Attributes:
       every: steps between two rounds, H; the run's steps are a multiple of it.
-      aggregation: how the nodes' models become one.
-      outer: what is done with it; OuterSgd(learning_rate=0.7, momentum=0.9) is DiLoCo's.
       compression: what 8 or 4 bits lose of the outer gradients that nodes send; on one mesh they travel in float32 all the
         same. None: nothing is lost.
-      quality_threshold: the least quality of an accepted node, from 0 to 1: the perplexity of the median node over its own,
-        in training since the last round, at most 1. None: any.
-      consensus_threshold: the least consensus score of a round, above 0 and at most 1.
-      max_retries: the run ends if more rounds than that fail in a row.
-      seed: of the random keys of pre-aggregations.
     """
 
     every: int = 50
-    aggregation: Aggregation = Aggregation(rule=Mean())
-    outer: OuterOptimizer = OuterSgd()
     compression: Compression | None = None
-    quality_threshold: float | None = None
-    consensus_threshold: float = 0.5
-    max_retries: int = 3
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.every < 1:
             raise UserError(f"ConsensusConfig.every is {self.every}, must be at least 1: try 50")
-        if self.quality_threshold is not None and not 0 <= self.quality_threshold <= 1:
-            raise UserError(
-                f"ConsensusConfig.quality_threshold is {self.quality_threshold}, must be from 0 to 1, or None: try 0.85"
-            )
-        if not 0 < self.consensus_threshold <= 1:
-            raise UserError(
-                f"ConsensusConfig.consensus_threshold is {self.consensus_threshold}, must be above 0 and at most 1: try 0.75"
-            )
-        if self.max_retries < 0:
-            raise UserError(f"ConsensusConfig.max_retries is {self.max_retries}, must be at least 0: try 3")
 
     @property
     def round_steps(self) -> int:
@@ -180,31 +156,22 @@ class ConsensusConfig(Strategy):
         combine, received = self.aggregation.sharded(mesh, specs, NODE_AXIS), self._received(mesh, specs)
 
         def meet(agreed: Params, state: Nodes, number: jax.Array) -> tuple[Params, Nodes]:
-            quality = _quality(state.losses)
+            quality = quality_of(state.losses)
             sent, lost = self.sent(agreed, state.params, number), state.lost
             if lost is not None:
                 sent, lost = received(agreed, sent, lost)
-            good = quality >= (self.quality_threshold or 0.0)
-            # What is not finite has no part in an aggregate.
-            sent = jax.tree.map(lambda x: jnp.where(_along(good, x), x, jnp.nan), sent)
-            key = jax.random.fold_in(jax.random.key(self.seed), number) if self.aggregation.uses_key else None
-            aggregate, report = combine(sent, agreed, key)
-            accepted = ~report.is_masked
-            succeeds = jnp.mean(accepted) >= self.consensus_threshold
-            after = self.outer.step(agreed, aggregate, state.outer)
-            new, outer = select(succeeds, after, (agreed, state.outer))
-            own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new, state.params)
-            failures = jnp.where(succeeds, 0, state.verdict.failures + 1)
-            # A checkpoint takes finite numbers only.
-            distances = jnp.where(accepted, jnp.minimum(report.distances, jnp.finfo(jnp.float32).max), -1.0)
-            verdict = Verdict(quality, accepted, distances, failures, report.spare_faults)
+            new = self.settle(combine, agreed, sent, state.outer, quality, number, len(quality))
+            own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
+            failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
+            verdict = Verdict(quality, new.accepted, new.distances, failures, new.spare_faults)
             # What was lost of a gradient that had no effect would be added to one that has.
-            lost = jax.tree.map(lambda x: jnp.where(_along(accepted & succeeds, x), x, 0.0), lost)
+            kept = new.accepted & new.succeeds
+            lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
             opt_state = jax.tree.map(_finite, state.opt_state)
-            return new, Nodes(
+            return new.params, Nodes(
                 jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params)),
                 opt_state,
-                outer,
+                new.outer,
                 lost,
                 jnp.zeros_like(state.losses),
                 verdict,
@@ -267,17 +234,6 @@ class ConsensusConfig(Strategy):
         if self.quality_threshold is not None and quality < self.quality_threshold:
             return f"its quality {quality:.2f} is below {self.quality_threshold:g}"
         return "its parameters are not finite, or too far from all others"
-
-
-def _quality(losses: jax.Array) -> jax.Array:
-    """The quality of each node [nodes]; -1 of a node that made no update."""
-    measured = losses[:, 1] > 0
-    loss = jnp.where(measured, losses[:, 0] / jnp.maximum(losses[:, 1], 1.0), jnp.nan)
-    return jnp.where(measured, jnp.exp(jnp.minimum(jnp.nanmedian(loss) - loss, 0.0)), -1.0)
-
-
-def _along(good: jax.Array, x: jax.Array) -> jax.Array:
-    return good.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _finite(x: jax.Array) -> jax.Array:

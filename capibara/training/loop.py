@@ -17,6 +17,7 @@ from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
 from capibara.training.evaluation import Evaluator, Judge, Sampler, is_due
 from capibara.training.feed import BatchFeed
+from capibara.training.group import Member
 from capibara.training.initialization import Load
 from capibara.training.metrics import Meter
 from capibara.training.recovery import Start
@@ -90,7 +91,8 @@ def train(
             callbacks.on_train_end(begins, reason)
             return Outcome(begins, reason, stop.agreed(begins))
         decisions = stack.enter_context(Decisions())
-        return _Loop(setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter()).run(start)
+        member = setup.member(reporter)
+        return _Loop(setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member).run(start)
 
 
 def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:
@@ -113,6 +115,7 @@ class _Loop:
     dog: Watchdog
     decisions: Decisions
     meter: Meter
+    member: Member
 
     def run(self, start: Start) -> Outcome:
         """Trains from a start to the end of the run."""
@@ -121,6 +124,8 @@ class _Loop:
         metrics: Metrics = {}
         first_step = saved = step
         while True:
+            state, step = self._meet(step, state, is_first=step == first_step)
+
             signal_number = self.stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
 
@@ -145,6 +150,7 @@ class _Loop:
             state, metrics = self.setup.step(step, state, batch, self.feed.position)
 
             self.meter.add(metrics)
+            self.member.watch(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
                 self.callbacks.on_step(step, self.meter.read() | recovery.counters() | self.feed.metrics())
                 self._remark(step)
@@ -153,6 +159,20 @@ class _Loop:
                     state, step = start.state, start.step
                     first_step = saved = step
             self.dog.beat(step)
+
+    def _meet(self, step: int, state: TrainState, is_first: bool) -> tuple[TrainState, int]:
+        """The state from which the run goes on after meeting its group, if it is in one and a round has ended."""
+        group = self.setup.trainer.group
+        if group is None or not (is_first or is_due(step, group.round_steps)):
+            return state, step
+        watched = self.dog.left_out("the round", "evaluation_s")
+        with self.meter.paused("round"), watched, contextlib.suppress(Interrupted):
+            adopted = self.member.meet(step, self.setup.model.trained(state.params))
+            self.callbacks.on_progress("")
+            if adopted is not None:
+                self.callbacks.on_status(f"step {adopted.step}: {adopted.line}")
+                return state.with_params(adopted.params, adopted.step), adopted.step
+        return state, step
 
     def _remark(self, step: int) -> None:
         """Passes on what the strategy says of the steps up to this one; raises UserError if the run must end."""

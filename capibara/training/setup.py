@@ -35,6 +35,7 @@ from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
 from capibara.training.feed import open_loader, validation_loader
+from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader
 from capibara.training.metrics import Meter
 from capibara.training.recovery import Initial, Recovery, Start
@@ -142,6 +143,11 @@ class Setup:
         trainer = self.trainer
         means = trainer.loss.means if trainer.loss else ()
         return Meter(trainer.plan.batch_size * trainer.dataset.length, means)
+
+    def member(self, reporter: Reporter) -> Member:
+        """This run's part in its group, for the loop."""
+        group = self.trainer.group
+        return Alone() if group is None else group.join(self.model.trained(self.spec.abstract.params), reporter)
 
     def _parts(self, reporter: Reporter) -> RunParts:
         trainer, mesh = self.trainer, self.mesh

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -47,6 +48,11 @@ class TrainState:
         if self.ema is None or tree.path_names(self.ema) == tree.path_names(self.params):
             return self.params if self.ema is None else self.ema
         return tree.joined(self.ema, self.params)
+
+    def with_params(self, trained: Params, step: int) -> TrainState:
+        """The state with other trained parameters, at another step; all else stays."""
+        at = jax.device_put(np.int32(step), self.step.sharding)
+        return dataclasses.replace(self, step=at, params=tree.joined(trained, self.params))
 
     def parts(self) -> dict[str, Any]:
         """The parts of the state by their names in a checkpoint."""

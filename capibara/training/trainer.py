@@ -22,6 +22,7 @@ from capibara.objectives.base import Normalization
 from capibara.objectives.loss import Loss
 from capibara.optim import Optimizer, OptimizerConfig
 from capibara.sharding import Plan
+from capibara.training.group import Group
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.stability.watchdog import Watch
@@ -92,6 +93,7 @@ class Trainer:
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
       strategy: how nodes that train apart (Plan.node) become one model, such as @ConsensusConfig(); None: there is one.
+      group: where this run's model meets those of other runs, each a job of its own, such as @GroupNode(); None: nowhere.
       log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
@@ -119,6 +121,7 @@ class Trainer:
     init_with: InitWith = InitWith.WEIGHTS
     loss: Loss | None = None
     strategy: Strategy | None = None
+    group: Group | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -169,6 +172,7 @@ class Trainer:
             )
         self._check_loss()
         self._check_strategy()
+        self._check_group()
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
             raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")
@@ -233,17 +237,25 @@ class Trainer:
             raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
         self.strategy.check(self.plan)
         every = self.strategy.round_steps
-        if self.steps % every:
-            nearest = max(1, round(self.steps / every)) * every
-            raise UserError(
-                f"Trainer.steps ({self.steps}) must be a multiple of the {every} steps of a round (@{name}()), or the last "
-                f"ones would not count: try {nearest}"
-            )
+        _check_rounds(self.steps, every, name)
         if self.evaluation.patience is not None and self.evaluation.every % every:
             raise UserError(
                 f"Evaluation.every ({self.evaluation.every}) must be a multiple of the {every} steps of a round "
                 f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
             )
+
+    def _check_group(self) -> None:
+        if self.group is None:
+            return
+        name = type(self.group).__name__
+        unsupported = {
+            "Trainer.strategy": self.strategy is not None,
+            "Trainer.init_with = 'state'": self.init_with is InitWith.STATE,
+            "Anomalies.on_spike = 'roll_back'": self.anomalies.on_spike is OnSpike.ROLL_BACK,
+        }
+        for option in (option for option, is_set in unsupported.items() if is_set):
+            raise UserError(f"{option} is not supported with Trainer.group (@{name}()): leave it out")
+        _check_rounds(self.steps, self.group.round_steps, name)
 
     @property
     def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:
@@ -267,6 +279,15 @@ class Trainer:
     def float16_scaling(self) -> LossScaling | None:
         """The loss scaling of a float16 run; None: another dtype."""
         return self.loss_scaling if self.model.dtype == "float16" else None
+
+
+def _check_rounds(steps: int, every: int, name: str) -> None:
+    if steps % every:
+        nearest = max(1, round(steps / every)) * every
+        raise UserError(
+            f"Trainer.steps ({steps}) must be a multiple of the {every} steps of a round (@{name}()), or the last ones would "
+            f"not count: try {nearest}"
+        )
 
 
 def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from capibara import config
-from capibara.cli import flags
+from capibara.cli.arguments import flags
 from capibara.core import exits, extras, fields
 from capibara.core.types import UserError
 

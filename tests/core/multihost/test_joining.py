@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from capibara.cli import multihost
+from capibara.cli.arguments import multihost
 from capibara.core.multihost import joining
 from capibara.core.multihost.joining import Joining
 from capibara.core.multihost.roll_call import Process

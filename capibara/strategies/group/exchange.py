@@ -1,0 +1,249 @@
+"""The exchange of a group: a folder, on a disk that all share or in a bucket, to which nodes and coordinator write.
+
+  agreed.json                           the newest agreed model: the round that made it, its file, the state of the group
+  rounds/000012/model.safetensors       the model that round 12 agreed on
+  rounds/000012/outer.safetensors       the outer optimizer's state after it
+  rounds/000012/updates/NODE.safetensors, NODE.json    what a node sends at the end of round 12, and what it says of it
+  rounds/000012/report.json             who had a part in round 12, and why others had none
+
+Each file is written atomically and has one writer: the coordinator, or the node that it is named after. A JSON file names
+the hash of the file that it describes and is written after it. Nothing that is read is executed, and no more is read than
+the group's parameters need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+from etils import epath
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import hashing, stores
+
+AGREED = "agreed.json"
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEPT = 2  # rounds whose models are kept, for nodes that are still reading one
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """The newest agreed model.
+
+    Attributes:
+      round_: the last round; 0: the model is the one that training began with.
+      model: the model's file in the exchange; a failed round keeps an earlier one's.
+      digest: of that file.
+      size: its bytes.
+      status: "running", "finished", or why the group has ended.
+      accepted: the nodes that had a part in the last round, separated by commas.
+      line: what the last round did, for people.
+    """
+
+    round_: int
+    model: str
+    digest: str
+    size: int
+    status: str = "running"
+    accepted: str = ""
+    line: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What a node says of its update.
+
+    Attributes:
+      digest: of the update's file.
+      size: its bytes.
+      loss: the mean loss since the last round, in nats a token; NaN: it made no update.
+      tokens: over which the loss is a mean.
+      bits, block: how the update is stored; see arrays.Packed.
+    """
+
+    digest: str
+    size: int
+    loss: float
+    tokens: float
+    bits: int = 32
+    block: int = 0
+
+
+def check_node(name: str, of: str) -> None:
+    """Raises UserError if a node's name cannot be that of a file."""
+    if not _NODE.fullmatch(name):
+        raise UserError(f"{of} is {name!r}, must be letters, digits, dots, - and _, at most 64: try 'node-a'")
+
+
+class Exchange:
+    """Reads and writes the files of an exchange.
+
+    Args:
+      folder: a path or a bucket's address.
+    """
+
+    def __init__(self, folder: str):
+        self._folder, self._store = epath.Path(folder), stores.of(folder)
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    # --- what the coordinator writes ---
+
+    def agreed(self) -> Agreed | None:
+        """The newest agreed model; None: there is none yet.
+
+        Raises:
+          UserError: the file is not the coordinator's.
+        """
+        data, _ = self._store.read_version(self._folder / AGREED, limits.SMALL_BYTES)
+        if not data:
+            return None
+        try:
+            found = Agreed(**_fields(data, Agreed))
+            if not (found.round_ >= 0 and re.fullmatch(r"rounds/\d{6,9}/model\.safetensors", found.model)):
+                raise ValueError("round or model")
+        except (ValueError, limits.Refused) as error:
+            raise UserError(f"{self._folder / AGREED} is no record of a group ({limits.cause(error)})") from error
+        return found
+
+    def read_model(self, agreed: Agreed) -> bytes:
+        """The content of an agreed model's file.
+
+        Raises:
+          UserError: it is missing or corrupted.
+        """
+        data = self._read(agreed.model, agreed.size)
+        if hashing.hash_of(data) != agreed.digest:
+            raise UserError(f"{self._folder / agreed.model} is corrupted: it does not have the hash in {AGREED}")
+        return data
+
+    def write_model(self, round_: int, data: bytes) -> Agreed:
+        """Writes the model of a round; `publish` makes it the agreed one."""
+        name = f"{_round(round_)}/model.safetensors"
+        self._write(name, data)
+        return Agreed(round_, name, hashing.hash_of(data), len(data))
+
+    def publish(self, agreed: Agreed) -> None:
+        """Makes a model the agreed one."""
+        self._write(AGREED, _json(agreed))
+
+    def write_report(self, round_: int, report: dict[str, Any]) -> None:
+        """Writes the report of a round."""
+        self._write(f"{_round(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The reports of all rounds, in order."""
+        names = [name for name in self._store.list(self._folder) if re.fullmatch(r"rounds/\d+/report\.json", name)]
+        return [limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES)) for name in sorted(names)]
+
+    def tidy(self, agreed: Agreed) -> None:
+        """Removes updates and models of earlier rounds that nobody needs any more."""
+        for name in self._store.list(self._folder):
+            found = re.match(r"rounds/(\d+)/(?!report\.json)", name)
+            if (
+                found
+                and int(found[1]) <= agreed.round_ - _KEPT
+                and not name.startswith(agreed.model.rpartition("/")[0])
+            ):
+                self._store.remove(self._folder / name)
+
+    def read_outer(self, agreed: Agreed, most: int) -> bytes:
+        """The outer optimizer's state that belongs to an agreed model."""
+        return self._read(agreed.model.replace("model.", "outer."), most)
+
+    def write_outer(self, round_: int, data: bytes) -> None:
+        """Writes the outer optimizer's state after a round."""
+        self._write(f"{_round(round_)}/outer.safetensors", data)
+
+    # --- what nodes write ---
+
+    def send(self, round_: int, node: str, data: bytes, note: Note) -> None:
+        """Writes a node's update and its note."""
+        self._write(f"{_round(round_)}/updates/{node}.safetensors", data)
+        self._write(f"{_round(round_)}/updates/{node}.json", _json(note))
+
+    def senders(self, round_: int) -> list[str]:
+        """The nodes that have sent an update in a round, sorted."""
+        folder = self._folder / _round(round_) / "updates"
+        if not folder.exists():
+            return []
+        names = (name.removesuffix(".json") for name in self._store.list(folder) if name.endswith(".json"))
+        return sorted(name for name in names if _NODE.fullmatch(name))
+
+    def note(self, round_: int, node: str) -> Note:
+        """What a node says of its update.
+
+        Raises:
+          UserError: it is no such file.
+        """
+        path = self._folder / _round(round_) / "updates" / f"{node}.json"
+        try:
+            data, _ = self._store.read_version(path, limits.SMALL_BYTES)
+            found = Note(**_fields(data, Note))
+        except (ValueError, limits.Refused) as error:
+            raise UserError(f"its note is not one ({limits.cause(error)})") from error
+        if found.size < 0 or not math.isfinite(found.tokens) or found.tokens < 0:
+            raise UserError(f"its note has size {found.size} and tokens {found.tokens}: neither may be negative")
+        return found
+
+    def update(self, round_: int, node: str, note: Note, most: int) -> bytes:
+        """The content of a node's update.
+
+        Raises:
+          UserError: it is missing, too large or corrupted; in words that follow the node's name.
+        """
+        if note.size > most:
+            raise UserError(f"its update has {note.size} bytes, must be at most {most}")
+        try:
+            data = self._store.read(self._folder / _round(round_) / "updates" / f"{node}.safetensors", note.size)
+        except limits.Refused as error:
+            raise UserError(f"its update {error}") from error
+        except OSError as error:
+            raise UserError(f"its update cannot be read ({limits.cause(error)})") from error
+        if hashing.hash_of(data) != note.digest:
+            raise UserError("its update is corrupted: it does not have the hash in its note")
+        return data
+
+    def _read(self, name: str, most: int) -> bytes:
+        path = self._folder / name
+        try:
+            return self._store.read(path, most)
+        except limits.Refused as error:
+            raise UserError(f"{path} {error}") from error
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({limits.cause(error)})") from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        self._store.make_folder(path.parent)
+        self._store.write_atomic(path, data)
+
+
+def _round(number: int) -> str:
+    return f"rounds/{number:06d}"
+
+
+def _json(record: Agreed | Note) -> bytes:
+    return json.dumps(dataclasses.asdict(record)).encode() + b"\n"
+
+
+def _fields(data: bytes, kind: type[Agreed] | type[Note]) -> dict[str, Any]:
+    """The fields of a record; raises ValueError if one is missing, unknown or has another type."""
+    found = limits.parse_json(data, finite=False)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if not isinstance(found, dict) or not found.keys() <= fields.keys():
+        raise ValueError("other fields")
+    for name, field in fields.items():
+        if name not in found:
+            if field.default is dataclasses.MISSING:
+                raise ValueError(f"{name} is missing")
+            continue
+        kinds: tuple[type, ...] = {"int": (int,), "str": (str,), "float": (int, float)}[str(field.type)]
+        if not isinstance(found[name], kinds) or isinstance(found[name], bool):
+            raise ValueError(f"{name} is {limits.shortened(found[name])}")
+    return found

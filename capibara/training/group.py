@@ -1,0 +1,80 @@
+"""The interface of `Trainer.group`: where a run's model meets those of other runs, each a job of its own."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from capibara.core.types import Params, PyTree
+from capibara.objectives.base import Metrics
+from capibara.objectives.batches import Reporter
+
+
+@dataclasses.dataclass(frozen=True)
+class Adopted:
+    """A model that a group has agreed on.
+
+    Attributes:
+      step: the run's step with that model; above the one that it was at if the group is ahead of the run.
+      params: the trained parameters, on the mesh.
+      line: what the round did, for people.
+    """
+
+    step: int
+    params: Params
+    line: str
+
+
+class Member(abc.ABC):
+    """A run's part in its group; made once for a run, called on every process."""
+
+    @abc.abstractmethod
+    def watch(self, metrics: Metrics) -> None:
+        """Records the metrics of a step, still on the devices."""
+
+    @abc.abstractmethod
+    def meet(self, step: int, params: Params) -> Adopted | None:
+        """Meets the group at the start of the program, and at the end of each round; waits for the others.
+
+        It may be called again for the same step, after an interruption too.
+
+        Args:
+          step: completed steps.
+          params: the run's trained parameters.
+
+        Returns:
+          The model to go on from; None: the run goes on from its own, because no round has ended.
+
+        Raises:
+          Interrupted: the run is to stop.
+          UserError: the group has ended, has other parameters, or does not answer.
+        """
+
+
+class Alone(Member):
+    """The part of a run that is in no group."""
+
+    def watch(self, metrics: Metrics) -> None:
+        del metrics
+
+    def meet(self, step: int, params: Params) -> Adopted | None:
+        del step, params
+        return None
+
+
+class Group(abc.ABC):
+    """Configuration of a run's part in a group."""
+
+    @property
+    @abc.abstractmethod
+    def round_steps(self) -> int:
+        """Steps from one round to the next."""
+
+    @abc.abstractmethod
+    def join(self, params: PyTree, reporter: Reporter) -> Member:
+        """Joins the group.
+
+        Args:
+          params: the trained parameters as jax.ShapeDtypeStruct with their shardings.
+          reporter: of the loop.
+        """
