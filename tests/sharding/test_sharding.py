@@ -202,3 +202,12 @@ def test_each_node_has_consecutive_rows_of_a_batch_and_a_mesh_of_its_own():
     assert of_node.manual_axes == ("node",) and rules.batch == ("data", "fsdp", "expert")
     with pytest.raises(UserError, match=r"Plan.batch_size \(12\) must be a multiple of 8 \(node=2 x fsdp=4\): try 16"):
         sharding.make_mesh(Plan(batch_size=12, node=2, fsdp=4))
+
+
+def test_a_node_of_one_device_is_manual_over_all_axes():
+    """Kernels cannot be partitioned, not even over axes of one device."""
+    one, two = (
+        sharding.make_mesh(sharding.Plan(batch_size=8, **sizes))
+        for sizes in (dict(node=8, fsdp=1), dict(node=4, fsdp=2))
+    )
+    assert sharding.node_axes(one) == set(one.axis_names) and sharding.node_axes(two) == {"node"}

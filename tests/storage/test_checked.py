@@ -1,6 +1,7 @@
 """What a store of the user's returns is checked where it arises."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from capibara.core import user_modules
 from capibara.core.types import UserError
 from capibara.storage import checked, stores
 from capibara.storage.disk import DiskStore
+from capibara.storage.store import Store
 
 
 class Forgetful(DiskStore):
@@ -75,3 +77,9 @@ def test_capibaras_stores_are_not_wrapped(tmp_path):
         assert stores.of(tmp_path / "file") is store
     finally:
         stores.assign(tmp_path, None)
+
+
+def test_the_table_has_every_method_that_returns_a_value():
+    returns = {name for name, method in vars(Store).items() if inspect.isfunction(method) and not name.startswith("_")
+               and inspect.signature(method).return_annotation != "None"}  # fmt: skip
+    assert returns - {"open", "lines"} == set(checked._RETURNS)

@@ -62,3 +62,19 @@ def test_the_caller_does_all_where_no_thread_can_be_started(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         Task(lambda: 1 / 0, "another").wait(1.0)
     threads._pool.cache_clear()
+
+
+def test_after_an_error_no_new_call_starts():
+    begun, called = threading.Event(), []
+
+    def fail(x):
+        called.append(x)
+        if x == 0:
+            assert begun.wait(60)  # a helper is at work
+            raise ValueError("the first")
+        begun.set()
+        threading.Event().wait(0.001)
+
+    with pytest.raises(ValueError, match="the first"):
+        threads.each(fail, range(2000))
+    assert len(called) < 1000

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from capibara import sharding
-from capibara.consensus.aggregation import Aggregation, CenteredClipping, CoordinateMedian
+from capibara.consensus.aggregation import Aggregation, Bucketing, CenteredClipping, CoordinateMedian
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterSgd
 from capibara.models import api
@@ -238,3 +239,26 @@ def test_compressed_rounds_follow_the_others_and_nothing_is_lost():
 def assert_equal(a, b):
     for got, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def round_of(strategy, skipped, number=0):
+    """(agreed model, nodes) after a step of eight nodes, node n at n."""
+    mesh = sharding.make_mesh(Plan(batch_size=8, node=8, fsdp=1))
+    params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())}
+    agreed = {"w": jnp.zeros(4)}
+    metrics = dict(loss=jnp.ones(8), grad_norm=jnp.ones(8), tokens=jnp.full(8, 4.0), skipped=jnp.asarray(skipped))
+    own = {"w": jnp.broadcast_to(jnp.arange(8.0)[:, None] ** 2, (8, 4))}
+    step = strategy.step(lambda _, opt_state, *more: (own, opt_state, metrics), mesh, params)
+    return jax.device_get(jax.jit(step)(jnp.int32(number), agreed, strategy.init(optax.sgd(0.1), agreed, 8), {}))
+
+
+def test_a_node_whose_updates_were_skipped_has_no_part():
+    """Its loss is finite: a spike, or gradients that were not finite."""
+    _, nodes, _ = round_of(ConsensusConfig(every=1), [0.0, 0, 1, 0, 0, 0, 0, 0])
+    assert nodes.verdict.quality[2] == -1 and nodes.verdict.accepted.tolist() == [n != 2 for n in range(8)]
+
+
+def test_each_round_draws_its_own_key():
+    strategy = ConsensusConfig(every=1, aggregation=Aggregation(rule=CoordinateMedian(), before=(Bucketing(),)))
+    found = [round_of(strategy, [0.0] * 8, number).params["w"][0] for number in range(6)]
+    assert len({float(x) for x in found}) > 1

@@ -18,6 +18,7 @@ from etils import epath
 
 from capibara.checkpoints.lease import Lease
 from capibara.config import configurable
+from capibara.consensus.aggregation import Aggregation
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import hashing, stores
@@ -83,25 +84,21 @@ class Coordinator(Agreement):
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise UserError(f"Coordinator.norm_limit is {self.norm_limit}, must be above 1, or None: try 10")
         self.aggregation.check(self.num_nodes)
-        self._of(self.needed)  # fewer nodes than that are never aggregated
+        self.of_nodes(self.needed)  # fewer nodes than that are never aggregated
 
     @property
     def needed(self) -> int:
         """The quorum."""
         return self.num_nodes // 2 + 1 if self.quorum is None else self.quorum
 
-    def _of(self, nodes: int) -> Any:
+    def of_nodes(self, nodes: int) -> Aggregation:
         """The aggregation of so many nodes, which may withstand fewer faults than that of all.
 
         Raises:
           UserError: it cannot work on so few.
         """
-        largest = self.aggregation.largest_faults(nodes)
-        if largest < 0:
-            raise UserError(
-                f"Coordinator.quorum ({self.needed}) nodes are too few for {type(self.aggregation.rule).__name__}: raise it"
-            )
-        own = dataclasses.replace(self.aggregation, faults=min(self.aggregation.faults, largest))
+        faults = min(self.aggregation.faults, self.aggregation.largest_faults(nodes))
+        own = dataclasses.replace(self.aggregation, faults=faults)
         own.check(nodes)
         return own
 
@@ -294,7 +291,7 @@ class _Coordination:
         )
         losses = jnp.where(jnp.isfinite(losses).all(axis=1, keepdims=True), losses, 0.0)
         quality = quality_of(losses)
-        aggregation = config._of(len(names))
+        aggregation = config.of_nodes(len(names))
         expected = len(standing.waited | set(names))
         outer = jax.tree.unflatten(jax.tree.structure(config.outer.init(dict(standing.model))), standing.outer)
         combine = jax.jit(aggregation)

@@ -216,3 +216,20 @@ def test_a_search_without_room_says_what_it_asked_for(said, error, monkeypatch):
         else r"num_decodes \(3\) of 2 prompts with \d+ tokens need 0\.\d GiB .* request fewer",
     ):
         results(engine, BEAMS, PROMPTS[:1])
+
+
+def chosen(log_p, ends, K=1, min_log_prob=-1e7):
+    asked = beam_search.beam_requests_of([4], [0], [ends], 0.6, min_log_prob)
+    state = beam_search._nothing_found(1, beam_search.Sizes(K, 4, 8), asked) | {"cache": {"layers": ()}}
+    logits = jnp.repeat(jnp.log(jnp.asarray([log_p])), K, axis=0)
+    return beam_search._chosen(logits, len(log_p), state, asked)
+
+
+def test_all_beams_live_where_the_likeliest_tokens_all_end():
+    state = chosen([0.1, 0.3, 0.2, 0.4], ends=[1, 3])
+    assert state["last"].tolist() == [[2]] and state["log_p"][0, 0] > beam_search.NEVER / 2
+
+
+def test_a_search_ends_once_all_its_beams_are_less_likely_than_asked():
+    found = [bool(chosen([0.5, 0.2, 0.3], [-1], K=2, min_log_prob=least)["done"][0]) for least in (-0.6, -0.8)]
+    assert found == [True, False]

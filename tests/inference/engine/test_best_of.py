@@ -14,7 +14,7 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine import best_of, speed
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.stream import Finish
+from capibara.inference.engine.stream import Finish, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig
@@ -98,3 +98,12 @@ def test_one_that_nobody_wants_is_drawn_no_further(engine):
 def test_bad_counts(fields, told):
     with pytest.raises(UserError, match=told):
         Sampling(**fields)
+
+
+def test_an_error_of_one_text_is_that_of_all():
+    texts = [Stream(lambda: False) for _ in range(2)]
+    best, given = best_of.BestOf(lambda: False, Sampling(temperature=1.0, num_decodes=2), texts), []
+    best.forward(given.append)
+    error = RuntimeError("lost")
+    texts[1].fail(error)
+    assert given == [error]

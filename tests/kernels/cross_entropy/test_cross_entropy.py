@@ -197,3 +197,41 @@ def test_that_gradient_is_float32_of_all_tokens(monkeypatch):
     hidden, head, targets, weights = case(jnp.bfloat16)
     jax.eval_shape(jax.grad(lambda hidden: dispatch.cross_entropy(hidden, head, targets, weights)[0]), hidden)
     assert asked == [4 * 24 * D]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0, 200.0])
+def test_parts_of_a_sharded_vocabulary_have_all_terms(soft_cap, monkeypatch):
+    monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
+    monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+    monkeypatch.setattr(by_vocabulary, "_LANES", 4)
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 8, 32), (40, 32)))
+    targets, weights = rng.integers(0, 40, (8, 8)), jnp.asarray(rng.integers(0, 2, (8, 8)), jnp.float32)
+    mesh, rules = sharding.make_mesh(Plan(batch_size=8, data=2, fsdp=2, tensor=2)), Rules()
+
+    def on_mesh(hidden, head):
+        with sharding.activate(mesh, rules):
+            return cross_entropy(hidden, head, targets, weights, z_loss=0.1, label_smoothing=0.2, soft_cap=soft_cap)[0]
+
+    def plain(hidden, head):
+        return reference.cross_entropy(hidden, head, targets, weights, Terms(0.1, 0.2), Softmax(soft_cap))[0]
+
+    got = jax.jit(jax.value_and_grad(on_mesh, (0, 1)))(hidden, head)
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves(jax.value_and_grad(plain, (0, 1))(hidden, head)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_scale_may_be_larger_than_any_float16():
+    rng = np.random.default_rng(0)
+    hidden, head = (
+        jnp.asarray(rng.normal(size=(1, 8, 16)), jnp.float16),
+        jnp.asarray(rng.normal(size=(40, 16)), jnp.float32),
+    )
+    targets, weights = rng.integers(0, 40, (1, 8)), jnp.full((1, 8), 1e-2)
+
+    def gradient(scale):
+        return jax.grad(lambda hidden: scale * cross_entropy(hidden, head, targets, weights)[0])(hidden)
+
+    np.testing.assert_array_equal(gradient(2.0**17).astype(jnp.float32), 2.0**17 * gradient(1.0).astype(jnp.float32))

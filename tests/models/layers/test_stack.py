@@ -111,3 +111,10 @@ def test_every_architecture_says_whether_all_of_a_layer_is_trained(config, monke
         with pytest.raises(Called) as caught:
             jax.eval_shape(model.logits, model.abstract_params, batch)
         assert caught.value.args == (lora is None,)
+
+
+def test_the_input_and_all_float_parameters_of_a_layer_are_tied(monkeypatch):
+    monkeypatch.setattr(stack, "gradients_together", lambda *arrays: tuple(-a for a in arrays))
+    values = {"w": jnp.ones(2), "number": jnp.int32(3), "scale": jnp.full(2, 4.0)}
+    x, own = stack._finished(jnp.ones(3), values, True)
+    assert (x == -1).all() and (own["w"] == -1).all() and own["number"] == 3 and (own["scale"] == -4).all()
