@@ -92,7 +92,7 @@ ROWS = {
     "1b-1": Row(_1B, "v5e-64", 1, recorded_gib=0.75),
     "1b-12": Row(_1B, "v5e-64", 12, recorded_gib=3.76),
     "1b-mlp8192-6": Row(_1B | {"mlp_dim": 8192}, "v5e-64", 6, recorded_gib=2.26),
-    "1b-12-v6e": Row(_1B, "v6e-64", 12, recorded_gib=4.24),
+    "1b-12-v6e": Row(_1B, "v6e-64", 12, recorded_gib=4.24, options=True),
     "7b-4": Row(_7B, "v5e-64", 4, recorded_gib=11.34, **_QKV),
     "7b-5": Row(_7B, "v5e-64", 5, **_QKV),
     "7b-6": Row(_7B, "v5e-64", 6, recorded_gib=float("inf"), **_QKV),
