@@ -9,7 +9,7 @@ from __future__ import annotations
 Axes = tuple[str | None, ...]
 Dims = tuple[int, ...]
 
-STACK_AXES = ("layers", "stage", "expert")  # leading axes over which independent weights are stacked
+STACK_AXES = ("layers", "stage", "experts")  # leading axes over which independent weights are stacked
 HEAD_AXES = ("heads", "kv_heads", "head_dim")  # adjacent ones are one space: the features of all heads
 LOOKUP_AXES = ("vocab", "position")  # tables of embeddings and the output head
 

@@ -11,7 +11,8 @@ import pytest
 from capibara import optim
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.optim import Adafactor, Optimizer, OptimizerName, Schedule, ScheduleKind
+from capibara.models import api
+from capibara.optim import Adafactor, Optimizer, OptimizerName, Schedule, ScheduleKind, matrices
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -20,14 +21,14 @@ AXES = {
         "query": {"kernel": ("layers", "embed", "heads", "head_dim"), "bias": ("layers", "heads", "head_dim")},
         "out": {"kernel": ("layers", "heads", "head_dim", "embed"), "bias": ("layers", "embed")},
         "mlp": {"kernel": ("layers", "embed", "mlp")},
-        "experts": {"kernel": ("layers", "expert", "embed", "mlp"), "bias": ("layers", "expert", "mlp")},
-        "router": {"kernel": ("layers", "embed", "expert")},
+        "experts": {"kernel": ("layers", "experts", "embed", "mlp"), "bias": ("layers", "experts", "mlp")},
+        "router": {"kernel": ("layers", "embed", "experts")},
         "norm": {"scale": ("layers", "embed")},
     },
     "final_norm": {"scale": ("norm",)},
     "head": {"kernel": ("embed", "vocab")},
 }
-SIZES = dict(vocab=20, position=9, embed=8, heads=2, head_dim=4, mlp=12, layers=3, expert=2, norm=8)
+SIZES = dict(vocab=20, position=9, embed=8, heads=2, head_dim=4, mlp=12, layers=3, experts=2, norm=8)
 CONSTANT = Schedule(kind=ScheduleKind.CONSTANT, learning_rate=0.1)
 
 
@@ -147,6 +148,21 @@ class TestMasks:
         assert optim.hidden_matrix(("embed", "embed")) == ((0,), (1,))
         assert optim.hidden_matrix(("mlp", "embed")) == ((0,), (1,))
 
+    def test_each_expert_of_a_model_is_a_matrix_of_its_own_and_its_bias_is_none(self):
+        """By the names that models give their axes."""
+        sizes = dict(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, bias="all")
+        model = api.build(api.DecoderConfig(**sizes, moe=api.Moe(num_experts=4, top_k=2, bias="all")))
+        mlp = model.axes["layers"]["mlp"]
+        assert {name for name in mlp if name.endswith("bias")} == {"up_bias", "gate_bias", "down_bias", "router_bias"}
+        found = {name: optim.hidden_matrix(axes) for name, axes in mlp.items()}
+        assert {name: dims and tuple(dims) for name, dims in found.items()} == {
+            **dict.fromkeys(("up", "gate", "down"), ((2,), (3,))),
+            "router": ((1,), (2,)),
+            **dict.fromkeys(("up_bias", "gate_bias", "down_bias", "router_bias")),
+        }
+        assert names_where(optim.decay_mask(mlp)) == {"up", "gate", "down", "router"}
+        assert {matrices.own_dims(axes) for name, axes in mlp.items() if name in ("up", "gate", "down")} == {(2, 3)}
+
     @pytest.mark.parametrize("name", list(OptimizerName))
     def test_weight_decay_reaches_matrices_only(self, name):
         """With zero gradients only decay moves the weights, by learning rate times decay."""
@@ -168,7 +184,7 @@ def orthogonalised(matrix):
 
 
 def rms_of(x, axes):
-    stacked = 2 if axes[:2] == ("layers", "expert") else int(axes[0] == "layers")
+    stacked = 2 if axes[:2] == ("layers", "experts") else int(axes[0] == "layers")
     own = tuple(range(stacked, x.ndim))
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
 
