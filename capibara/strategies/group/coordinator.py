@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +19,12 @@ from etils import epath
 
 from capibara.checkpoints.lease import Lease
 from capibara.config import configurable
-from capibara.consensus.aggregation import Aggregation
+from capibara.consensus.aggregation import Aggregation, Mean, Report
+from capibara.consensus.privacy import Privacy
 from capibara.core import limits
-from capibara.core.types import UserError
+from capibara.core.types import Params, UserError
 from capibara.storage import hashing, stores
-from capibara.strategies.agreement import Agreement, quality_of
+from capibara.strategies.agreement import Agreement, Combine, quality_of
 from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import Agreed, Exchange, check_node
@@ -48,6 +50,7 @@ class Coordinator(Agreement):
       consensus_timeout_s: seconds from the begin of a round to its end, whoever has sent something.
       grace_s: seconds for the others once a quorum has sent its updates.
       norm_limit: an update is rejected if its norm is above so many times the median of those accepted so far; None: any.
+      privacy: clips updates and adds noise to their mean, until its budget is spent; None: it does not.
       poll_s: seconds between two looks at the exchange.
     """
 
@@ -59,6 +62,7 @@ class Coordinator(Agreement):
     consensus_timeout_s: float = 3600.0
     grace_s: float = 60.0
     norm_limit: float | None = 10.0
+    privacy: Privacy | None = None
     poll_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -83,6 +87,13 @@ class Coordinator(Agreement):
                 raise UserError(f"Coordinator.{name} is {getattr(self, name)}, must be above 0 and finite")
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise UserError(f"Coordinator.norm_limit is {self.norm_limit}, must be above 1, or None: try 10")
+        if self.privacy is not None:
+            if not isinstance(self.aggregation.rule, Mean) or self.aggregation.before:
+                raise UserError(
+                    "Coordinator.privacy needs a mean, whose sensitivity is known: set Aggregation.rule = @Mean()"
+                )
+            if self.quality_threshold is not None:
+                raise UserError("Coordinator.quality_threshold reveals what Coordinator.privacy hides: leave it out")
         self.aggregation.check(self.num_nodes)
         self.of_nodes(self.needed)  # fewer nodes than that are never aggregated
 
@@ -164,11 +175,21 @@ class _Coordination:
 
     def run(self) -> str:
         config, agreed = self._config, self._exchange.agreed()
+        privacy = config.privacy
+        most = config.rounds if privacy is None else min(config.rounds, privacy.releases_within())
         standing = self._begun() if agreed is None else self._resumed(agreed)
-        while standing.agreed.round_ < config.rounds:
+        if privacy is not None and (
+            line := privacy.warning(config.num_nodes, sum(x.size for x in standing.model.values()))
+        ):
+            self._show(f"warning: {line}")
+        while standing.agreed.round_ < most:
             self._round(standing)
             self._lease.check()
             self._exchange.tidy(standing.agreed)
+        if privacy is not None and most < config.rounds:
+            spent = f"epsilon {privacy.epsilon(most):.3g} after {most} rounds, of Privacy.budget {privacy.budget:g}"
+            self._exchange.publish(dataclasses.replace(standing.agreed, status=f"its privacy budget is spent: {spent}"))
+            return f"the privacy budget is spent: {spent}: {self._exchange}/{standing.agreed.model}"
         self._exchange.publish(dataclasses.replace(standing.agreed, status="finished"))
         return f"finished after {standing.agreed.round_} rounds: {self._exchange}/{standing.agreed.model}"
 
@@ -274,6 +295,8 @@ class _Coordination:
     ) -> tuple[dict[str, Update], dict[str, str]]:
         """The updates whose norm is within the limit, and why others have no part."""
         without, limit = dict(rejected), self._config.norm_limit
+        if self._config.privacy is not None:
+            return dict(updates), without  # they are clipped
         usual = float(np.median([*norms, *(u.norm for u in updates.values() if math.isfinite(u.norm))] or [0.0]))
         for name, update in updates.items():
             if limit is not None and usual and math.isfinite(update.norm) and update.norm > limit * usual:
@@ -294,7 +317,10 @@ class _Coordination:
         aggregation = config.of_nodes(len(names))
         expected = len(standing.waited | set(names))
         outer = jax.tree.unflatten(jax.tree.structure(config.outer.init(dict(standing.model))), standing.outer)
-        combine = jax.jit(aggregation)
+        combine: Combine = jax.jit(aggregation)
+        if config.privacy is not None:
+            combine = _private(combine, config.privacy, config.num_nodes)
+            report["epsilon"] = config.privacy.epsilon(number)
         found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
         accepted = [name for name, has_part in zip(names, np.asarray(found.accepted), strict=True) if has_part]
         report["score"] = float(found.score)
@@ -336,6 +362,17 @@ class _Coordination:
         return dataclasses.replace(agreed, accepted=",".join(accepted), line=line)
 
 
+def _private(combine: Combine, privacy: Privacy, nodes: int) -> Combine:
+    """The aggregation with the mean that the privacy allows; its noise is drawn from the operating system's randomness."""
+    secret = jax.random.key(secrets.randbits(32))
+
+    def private(sent: Params, agreed: Params, key: jax.Array | None) -> tuple[Params, Report]:
+        _, report = combine(sent, agreed, key)
+        return privacy.noisy_mean(agreed, sent, nodes, secret), report
+
+    return private
+
+
 def _leaves(outer: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(outer)]
 
@@ -359,4 +396,6 @@ def _line(report: Mapping[str, Any], rounds: int) -> str:
     else:
         words = f"no agreement ({report['failed']}), the nodes go on from the last agreed model"
     line = f"round {number} of {rounds}: {words}, {report['bytes_received'] / 1e6:.1f} MB received"
+    if "epsilon" in report:
+        line = f"{line}, epsilon {report['epsilon']:.3g} so far"
     return "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(report["without"].items()))])

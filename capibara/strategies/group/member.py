@@ -141,6 +141,11 @@ class GroupMember(Member):
             agreed = self._newest()
             if agreed is not None and agreed.round_ >= round_:
                 return agreed
+            if agreed is not None and agreed.status == "finished":
+                raise UserError(
+                    f"the group in {self._exchange} has finished after {agreed.round_} rounds, and this run has more steps: set "
+                    f"Trainer.steps = {agreed.round_ * self._node.every}"
+                )
             self._reporter.check(looks)
             waited_s = hosts.of_first(lambda: time.monotonic() - begin_s)
             if waited_s > self._node.timeout_s:

@@ -11,6 +11,7 @@ import pytest
 from capibara.consensus.aggregation import Aggregation, CoordinateMedian, Mean, Monna, TrimmedMean
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import FedAdam, OuterSgd
+from capibara.consensus.privacy import Privacy
 from capibara.core.types import UserError
 from capibara.storage import hashing
 from capibara.strategies.group import arrays
@@ -286,6 +287,39 @@ def test_few_bits_are_sent_and_decoded(tmp_path):
         want = np.mean([moved(start(), (1, ord(node)))[name] for node in "abc"], axis=0)
         np.testing.assert_allclose(found, want, atol=0.3 / 127, rtol=0)
         assert np.any(found != want)
+
+
+def test_a_privacy_budget_stops_the_group_before_it_is_exceeded(tmp_path):
+    privacy = Privacy(clip_norm=0.01, noise_multiplier=8.0, delta=1e-5, budget=1.0)
+    lines = []
+    config = coordinator(tmp_path, rounds=50, privacy=privacy)
+    said = config.run(lines.append, Play(tmp_path, three()))
+    most = privacy.releases_within()
+    assert 1 < most < 50 and privacy.epsilon(most) <= 1.0 < privacy.epsilon(most + 1)
+    found = [report["epsilon"] for report in reports(tmp_path)]
+    assert found == [privacy.epsilon(number) for number in range(1, most + 1)]
+    assert said.startswith(
+        f"the privacy budget is spent: epsilon {found[-1]:.3g} after {most} rounds, of Privacy.budget 1"
+    )
+    assert Exchange(str(tmp_path)).agreed().status.startswith("its privacy budget is spent")
+    assert lines[1].startswith("warning: the noise of a round has the norm") and "epsilon" in lines[2]
+    # Each round moves by the noise and by no more than the clipped updates.
+    moves = [np.abs(x - start()[name]).max() for name, x in model_of(tmp_path).items()]
+    assert 0 < max(moves) < most * (0.01 + 6 * 8 * 0.01 / 3)
+    again = coordinator(tmp_path, rounds=50, privacy=privacy)
+    assert again.run(check=Play(tmp_path, three())) == said  # nothing more is released
+    assert len(reports(tmp_path)) == most
+
+
+def test_privacy_needs_a_mean_and_a_budget_for_one_round(tmp_path):
+    privacy = Privacy(clip_norm=1.0, noise_multiplier=0.1, budget=1.0)
+    with pytest.raises(UserError, match="Coordinator.privacy needs a mean"):
+        coordinator(tmp_path, privacy=privacy, aggregation=Aggregation(rule=CoordinateMedian()))
+    with pytest.raises(UserError, match="quality_threshold reveals"):
+        coordinator(tmp_path, privacy=privacy, quality_threshold=0.5)
+    with pytest.raises(UserError, match="the first round costs epsilon"):
+        coordinator(tmp_path, privacy=privacy).run(check=Play(tmp_path, three()))
+    assert not reports(tmp_path)
 
 
 def test_nodes_that_begin_with_other_weights_are_named(tmp_path):

@@ -1,0 +1,167 @@
+"""Differential privacy of nodes: each one's update is clipped, the mean gets noise, and a ledger counts what that has cost.
+
+User-level privacy as in McMahan et al. 2018 (arXiv:1710.06963): a user is a node with all its data. The ledger is
+dp-accounting's (github.com/google/differential-privacy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.config import configurable
+from capibara.core import extras
+from capibara.core.types import Params, PyTree, UserError
+
+if TYPE_CHECKING:
+    from dp_accounting import PrivacyAccountant
+
+_MOST_RELEASES = 1 << 20  # beyond which `releases_within` does not look
+
+
+class Accounting(enum.StrEnum):
+    """How epsilon is computed, from the loosest to the tightest.
+
+    MOMENTS: Renyi divergences with the conversion of Abadi et al. 2016 (arXiv:1607.00133), the moments accountant.
+    RDP: the same divergences with the conversion of Canonne et al. 2020 (arXiv:2004.00010).
+    PLD: the distribution of the privacy loss, composed numerically (Koskela et al. 2020, arXiv:1906.03049).
+    """
+
+    MOMENTS = "moments"
+    RDP = "rdp"
+    PLD = "pld"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What is promised: how little the presence of one node changes the distribution of what comes out of the rounds.
+
+    Attributes:
+      clip_norm: the largest norm of a node's update; longer ones are scaled down.
+      noise_multiplier: the noise's standard deviation in the sum of the updates, over `clip_norm`.
+      delta: the probability with which the promise may fail; below one over the number of nodes.
+      budget: the largest epsilon; training ends before it is exceeded. None: it is only reported.
+      accounting: how epsilon is computed.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    delta: float = 1e-5
+    budget: float | None = None
+    accounting: Accounting = Accounting.PLD
+
+    def __post_init__(self) -> None:
+        for name in ("clip_norm", "noise_multiplier"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"Privacy.{name} is {getattr(self, name)}, must be above 0 and finite: try 1.0")
+        if not 0 < self.delta < 1:
+            raise UserError(f"Privacy.delta is {self.delta}, must be between 0 and 1: try 1e-5")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise UserError(f"Privacy.budget is {self.budget}, must be above 0 and finite, or None: try 8.0")
+
+    def epsilon(self, releases: int, sampling: float = 1.0) -> float:
+        """What so many noisy means have cost.
+
+        Args:
+          releases: their number.
+          sampling: the probability with which each node has a part in one, drawn anew for each; 1: all always have.
+        """
+        return epsilon(self.noise_multiplier, sampling, releases, self.delta, self.accounting) if releases else 0.0
+
+    def releases_within(self, sampling: float = 1.0) -> int:
+        """The largest number of noisy means that the budget allows.
+
+        Raises:
+          UserError: it does not allow the first.
+        """
+        budget = math.inf if self.budget is None else self.budget
+        if (first := self.epsilon(1, sampling)) > budget:
+            raise UserError(
+                f"Privacy.budget is {budget:g}, and the first round costs epsilon {first:.3g}: raise it, or "
+                f"noise_multiplier ({self.noise_multiplier:g})"
+            )
+        most = 1
+        while most < _MOST_RELEASES and self.epsilon(2 * most, sampling) <= budget:
+            most *= 2
+        low, high = most, 2 * most
+        while most < _MOST_RELEASES and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.epsilon(middle, sampling) <= budget else (low, middle)
+        return low
+
+    def noisy_mean(self, start: Params, models: PyTree, nodes: int, key: jax.Array) -> Params:
+        """The start plus the sum of the clipped updates over `nodes`, with noise (traceable).
+
+        An update that is not finite counts as zero. The divisor is fixed: if it were the number of updates, the mean would
+        reveal it.
+
+        Args:
+          start: the model that the nodes began with, arrays [...].
+          models: theirs, float arrays [n, ...].
+          nodes: of the group, whether or not all have a model among these.
+          key: secret, and new for each mean.
+        """
+        updates = jax.tree.map(lambda x, begun: x.astype(jnp.float32) - begun.astype(jnp.float32), models, start)
+        squares = [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(updates)]
+        norms = jnp.sqrt(sum(squares[1:], squares[0]))
+        scales = jnp.where(jnp.isfinite(norms), jnp.minimum(1.0, self.clip_norm / jnp.maximum(norms, 1e-30)), 0.0)
+        keys = jax.tree.unflatten(jax.tree.structure(start), list(jax.random.split(key, len(squares))))
+
+        def mean(begun: jax.Array, update: jax.Array, own: jax.Array) -> jax.Array:
+            weights = scales.reshape(-1, *[1] * (update.ndim - 1))
+            total = jnp.sum(jnp.where(weights > 0, update * weights, 0.0), axis=0)
+            noise = self.noise_multiplier * self.clip_norm * jax.random.normal(own, begun.shape)
+            return (begun.astype(jnp.float32) + (total + noise) / nodes).astype(begun.dtype)
+
+        return jax.tree.map(mean, start, updates, keys)
+
+    def warning(self, nodes: int, params: int) -> str | None:
+        """A line if the noise drowns the largest possible mean update; None: it does not.
+
+        Args:
+          nodes: of the group.
+          params: parameters that are trained.
+        """
+        noise = self.noise_multiplier * self.clip_norm * math.sqrt(params) / nodes
+        if noise <= self.clip_norm:
+            return None
+        needed = math.ceil(self.noise_multiplier * math.sqrt(params))
+        return (
+            f"the noise of a round has the norm {noise:.3g}, {noise / self.clip_norm:.3g} times the largest update's "
+            f"({self.clip_norm:g}): with {nodes} nodes and {params:,} parameters it drowns what they learn; with {needed:,} "
+            "nodes it would be as large, and adapters have fewer parameters"
+        )
+
+
+def epsilon(
+    noise_multiplier: float, sampling: float, releases: int, delta: float, accounting: Accounting = Accounting.PLD
+) -> float:
+    """The epsilon of Gaussian mechanisms, each on a Poisson sample, for neighbours that differ in one node.
+
+    Args:
+      noise_multiplier: the noise's standard deviation over the sensitivity.
+      sampling: the probability with which a node is in a sample.
+      releases: the number of mechanisms.
+      delta: the probability with which the promise may fail.
+      accounting: how it is computed.
+    """
+    extras.require("dp_accounting", extra="privacy", why="the cost of differential privacy")
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+    from dp_accounting.rdp import RdpAccountant
+
+    event = GaussianDpEvent(noise_multiplier)
+    event = event if sampling == 1 else PoissonSampledDpEvent(sampling, event)
+    accountant: PrivacyAccountant = PLDAccountant() if accounting is Accounting.PLD else RdpAccountant()
+    accountant.compose(event, releases)
+    if accounting is not Accounting.MOMENTS:
+        return float(accountant.get_epsilon(delta))
+    orders, divergences = np.asarray(accountant.orders, np.float64), np.asarray(accountant.rdp, np.float64)
+    return float(np.min(divergences + math.log(1 / delta) / (orders - 1)))
