@@ -267,7 +267,8 @@ class _Coordination:
         shapes = arrays.shapes_of(standing.model)
         inbox = Inbox(self._exchange, number, self._may_join, standing.model, arrays.most_bytes(shapes))
         inbox = self._collected(inbox, standing.waited)
-        updates, without = self._within_norm(inbox.updates, standing.norms, inbox.rejected)
+        limit = None if self._config.privacy is not None else self._config.norm_limit  # with privacy they are clipped
+        updates, without = _within_norm(inbox, standing.norms, limit)
         late = (standing.waited | self._names) - updates.keys() - without.keys()
         without |= {name: f"it sent nothing within {time.monotonic() - begin_s:.0f} s" for name in late}
         report = {"round": number, "succeeded": False, "score": 0.0, "accepted": {}, "without": without}
@@ -289,21 +290,6 @@ class _Coordination:
             raise UserError(why)
         self._exchange.publish(standing.agreed)
         self._show(standing.agreed.line)
-
-    def _within_norm(
-        self, updates: Mapping[str, Update], norms: list[float], rejected: dict[str, str]
-    ) -> tuple[dict[str, Update], dict[str, str]]:
-        """The updates whose norm is within the limit, and why others have no part."""
-        without, limit = dict(rejected), self._config.norm_limit
-        if self._config.privacy is not None:
-            return dict(updates), without  # they are clipped
-        usual = float(np.median([*norms, *(u.norm for u in updates.values() if math.isfinite(u.norm))] or [0.0]))
-        for name, update in updates.items():
-            if limit is not None and usual and math.isfinite(update.norm) and update.norm > limit * usual:
-                without[name] = (
-                    f"the norm of its update, {update.norm:.3g}, is above {limit:g} times the median {usual:.3g}"
-                )
-        return {name: update for name, update in updates.items() if name not in without}, without
 
     def _settled(self, standing: _Standing, number: int, updates: dict[str, Update], report: dict[str, Any]) -> None:
         """Makes the next model of the updates."""
@@ -360,6 +346,18 @@ class _Coordination:
         self._exchange.write_outer(number, arrays.to_bytes(stored))
         agreed = self._exchange.write_model(number, arrays.to_bytes(model))
         return dataclasses.replace(agreed, accepted=",".join(accepted), line=line)
+
+
+def _within_norm(inbox: Inbox, norms: list[float], limit: float | None) -> tuple[dict[str, Update], dict[str, str]]:
+    """The updates whose norm is within the limit, and why others have no part."""
+    updates, without = inbox.updates, dict(inbox.rejected)
+    usual = float(np.median([*norms, *(u.norm for u in updates.values() if math.isfinite(u.norm))] or [0.0]))
+    for name, update in updates.items():
+        if limit is not None and usual and math.isfinite(update.norm) and update.norm > limit * usual:
+            without[name] = (
+                f"the norm of its update, {update.norm:.3g}, is above {limit:g} times the median {usual:.3g}"
+            )
+    return {name: update for name, update in updates.items() if name not in without}, without
 
 
 def _private(combine: Combine, privacy: Privacy, nodes: int) -> Combine:
