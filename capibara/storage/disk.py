@@ -112,8 +112,11 @@ class DiskStore:
                     if entry.is_dir(follow_symlinks=False):
                         left.append((entry.path, f"{prefix}{entry.name}/"))
                         continue
-                    with contextlib.suppress(FileNotFoundError):  # a run has just replaced it; or a link to nothing
+                    try:
                         found[f"{prefix}{entry.name}"] = entry.stat().st_size
+                    except OSError as error:  # a run has just replaced it; or a link to nothing, or to itself
+                        if error.errno not in (errno.ENOENT, errno.ELOOP):
+                            raise
         return dict(sorted(found.items()))
 
     def matching(self, pattern: str) -> Sequence[Entry]:

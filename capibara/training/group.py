@@ -71,6 +71,10 @@ class Group(abc.ABC):
         """Steps from one round to the next."""
 
     @abc.abstractmethod
+    def check(self) -> None:
+        """Raises UserError for what is wrong before anything is compiled; called on every process."""
+
+    @abc.abstractmethod
     def join(self, params: PyTree, reporter: Reporter) -> Member:
         """Joins the group.
 

@@ -10,7 +10,7 @@ import jax
 
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
-from capibara.core.types import Batch, Params
+from capibara.core.types import Batch, Params, TryAgain, UserError
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage.full_disk import disk_full_explained
@@ -124,7 +124,12 @@ class _Loop:
         metrics: Metrics = {}
         first_step = saved = step
         while True:
-            state, step = self._meet(step, state, is_first=step == first_step)
+            try:
+                state, step = self._meet(step, state, is_first=step == first_step)
+            except (UserError, TryAgain):
+                if step > saved:
+                    self._save(step, state, metrics, None, owes_evaluation=False)
+                raise
 
             signal_number = self.stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
@@ -169,6 +174,10 @@ class _Loop:
         with self.meter.paused("round"), watched, contextlib.suppress(Interrupted):
             adopted = self.member.meet(step, self.setup.model.trained(state.params))
             self.callbacks.on_progress("")
+            if adopted is not None and adopted.step > self.setup.trainer.steps:
+                raise UserError(
+                    f"the group is at step {adopted.step}, beyond Trainer.steps ({self.setup.trainer.steps}): raise it"
+                )
             if adopted is not None:
                 self.callbacks.on_status(f"step {adopted.step}: {adopted.line}")
                 return state.with_params(adopted.params, adopted.step), adopted.step

@@ -154,6 +154,8 @@ class Recovery:
 
     def _check_worth(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         trainer = self._trainer
+        if not metrics:  # no step since the start: a group's model, which is finite
+            return
         if metrics.get("skipped", 0.0):
             if metrics.get("loss_scale", math.inf) <= trainer.loss_scaling.minimum:
                 raise UserError(

@@ -422,6 +422,8 @@ def _check_vocabulary(trainer: Trainer) -> None:
 def _check(trainer: Trainer, mesh: Mesh) -> None:
     """Raises UserError for mistakes that can be found before anything is compiled."""
     _check_evaluation(trainer, mesh)
+    if trainer.group is not None:
+        trainer.group.check()
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported

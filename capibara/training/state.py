@@ -50,9 +50,23 @@ class TrainState:
         return tree.joined(self.ema, self.params)
 
     def with_params(self, trained: Params, step: int) -> TrainState:
-        """The state with other trained parameters, at another step; all else stays."""
+        """The state with other trained parameters, and with its moments.
+
+        If they are those of another step the schedule goes to it, and they are the moving average.
+        """
+        state = dataclasses.replace(self, params=tree.joined(trained, self.params))
+        if step == int(self.step):
+            return state
         at = jax.device_put(np.int32(step), self.step.sharding)
-        return dataclasses.replace(self, step=at, params=tree.joined(trained, self.params))
+
+        def moved(part: PyTree) -> PyTree:
+            if not isinstance(part, optax.ScaleByScheduleState):
+                return part
+            return part._replace(count=jax.device_put(part.count.dtype.type(step), part.count.sharding))
+
+        opt_state = jax.tree.map(moved, self.opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+        ema = None if self.ema is None else jax.tree.map(lambda new, old: jnp.array(new, old.dtype), trained, self.ema)
+        return dataclasses.replace(state, step=at, opt_state=opt_state, ema=ema)
 
     def parts(self) -> dict[str, Any]:
         """The parts of the state by their names in a checkpoint."""

@@ -13,7 +13,7 @@ from capibara.strategies.group.exchange import Exchange, Note
 
 
 def send(exchange: Exchange, number: int, name: str, data: bytes) -> None:
-    exchange.send(number, name, data, Note(hashing.hash_of(data), len(data), 1.0, 1.0))
+    exchange.send(number, name, data, Note(hashing.hash_of(data), len(data), 1.0, 1.0, 5))
 
 
 def garbage(number: int, model: dict[str, np.ndarray]) -> bytes:

@@ -9,6 +9,7 @@ import threading
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from capibara.checkpoints.manager import Checkpointing
@@ -22,7 +23,7 @@ from capibara.storage import hashing
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
-from capibara.strategies.group.exchange import Exchange, Note
+from capibara.strategies.group.exchange import Exchange, Note, Presence
 from capibara.strategies.group.member import GroupNode
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.trainer import InitWith
@@ -100,7 +101,7 @@ def test_it_goes_on_from_the_agreed_model_with_its_own_moments(make_trainer, tra
                 start = arrays.from_bytes(exchange.read_model(agreed))
                 own = {name: x + (x - start[name]) for name, x in own.items()}
             data = arrays.to_bytes(own)
-            exchange.send(number, "b", data, Note(hashing.hash_of(data), len(data), 1.0, 1.0))
+            exchange.send(number, "b", data, Note(hashing.hash_of(data), len(data), 1.0, 1.0, 4))
 
     with coordinated(tmp_path / "x", other, num_nodes=2, rounds=1, outer=OuterSgd(learning_rate=0.5)):
         trainer = in_group(make_trainer, tmp_path / "x", steps=4, checkpointing=Checkpointing(every=4))
@@ -120,11 +121,20 @@ def test_interrupted_while_it_waits_it_resumes_bit_for_bit(make_trainer, train, 
     with coordinated(tmp_path / "y", **momentum):
         whole = train(in_group(make_trainer, tmp_path / "y", model_dir=str(tmp_path / "whole")))
     trainer = in_group(make_trainer, tmp_path / "x")
-    with coordinated(tmp_path / "x", **momentum, rounds=1) as _:
+    exchange = Exchange(str(tmp_path / "x"))
+
+    def dies():
+        if (agreed := exchange.agreed()) is not None and agreed.round_ == 1:
+            raise Ended
+
+    with coordinated(tmp_path / "x", dies, **momentum):
         first = train(trainer, signal_at="round 2: waiting for the others, 0 s")  # the coordinator has ended
     assert (first.outcome.reason, first.outcome.step) == ("interrupted", 8)
-    with coordinated(tmp_path / "x", **momentum):
+    before = exchange.note(2, "a")
+    assert before.loss == pytest.approx(np.mean([first.losses[step] for step in range(5, 9)]), rel=0.05)
+    with coordinated(tmp_path / "x", **momentum, quality_threshold=0.5):
         second = train(trainer)
+    assert exchange.note(2, "a") == before  # it was not sent again, without a loss
     assert second.start_step == 8 and not second.losses and second.outcome.reason == "finished"
     assert first.losses == whole.losses
     models = [arrays.from_bytes(e.read_model(e.agreed())) for e in (Exchange(str(tmp_path / n)) for n in "xy")]
@@ -142,6 +152,90 @@ def test_who_comes_late_begins_with_the_agreed_model_at_its_step(make_trainer, t
     first = late.losses[9]
     assert first < 0.8 * np.log(384)  # it is trained
     assert exchange.agreed().round_ == 3
+
+
+def test_who_comes_late_saves_and_has_the_schedule_of_its_step(make_trainer, train, tmp_path):
+    """A save is due where it comes in, before its first step."""
+    with coordinated(tmp_path / "x", rounds=2):
+        train(in_group(make_trainer, tmp_path / "x", model_dir=str(tmp_path / "early")))
+    changes = dict(seed=5, ema_decay=0.9, checkpointing=Checkpointing(every=4))
+    with coordinated(tmp_path / "x", rounds=3):
+        late = train(in_group(make_trainer, tmp_path / "x", **changes, steps=12))
+    assert late.checkpoints == [8, 12] and sorted(late.losses) == [9, 10, 11, 12]
+    counts = [int(x.count) for x in jax.tree.leaves(late.state.opt_state, is_leaf=is_schedule) if is_schedule(x)]
+    assert counts == [12]
+    agreed = arrays.from_bytes(exchange_of(tmp_path).read_model(exchange_of(tmp_path).agreed()))
+    for name, own in arrays.named(late.state.ema).items():  # near the agreed models, not the random beginning
+        assert np.abs(own - agreed[name]).max() < 0.2
+    # A finished group has nothing more for a new run, which ends at once with its model.
+    done = train(in_group(make_trainer, tmp_path / "x", model_dir=str(tmp_path / "new"), steps=12, seed=6))
+    assert not done.losses and done.outcome.step == 12
+
+
+def is_schedule(x):
+    return isinstance(x, optax.ScaleByScheduleState)
+
+
+def exchange_of(folder):
+    return Exchange(str(folder / "x"))
+
+
+def test_a_group_that_has_ended_goes_on_with_a_new_coordinator(make_trainer, train, tmp_path):
+    trainer = in_group(make_trainer, tmp_path / "x")
+    config = Coordinator(exchange=str(tmp_path / "x"), num_nodes=1, rounds=2, poll_s=0.01)
+    with coordinated(tmp_path / "x", rounds=1):
+        train(dataclasses.replace(trainer, steps=4))
+    exchange = exchange_of(tmp_path)
+    exchange.publish(dataclasses.replace(exchange.agreed(), status="4 rounds in a row failed"))
+    with pytest.raises(UserError, match="has ended: 4 rounds"):
+        train(trainer)
+    with coordinated(tmp_path / "x"):
+        while exchange.agreed().status != "running":
+            threading.Event().wait(0.01)
+        assert train(trainer).outcome.reason == "finished"
+    assert config.rounds == exchange.agreed().round_ == 2
+
+
+def test_a_round_that_does_not_end_leaves_a_checkpoint(make_trainer, train, tmp_path):
+    exchange = exchange_of(tmp_path)
+
+    def dies():
+        if (agreed := exchange.agreed()) is not None and agreed.round_ == 1:
+            raise Ended
+
+    trainer = in_group(make_trainer, tmp_path / "x", timeout_s=0.2)
+    with coordinated(tmp_path / "x", dies), pytest.raises(UserError, match="round 2 did not end within"):
+        train(trainer)
+    with coordinated(tmp_path / "x"):
+        second = train(trainer)
+    assert second.start_step == 8 and not second.losses and second.outcome.reason == "finished"
+
+
+def test_a_run_and_a_group_that_do_not_fit_say_so_at_once(make_trainer, train, tmp_path):
+    with coordinated(tmp_path / "x", rounds=1):
+        train(in_group(make_trainer, tmp_path / "x", steps=4))
+    with pytest.raises(UserError, match=r"has finished after 1 rounds.*set Trainer.steps = 4"):
+        train(in_group(make_trainer, tmp_path / "x"))
+    with pytest.raises(UserError, match=r"GroupNode.every is 2, must be that of the group in .*: set 4"):
+        train(in_group(make_trainer, tmp_path / "x", every=2, model_dir=str(tmp_path / "two")))
+    with pytest.raises(
+        UserError, match="this run is at the end of round 2, and the group in .* at round 0: name the exch"
+    ):
+        train(in_group(make_trainer, tmp_path / "empty"))
+
+
+def test_two_runs_of_one_name_are_told(make_trainer, train, tmp_path):
+    exchange = exchange_of(tmp_path)
+
+    def other():
+        if (agreed := exchange.agreed()) is not None and agreed.round_ == 0:
+            exchange.arrive("a", Presence(0, "another"))
+
+    with (
+        coordinated(tmp_path / "x", other),
+        pytest.raises(UserError, match="GroupNode.name is 'a', and another run has"),
+    ):
+        train(in_group(make_trainer, tmp_path / "x"))
 
 
 def test_adapters_alone_are_sent(make_trainer, train, tmp_path):

@@ -92,8 +92,7 @@ def gradient_of(arrays: Arrays, compression: Compression, shapes: Shapes) -> dic
     Raises:
       UserError: it holds other parameters than `shapes`, in words that follow the file's name.
     """
-    _check_names({name.removesuffix(_CODES) for name in arrays if name.endswith(_CODES)}, set(shapes))
-    _check_names({name.removesuffix(_SCALES) for name in arrays if not name.endswith(_CODES)}, set(shapes))
+    _check_names(set(arrays), {name + part for name in shapes for part in (_CODES, _SCALES)})
     like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     wanted = jax.eval_shape(lambda: compression.encode(*2 * [jax.tree.map(lambda x: np.zeros(x.shape), like)])[0])
     sent: dict[str, Encoded] = {}

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +19,15 @@ from etils import epath
 
 from capibara.checkpoints.lease import Lease
 from capibara.config import configurable
-from capibara.consensus.aggregation import Aggregation, Mean, Report
+from capibara.consensus.aggregation import Mean, Monna, Report
 from capibara.consensus.privacy import Privacy
 from capibara.core import limits
 from capibara.core.types import Params, UserError
-from capibara.storage import hashing, stores
+from capibara.storage import hashing
 from capibara.strategies.agreement import Agreement, Combine, quality_of
 from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays
-from capibara.strategies.group.exchange import Agreed, Exchange, check_node
+from capibara.strategies.group.exchange import AGREED, Agreed, Exchange, check_node, is_node
 from capibara.strategies.group.inbox import Inbox, Update
 
 
@@ -36,10 +36,10 @@ from capibara.strategies.group.inbox import Inbox, Update
 class Coordinator(Agreement):
     """The coordinator of a group of runs; each has Trainer.group = @GroupNode().
 
-    A round ends when all nodes have sent an update that had a part in the last round; or `grace_s` after a quorum has; or
-    `consensus_timeout_s` after its begin. A node that is late, or whose update is rejected, has no part in the round and is
-    not waited for, until an update of its own is accepted again. The consensus score is the share of accepted nodes among
-    those that were waited for or have sent one. `Agreement` has the other attributes.
+    A round ends when all nodes that are waited for have sent an update; or `grace_s` after a quorum has; or
+    `consensus_timeout_s` after its begin. Nodes are waited for that had a part in the last round, or have gone on from its
+    model. The consensus score is the share of accepted nodes among those that had a part in the last round or have sent an
+    update that counts. `Agreement` has the other attributes.
 
     Attributes:
       exchange: the folder in which nodes and coordinator meet, in any store.
@@ -94,24 +94,23 @@ class Coordinator(Agreement):
                 )
             if self.quality_threshold is not None:
                 raise UserError("Coordinator.quality_threshold reveals what Coordinator.privacy hides: leave it out")
+        if isinstance(self.aggregation.rule, Monna):
+            raise UserError(
+                "Aggregation.rule is Monna, whose pivot may be missing in a round: set another, such as @GeometricMedian()"
+            )
         self.aggregation.check(self.num_nodes)
-        self.of_nodes(self.needed)  # fewer nodes than that are never aggregated
+        most = self.aggregation.largest_faults(self.needed)
+        if self.aggregation.faults > most:
+            raise UserError(
+                f"Aggregation.faults is {self.aggregation.faults}, must be at most {most} of the {self.needed} nodes of the "
+                "quorum: raise Coordinator.quorum, or lower it"
+            )
+        self.aggregation.check(self.needed)  # fewer nodes are never aggregated
 
     @property
     def needed(self) -> int:
         """The quorum."""
         return self.num_nodes // 2 + 1 if self.quorum is None else self.quorum
-
-    def of_nodes(self, nodes: int) -> Aggregation:
-        """The aggregation of so many nodes, which may withstand fewer faults than that of all.
-
-        Raises:
-          UserError: it cannot work on so few.
-        """
-        faults = min(self.aggregation.faults, self.aggregation.largest_faults(nodes))
-        own = dataclasses.replace(self.aggregation, faults=faults)
-        own.check(nodes)
-        return own
 
     def run(
         self,
@@ -129,9 +128,11 @@ class Coordinator(Agreement):
         Raises:
           UserError: too many rounds failed in a row, or another coordinator has the exchange.
         """
-        folder = epath.Path(self.exchange)
-        stores.of(folder).make_folder(folder)
-        lease = Lease(folder)
+        Exchange(self.exchange).check()
+        try:
+            lease = Lease(epath.Path(self.exchange))
+        except UserError as error:
+            raise UserError(f"another coordinator has {self.exchange}, or had it a minute ago ({error})") from error
         try:
             return _Coordination(self, show, check, progress, lease).run()
         finally:
@@ -171,7 +172,8 @@ class _Coordination:
     ) -> None:
         self._config, self._show, self._check, self._progress, self._lease = config, show, check, progress, lease
         self._exchange = Exchange(config.exchange)
-        self._names = set(config.nodes or ())
+        self._names, self._every = set(config.nodes or ()), 0
+        self._combines: dict[int, Combine] = {}  # compiled aggregations, by the number of nodes
 
     def run(self) -> str:
         config, agreed = self._config, self._exchange.agreed()
@@ -198,20 +200,25 @@ class _Coordination:
     def _begun(self) -> _Standing:
         """Takes the weights with which a quorum of nodes begins as the first agreed model."""
         config = self._config
+        if self._exchange.reports():
+            raise UserError(
+                f"{self._exchange} has reports of rounds and no {AGREED}: restore it, or name an empty folder"
+            )
         most = limits.host_bytes() // (2 * config.num_nodes)
         inbox = self._collected(Inbox(self._exchange, 0, self._may_join, None, most), set())
-        by_digest: dict[str, list[str]] = {}
-        for name, update in inbox.updates.items():
-            by_digest.setdefault(hashing.hash_of(arrays.to_bytes(update.arrays)), []).append(name)
-        digest, names = max(by_digest.items(), key=lambda item: len(item[1]), default=("", []))
-        reasons = inbox.rejected | {name: "it begins with other weights" for name in inbox.updates if name not in names}
+        names = _alike(inbox.updates)
+        reasons = inbox.rejected | {
+            name: "it begins with other weights, or has another GroupNode.every"
+            for name in inbox.updates
+            if name not in names
+        }
         if len(names) < config.needed:
             said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
             raise UserError(
                 f"{len(names)} nodes begin with the same weights, must be at least the quorum ({config.needed}): start more, "
                 f"with the same Trainer.seed and init_from{f' ({said})' if said else ''}"
             )
-        model = inbox.updates[names[0]].arrays
+        model, self._every = inbox.updates[names[0]].arrays, inbox.updates[names[0]].every
         line = f"{len(names)} nodes begin: {', '.join(sorted(names))}"
         line = "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(reasons.items()))])
         outer = _leaves(config.outer.init(dict(model)))
@@ -221,16 +228,28 @@ class _Coordination:
         return _Standing(agreed, model, outer, set(names), [], 0)
 
     def _resumed(self, agreed: Agreed) -> _Standing:
+        config = self._config
         model = arrays.from_bytes(self._exchange.read_model(agreed))
         stored = self._exchange.read_outer(agreed, 3 * arrays.most_bytes(arrays.shapes_of(model)))
         outer = [array for _, array in sorted(arrays.from_bytes(stored).items())]
+        wanted = [x.shape for x in jax.tree.leaves(jax.eval_shape(config.outer.init, dict(model)))]
+        if [x.shape for x in outer] != wanted:
+            raise UserError(
+                f"the state in {self._exchange} is that of another Coordinator.outer than {type(config.outer).__name__} with "
+                "these options: restore it, or name another exchange"
+            )
         reports = [one for one in self._exchange.reports() if 0 < one["round"] <= agreed.round_]
-        norms = [about["norm"] for one in reports for about in one["accepted"].values()]
-        self._names |= set(agreed.accepted.split(",")) - {""}
-        self._names |= {name for one in reports for name in (*one["accepted"], *one["without"])}
+        norms = [float(about.get("norm", 0.0)) for one in reports for about in one["accepted"].values()]
+        if config.nodes is None:
+            accepted = {*agreed.accepted.split(","), *(name for one in reports for name in one["accepted"])}
+            self._names |= {name for name in accepted if is_node(name)}
         waited = set(agreed.accepted.split(",")) - {""}
+        self._every = agreed.every
         self._show(f"resuming after round {agreed.round_} of {self._config.rounds}")
-        return _Standing(dataclasses.replace(agreed, status="running"), model, outer, waited, norms, 0)
+        agreed = dataclasses.replace(agreed, status="running")
+        if agreed.round_ < config.rounds:
+            self._exchange.publish(agreed)  # nodes of a group that has ended may go on
+        return _Standing(agreed, model, outer, waited, norms, 0)
 
     def _may_join(self, name: str) -> str | None:
         """Why a node may not send anything; None: it may, and is one of the group's from now on."""
@@ -248,10 +267,11 @@ class _Coordination:
         quorum_s: float | None = None
         while True:
             inbox.look()
+            here = {name for name in self._names if _is_here(self._exchange, name, inbox.round_ - 1)}
             now_s, heard = time.monotonic(), inbox.updates.keys() | inbox.rejected.keys()
             if len(inbox.updates) >= config.needed:
                 quorum_s = quorum_s or now_s
-                if waited and waited <= heard or now_s - quorum_s >= config.grace_s:
+                if waited and waited | here <= heard or now_s - quorum_s >= config.grace_s:
                     return inbox
             known = self._names & heard
             if len(known) >= config.num_nodes or now_s - begin_s >= config.consensus_timeout_s:
@@ -265,12 +285,14 @@ class _Coordination:
         """Ends the next round, and changes the standing."""
         number, begin_s = standing.agreed.round_ + 1, time.monotonic()
         shapes = arrays.shapes_of(standing.model)
-        inbox = Inbox(self._exchange, number, self._may_join, standing.model, arrays.most_bytes(shapes))
+        most = arrays.most_bytes(shapes)
+        inbox = Inbox(self._exchange, number, self._may_join, standing.model, most, self._every)
         inbox = self._collected(inbox, standing.waited)
         limit = None if self._config.privacy is not None else self._config.norm_limit  # with privacy they are clipped
         updates, without = _within_norm(inbox, standing.norms, limit)
         late = (standing.waited | self._names) - updates.keys() - without.keys()
-        without |= {name: f"it sent nothing within {time.monotonic() - begin_s:.0f} s" for name in late}
+        silent = f"it sent nothing within {time.monotonic() - begin_s:.1f} s"
+        without |= {name: inbox.doubts.get(name, silent) for name in late}
         report = {"round": number, "succeeded": False, "score": 0.0, "accepted": {}, "without": without}
         report["bytes_received"] = sum(update.size for update in updates.values())
         if len(updates) < self._config.needed:
@@ -294,16 +316,11 @@ class _Coordination:
     def _settled(self, standing: _Standing, number: int, updates: dict[str, Update], report: dict[str, Any]) -> None:
         """Makes the next model of the updates."""
         config, names, without = self._config, sorted(updates), report["without"]
-        sent = {key: np.stack([updates[name].arrays[key] for name in names]) for key in standing.model}
-        losses = jnp.array(
-            [[updates[n].loss * updates[n].tokens if updates[n].tokens else 0.0, updates[n].tokens] for n in names]
-        )
-        losses = jnp.where(jnp.isfinite(losses).all(axis=1, keepdims=True), losses, 0.0)
-        quality = quality_of(losses)
-        aggregation = config.of_nodes(len(names))
+        sent = {key: np.stack([updates[name].arrays.pop(key) for name in names]) for key in standing.model}
+        quality = _quality([updates[name] for name in names])
         expected = len(standing.waited | set(names))
         outer = jax.tree.unflatten(jax.tree.structure(config.outer.init(dict(standing.model))), standing.outer)
-        combine: Combine = jax.jit(aggregation)
+        combine = self._combines.setdefault(len(names), jax.jit(config.aggregation))
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
             report["epsilon"] = config.privacy.epsilon(number)
@@ -316,18 +333,12 @@ class _Coordination:
         if not bool(found.succeeds):
             words = f"consensus score {float(found.score):.2f}, must be at least {config.consensus_threshold:g}"
             return self._failed(standing, number, report, words)
-        for at, name in enumerate(names):
-            if name in accepted:
-                update = updates[name]
-                report["accepted"][name] = {
-                    "distance": float(found.distances[at]),
-                    "quality": float(quality[at]),
-                    "loss": update.loss,
-                    "tokens": update.tokens,
-                    "norm": update.norm,
-                    "bytes": update.size,
-                }
-        report["succeeded"], report["faults_withstood"] = True, int(aggregation.faults)
+        report["accepted"] = {
+            name: _about(updates[name], found.distances[at], quality[at])
+            for at, name in enumerate(names)
+            if name in accepted
+        }
+        report["succeeded"], report["spare_faults"] = True, int(found.spare_faults)
         standing.norms += [updates[name].norm for name in accepted]
         standing.waited, standing.failures = set(accepted), 0
         standing.model = {key: np.asarray(value, np.float32) for key, value in found.params.items()}
@@ -343,9 +354,44 @@ class _Coordination:
 
     def _written(self, number: int, model: Arrays, outer: list[np.ndarray], accepted: list[str], line: str) -> Agreed:
         stored = {f"{at:06d}": leaf for at, leaf in enumerate(outer)}
-        self._exchange.write_outer(number, arrays.to_bytes(stored))
+        outer_hash = self._exchange.write_outer(number, arrays.to_bytes(stored))
         agreed = self._exchange.write_model(number, arrays.to_bytes(model))
-        return dataclasses.replace(agreed, accepted=",".join(accepted), line=line)
+        names = ",".join(accepted)
+        return dataclasses.replace(agreed, outer=outer_hash, every=self._every, accepted=names, line=line)
+
+
+def _is_here(exchange: Exchange, name: str, round_: int) -> bool:
+    """Whether a node has gone on from a round's model: it is waited for, whether or not it had a part in that round."""
+    found = exchange.presence(name)
+    return found is not None and found.round_ == round_
+
+
+def _alike(updates: Mapping[str, Update]) -> list[str]:
+    """The largest group of nodes with the same weights and steps of a round."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name, update in updates.items():
+        digest = hashing.hash_of(arrays.to_bytes(update.arrays))
+        found.setdefault((digest, update.every), []).append(name)
+    return max(found.values(), key=len, default=[])
+
+
+def _quality(updates: Sequence[Update]) -> jax.Array:
+    """The quality of each node [nodes]; 1 of a node whose loss is not known."""
+    known = np.array([math.isfinite(update.loss) or not update.tokens for update in updates])
+    losses = [[u.loss * u.tokens if u.tokens and math.isfinite(u.loss) else 0.0, u.tokens] for u in updates]
+    return jnp.where(known, quality_of(jnp.where(known[:, None], jnp.array(losses), 0.0)), 1.0)
+
+
+def _about(update: Update, distance: jax.Array, quality: jax.Array) -> dict[str, float | None]:
+    """What a report says of an accepted update."""
+    return {
+        "distance": float(distance),
+        "quality": float(quality),
+        "loss": update.loss if math.isfinite(update.loss) else None,
+        "tokens": update.tokens,
+        "norm": update.norm,
+        "bytes": update.size,
+    }
 
 
 def _within_norm(inbox: Inbox, norms: list[float], limit: float | None) -> tuple[dict[str, Update], dict[str, str]]:
@@ -380,7 +426,7 @@ def _reason(update: Update, quality: float, threshold: float | None) -> str:
     if not math.isfinite(update.norm):
         return "its parameters are not finite"
     if quality < 0:
-        return "it made no update: its loss was never finite"
+        return "it made no update: its loss or gradients were never finite"
     if threshold is not None and quality < threshold:
         return f"its quality {quality:.2f} is below {threshold:g}"
     return "its parameters are too far from all others"

@@ -1,6 +1,7 @@
 """The exchange of a group: a folder, on a disk that all share or in a bucket, to which nodes and coordinator write.
 
   agreed.json                           the newest agreed model: the round that made it, its file, the state of the group
+  nodes/NODE.json                       the round from whose model a node has gone on last
   rounds/000012/model.safetensors       the model that round 12 agreed on
   rounds/000012/outer.safetensors       the outer optimizer's state after it
   rounds/000012/updates/NODE.safetensors, NODE.json    what a node sends at the end of round 12, and what it says of it
@@ -13,9 +14,9 @@ the group's parameters need.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
 import re
 from typing import Any
 
@@ -27,6 +28,7 @@ from capibara.storage import hashing, stores
 
 AGREED = "agreed.json"
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_TOKENS = 1e18  # of a round
 _KEPT = 2  # rounds whose models are kept, for nodes that are still reading one
 
 
@@ -39,6 +41,8 @@ class Agreed:
       model: the model's file in the exchange; a failed round keeps an earlier one's.
       digest: of that file.
       size: its bytes.
+      outer: the hash of the outer optimizer's state beside it.
+      every: steps of a round.
       status: "running", "finished", or why the group has ended.
       accepted: the nodes that had a part in the last round, separated by commas.
       line: what the last round did, for people.
@@ -48,9 +52,24 @@ class Agreed:
     model: str
     digest: str
     size: int
+    outer: str = ""
+    every: int = 0
     status: str = "running"
     accepted: str = ""
     line: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Presence:
+    """What a node last did.
+
+    Attributes:
+      round_: it has gone on from this round's model.
+      run: a random name of its process.
+    """
+
+    round_: int
+    run: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +79,9 @@ class Note:
     Attributes:
       digest: of the update's file.
       size: its bytes.
-      loss: the mean loss since the last round, in nats a token; NaN: it made no update.
-      tokens: over which the loss is a mean.
+      loss: the mean loss since the last round, in nats a token; NaN: it is not known, as after a restart.
+      tokens: over which the loss is a mean; 0: it made no update.
+      every: steps of a round.
       bits, block: how the update is stored; see arrays.Packed.
     """
 
@@ -69,13 +89,19 @@ class Note:
     size: int
     loss: float
     tokens: float
+    every: int = 0
     bits: int = 32
     block: int = 0
 
 
+def is_node(name: str) -> bool:
+    """Whether a name can be a node's."""
+    return _NODE.fullmatch(name) is not None
+
+
 def check_node(name: str, of: str) -> None:
     """Raises UserError if a node's name cannot be that of a file."""
-    if not _NODE.fullmatch(name):
+    if not is_node(name):
         raise UserError(f"{of} is {name!r}, must be letters, digits, dots, - and _, at most 64: try 'node-a'")
 
 
@@ -92,6 +118,16 @@ class Exchange:
     def __str__(self) -> str:
         return str(self._folder)
 
+    def check(self) -> None:
+        """Raises UserError if the folder cannot be made, or cannot be listed."""
+        try:
+            self._store.make_folder(self._folder)
+            self._store.list(self._folder)
+        except OSError as error:
+            raise UserError(
+                f"the exchange {self._folder} cannot be used ({limits.cause(error)}): name a folder that all nodes can write to"
+            ) from error
+
     # --- what the coordinator writes ---
 
     def agreed(self) -> Agreed | None:
@@ -100,14 +136,14 @@ class Exchange:
         Raises:
           UserError: the file is not the coordinator's.
         """
-        data, _ = self._store.read_version(self._folder / AGREED, limits.SMALL_BYTES)
-        if not data:
-            return None
         try:
+            data, _ = self._store.read_version(self._folder / AGREED, limits.SMALL_BYTES)
+            if not data:
+                return None
             found = Agreed(**_fields(data, Agreed))
             if not (found.round_ >= 0 and re.fullmatch(r"rounds/\d{6,9}/model\.safetensors", found.model)):
                 raise ValueError("round or model")
-        except (ValueError, limits.Refused) as error:
+        except (ValueError, OverflowError, OSError, limits.Refused) as error:
             raise UserError(f"{self._folder / AGREED} is no record of a group ({limits.cause(error)})") from error
         return found
 
@@ -137,9 +173,15 @@ class Exchange:
         self._write(f"{_round(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
 
     def reports(self) -> list[dict[str, Any]]:
-        """The reports of all rounds, in order."""
-        names = [name for name in self._store.list(self._folder) if re.fullmatch(r"rounds/\d+/report\.json", name)]
-        return [limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES)) for name in sorted(names)]
+        """The reports of all rounds, in order, without those that cannot be read."""
+        found = []
+        for name in sorted(self._store.list(self._folder)):
+            if re.fullmatch(r"rounds/\d+/report\.json", name):
+                with contextlib.suppress(OSError, ValueError, limits.Refused):
+                    report = limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES))
+                    if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
+                        found.append(report)
+        return found
 
     def tidy(self, agreed: Agreed) -> None:
         """Removes updates and models of earlier rounds that nobody needs any more."""
@@ -153,12 +195,21 @@ class Exchange:
                 self._store.remove(self._folder / name)
 
     def read_outer(self, agreed: Agreed, most: int) -> bytes:
-        """The outer optimizer's state that belongs to an agreed model."""
-        return self._read(agreed.model.replace("model.", "outer."), most)
+        """The outer optimizer's state that belongs to an agreed model.
 
-    def write_outer(self, round_: int, data: bytes) -> None:
-        """Writes the outer optimizer's state after a round."""
+        Raises:
+          UserError: it is missing or corrupted.
+        """
+        name = agreed.model.replace("model.", "outer.")
+        data = self._read(name, most)
+        if hashing.hash_of(data) != agreed.outer:
+            raise UserError(f"{self._folder / name} is corrupted: it does not have the hash in {AGREED}")
+        return data
+
+    def write_outer(self, round_: int, data: bytes) -> str:
+        """Writes the outer optimizer's state after a round; returns its hash."""
         self._write(f"{_round(round_)}/outer.safetensors", data)
+        return hashing.hash_of(data)
 
     # --- what nodes write ---
 
@@ -167,6 +218,17 @@ class Exchange:
         self._write(f"{_round(round_)}/updates/{node}.safetensors", data)
         self._write(f"{_round(round_)}/updates/{node}.json", _json(note))
 
+    def arrive(self, node: str, presence: Presence) -> None:
+        """Writes from which round's model a node goes on."""
+        self._write(f"nodes/{node}.json", _json(presence))
+
+    def presence(self, node: str) -> Presence | None:
+        """What a node last did; None: nothing that can be read."""
+        with contextlib.suppress(ValueError, OverflowError, OSError, limits.Refused):
+            data, _ = self._store.read_version(self._folder / "nodes" / f"{node}.json", limits.SMALL_BYTES)
+            return Presence(**_fields(data, Presence)) if data else None
+        return None
+
     def senders(self, round_: int) -> list[str]:
         """The nodes that have sent an update in a round, sorted."""
         folder = self._folder / _round(round_) / "updates"
@@ -174,6 +236,10 @@ class Exchange:
             return []
         names = (name.removesuffix(".json") for name in self._store.list(folder) if name.endswith(".json"))
         return sorted(name for name in names if _NODE.fullmatch(name))
+
+    def has_sent(self, round_: int, node: str) -> bool:
+        """Whether a node has sent an update in a round."""
+        return (self._folder / _round(round_) / "updates" / f"{node}.json").exists()
 
     def note(self, round_: int, node: str) -> Note:
         """What a node says of its update.
@@ -185,10 +251,13 @@ class Exchange:
         try:
             data, _ = self._store.read_version(path, limits.SMALL_BYTES)
             found = Note(**_fields(data, Note))
-        except (ValueError, limits.Refused) as error:
+            found = dataclasses.replace(found, loss=float(found.loss), tokens=float(found.tokens))
+        except (ValueError, OverflowError, OSError, limits.Refused) as error:
             raise UserError(f"its note is not one ({limits.cause(error)})") from error
-        if found.size < 0 or not math.isfinite(found.tokens) or found.tokens < 0:
-            raise UserError(f"its note has size {found.size} and tokens {found.tokens}: neither may be negative")
+        if found.size < 0 or not 0 <= found.tokens <= _MOST_TOKENS:
+            raise UserError(
+                f"its note has size {found.size} and tokens {found.tokens:g}, must be from 0, and at most {_MOST_TOKENS:g} tokens"
+            )
         return found
 
     def update(self, round_: int, node: str, note: Note, most: int) -> bytes:
@@ -228,11 +297,11 @@ def _round(number: int) -> str:
     return f"rounds/{number:06d}"
 
 
-def _json(record: Agreed | Note) -> bytes:
+def _json(record: Agreed | Note | Presence) -> bytes:
     return json.dumps(dataclasses.asdict(record)).encode() + b"\n"
 
 
-def _fields(data: bytes, kind: type[Agreed] | type[Note]) -> dict[str, Any]:
+def _fields(data: bytes, kind: type[Agreed] | type[Note] | type[Presence]) -> dict[str, Any]:
     """The fields of a record; raises ValueError if one is missing, unknown or has another type."""
     found = limits.parse_json(data, finite=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from capibara.consensus.compression import Compression
-from capibara.core.types import UserError
+from capibara.core.types import TryAgain, UserError
 from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import Exchange, Note
@@ -24,13 +25,15 @@ class Update:
       norm: of its difference from the agreed model; not finite if a value is not.
       loss, tokens: as in the node's note, unchecked.
       size: bytes that were sent.
+      every: steps of a round, as in the note.
     """
 
-    arrays: Arrays
+    arrays: dict[str, np.ndarray]
     norm: float
     loss: float
     tokens: float
     size: int
+    every: int
 
 
 class Inbox:
@@ -42,11 +45,13 @@ class Inbox:
       may_join: a node's name -> why it may not send anything; None: it may.
       model: the agreed model that the round began with; None: nodes send the weights that they begin with.
       most: the largest size of an update in bytes.
+      every: steps of a round; 0: any.
 
     Attributes:
       round_: the round.
       updates: by node.
       rejected: node -> the reason.
+      doubts: node -> what was wrong at some look; it may be right at the next.
     """
 
     def __init__(
@@ -56,32 +61,43 @@ class Inbox:
         may_join: Callable[[str], str | None],
         model: Arrays | None,
         most: int,
+        every: int = 0,
     ) -> None:
         self._exchange, self.round_, self._may_join = exchange, round_, may_join
-        self._model, self._most = model, most
+        self._model, self._most, self._every = model, most, every
+        self._notes: dict[str, Note | None] = {}  # of updates that were wrong at the last look
+        self.doubts: dict[str, str] = {}
         self.updates: dict[str, Update] = {}
         self.rejected: dict[str, str] = {}
 
     def look(self) -> None:
-        """Reads what has arrived since the last look."""
-        for name in self._exchange.senders(self.round_):
-            if name in self.updates or name in self.rejected:
-                continue
-            if (why := self._may_join(name)) is not None:
-                self.rejected[name] = why
-                continue
-            try:
-                self.updates[name] = self._read(name)
-            except UserError as error:
-                self.rejected[name] = str(error)
+        """Reads what has arrived since the last look. What is wrong twice is rejected: a node may be replacing its files."""
+        with contextlib.suppress(OSError, TryAgain):  # the store does not answer: there is another look
+            for name in self._exchange.senders(self.round_):
+                if name not in self.updates and name not in self.rejected:
+                    self._take(name)
 
-    def _read(self, name: str) -> Update:
-        note = self._exchange.note(self.round_, name)
+    def _take(self, name: str) -> None:
+        if (why := self._may_join(name)) is not None:
+            self.rejected[name] = why
+            return
+        note = None
+        try:
+            note = self._exchange.note(self.round_, name)
+            self.updates[name] = self._read(name, note)
+        except UserError as error:
+            if name in self._notes and repr(self._notes[name]) == repr(note):  # NaN is not equal to itself
+                self.rejected[name] = str(error)
+            self._notes[name], self.doubts[name] = note, str(error)
+
+    def _read(self, name: str, note: Note) -> Update:
+        if note.every != self._every and self._every:
+            raise UserError(f"its rounds have {note.every} steps, the group's {self._every}: set GroupNode.every")
         found = arrays.from_bytes(self._exchange.update(self.round_, name, note, self._most))
         model = self._decoded(found, note)
-        return Update(model, self._norm(model), note.loss, note.tokens, note.size)
+        return Update(model, self._norm(model), note.loss, note.tokens, note.size, note.every)
 
-    def _decoded(self, found: Arrays, note: Note) -> Arrays:
+    def _decoded(self, found: Arrays, note: Note) -> dict[str, np.ndarray]:
         if self._model is None:
             return arrays.model_of(found, {name: array.shape for name, array in found.items()})
         shapes = arrays.shapes_of(self._model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +16,13 @@ from capibara.config import configurable
 from capibara.consensus.compression import Compression
 from capibara.core import tree
 from capibara.core.multihost import hosts
-from capibara.core.types import Params, PyTree, UserError
+from capibara.core.types import Params, PyTree, TryAgain, UserError
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage import hashing
 from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Packed
-from capibara.strategies.group.exchange import Agreed, Exchange, Note, check_node
+from capibara.strategies.group.exchange import Agreed, Exchange, Note, Presence, check_node
 from capibara.training.group import Adopted, Group, Member
 from capibara.training.strategy import weight_of
 
@@ -60,6 +62,9 @@ class GroupNode(Group):
     def round_steps(self) -> int:
         return self.every
 
+    def check(self) -> None:
+        hosts.of_first(lambda: Exchange(self.exchange).check())
+
     def join(self, params: PyTree, reporter: Reporter) -> GroupMember:
         return GroupMember(self, params, reporter)
 
@@ -72,59 +77,102 @@ class GroupMember(Member):
         self._exchange = Exchange(node.exchange)
         names = tree.path_names(params)
         self._shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
-        self._gather = jax.jit(lambda x: x, out_shardings=_everywhere(params)) if jax.process_count() > 1 else None
         self._losses: list[jax.Array] = []  # [2] each: the sum of the loss over a step's tokens, and their number
-        self._base: tuple[int, dict[str, np.ndarray]] | None = None  # process 0: a round, and its agreed model
-        self._lost: dict[str, np.ndarray] | None = None  # process 0: what compression has lost
+        self._base: tuple[str, dict[str, np.ndarray]] | None = None  # an agreed model's hash, and the model
+        # Process 0: what compression has lost of accepted updates, and would with the last one.
+        self._lost: dict[str, np.ndarray] | None = None
+        self._next_lost: dict[str, np.ndarray] | None = None
+        self._seen: Agreed | None = None  # process 0: the newest agreed model
+        self._run, self._has_arrived = secrets.token_hex(8), False
 
     def watch(self, metrics: Metrics) -> None:
         self._losses.append(_sums(metrics))
 
     def meet(self, step: int, params: Params) -> Adopted | None:
-        round_, within = divmod(step, self._node.every)
+        every = self._node.every
+        round_, within = divmod(step, every)
         agreed = self._newest()
+        self._check(agreed, round_)
         if agreed is None or agreed.round_ <= round_:
             if within:
                 return None
             if agreed is None or agreed.round_ < round_:
                 self._send(round_, agreed, params)
                 agreed = self._wait(round_)
+        agreed, model = self._read(agreed)
         self._losses.clear()
-        if self._node.name not in agreed.accepted.split(","):
-            self._lost = None  # of an update that had no effect
-        model = self._read(agreed)
+        if self._node.name in agreed.accepted.split(","):
+            self._lost = self._next_lost
+        hosts.of_first(lambda: self._arrive(agreed.round_))
         line = agreed.line
         if agreed.round_ > round_:
             line = f"{line}; this node was at step {step}" if line else f"this node was at step {step}"
-        return Adopted(agreed.round_ * self._node.every, self._on_mesh(model), line)
+        return Adopted(agreed.round_ * every, self._on_mesh(model), line)
 
-    def _newest(self) -> Agreed | None:
-        """The newest agreed model, the same on all processes."""
-        found = hosts.of_first(lambda: None if (one := self._exchange.agreed()) is None else dataclasses.asdict(one))
+    def _check(self, agreed: Agreed | None, round_: int) -> None:
+        """Raises UserError if this run cannot be a node of this group."""
+        newest = -1 if agreed is None else agreed.round_
+        if newest < round_ - 1:
+            raise UserError(
+                f"this run is at the end of round {round_}, and the group in {self._exchange} at round {max(newest, 0)}: name "
+                "the exchange that this run began with, or another MODEL_DIR"
+            )
+        if agreed is not None and agreed.every not in (0, self._node.every):
+            raise UserError(
+                f"GroupNode.every is {self._node.every}, must be that of the group in {self._exchange}: set {agreed.every}"
+            )
+        if agreed is not None and agreed.status == "finished" and newest < round_:
+            raise UserError(
+                f"the group in {self._exchange} has finished after {newest} rounds, and this run has more steps: set "
+                f"Trainer.steps = {newest * self._node.every}"
+            )
+
+    def _arrive(self, round_: int) -> None:
+        """Writes from which round's model this node goes on; raises UserError if another run has its name."""
+        found = self._exchange.presence(self._node.name)
+        if self._has_arrived and found is not None and found.run != self._run:
+            raise UserError(f"GroupNode.name is {self._node.name!r}, and another run has that name: give each its own")
+        self._exchange.arrive(self._node.name, Presence(round_, self._run))
+        self._has_arrived = True
+
+    def _newest(self, patient: bool = False) -> Agreed | None:
+        """The newest agreed model, the same on all processes.
+
+        Args:
+          patient: take the last one that was seen if the store does not answer.
+        """
+
+        def look() -> dict[str, Any] | None:
+            try:
+                self._seen = self._exchange.agreed()
+            except (TryAgain, OSError):
+                if not patient:
+                    raise
+            return None if self._seen is None else dataclasses.asdict(self._seen)
+
+        found = hosts.of_first(look)
         agreed = None if found is None else Agreed(**found)
         if agreed is not None and agreed.status not in ("running", "finished"):
             raise UserError(f"the group in {self._exchange} has ended: {agreed.status}")
         return agreed
 
     def _send(self, round_: int, agreed: Agreed | None, params: Params) -> None:
-        """Writes this node's update; process 0 has all arrays for it."""
-        whole = params if self._gather is None else self._gather(params)
+        """Writes this node's update, unless it has been sent before an interruption."""
+        if hosts.of_first(lambda: self._exchange.has_sent(round_, self._node.name)):
+            self._reporter.status(f"round {round_}: sent before, waiting for the others")
+            return
+        own = self._whole(params)
 
         def send() -> int:
-            own = arrays.named(whole)
-            packed = Packed(own)
-            if self._node.compression is not None and agreed is not None:
-                start = self._agreed_arrays(agreed)
-                lost = self._lost or {name: np.zeros_like(x) for name, x in own.items()}
-                gradient = {name: start[name] - own[name] for name in own}
-                packed, self._lost = arrays.compressed(self._node.compression, gradient, lost)
+            packed, self._next_lost = self._packed(own, agreed)
             data = arrays.to_bytes(packed.arrays)
-            loss, tokens = np.sum(jax.device_get(self._losses), axis=0) if self._losses else (0.0, 0.0)
+            loss, tokens = np.sum(jax.device_get(self._losses), axis=0) if self._losses else (math.nan, 1.0)
             note = Note(
                 digest=hashing.hash_of(data),
                 size=len(data),
                 loss=float(loss / tokens) if tokens else math.nan,
                 tokens=float(tokens),
+                every=self._node.every,
                 bits=packed.bits,
                 block=packed.block,
             )
@@ -134,18 +182,32 @@ class GroupMember(Member):
         size = hosts.of_first(send)
         self._reporter.status(f"round {round_}: sent {size / 1e6:.1f} MB to {self._exchange}, waiting for the others")
 
+    def _whole(self, params: Params) -> dict[str, np.ndarray]:
+        """The parameters on process 0 by name, float32; on others nothing. No device ever holds more than one whole."""
+        found = {}
+        for name, leaf in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
+            if jax.process_count() > 1:
+                leaf = _replicated(leaf)
+            if jax.process_index() == 0:
+                found[name] = np.asarray(leaf, np.float32)
+        return found
+
+    def _packed(self, own: dict[str, np.ndarray], agreed: Agreed | None) -> tuple[Packed, dict[str, np.ndarray] | None]:
+        """What is sent, and what that loses."""
+        if self._node.compression is None or agreed is None:
+            return Packed(own), None
+        start = self._agreed_arrays(agreed)
+        lost = self._lost or {name: np.zeros_like(x) for name, x in own.items()}
+        return arrays.compressed(self._node.compression, {name: start[name] - own[name] for name in own}, lost)
+
     def _wait(self, round_: int) -> Agreed:
         """Waits until a round has ended."""
         begin_s, looks = time.monotonic(), 0
         while True:
-            agreed = self._newest()
+            agreed = self._newest(patient=True)
             if agreed is not None and agreed.round_ >= round_:
                 return agreed
-            if agreed is not None and agreed.status == "finished":
-                raise UserError(
-                    f"the group in {self._exchange} has finished after {agreed.round_} rounds, and this run has more steps: set "
-                    f"Trainer.steps = {agreed.round_ * self._node.every}"
-                )
+            self._check(agreed, round_)
             self._reporter.check(looks)
             waited_s = hosts.of_first(lambda: time.monotonic() - begin_s)
             if waited_s > self._node.timeout_s:
@@ -157,15 +219,23 @@ class GroupMember(Member):
             time.sleep(self._node.poll_s)
             looks += 1
 
-    def _read(self, agreed: Agreed) -> dict[str, np.ndarray]:
-        """The agreed model, on every process."""
-        models: list[dict[str, np.ndarray]] = []
-        hosts.each(lambda: models.append(self._agreed_arrays(agreed)))
-        self._base = (agreed.round_, models[0])
-        return models[0]
+    def _read(self, agreed: Agreed) -> tuple[Agreed, dict[str, np.ndarray]]:
+        """The newest agreed model, on every process: a group that goes on meanwhile removes earlier ones."""
+        while True:
+            models: list[dict[str, np.ndarray]] = []
+            try:
+                hosts.each(lambda: models.append(self._agreed_arrays(agreed)))
+            except UserError:
+                newest = self._newest()
+                if newest is None or newest.model == agreed.model:
+                    raise
+                agreed = newest
+                continue
+            self._base = (agreed.digest, models[0])
+            return agreed, models[0]
 
     def _agreed_arrays(self, agreed: Agreed) -> dict[str, np.ndarray]:
-        if self._base is not None and self._base[0] == agreed.round_:
+        if self._base is not None and self._base[0] == agreed.digest:
             return self._base[1]
         most = arrays.most_bytes(self._shapes)
         if agreed.size > most:
@@ -193,5 +263,8 @@ def _sums(metrics: Metrics) -> jax.Array:
     return jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight])
 
 
-def _everywhere(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()), params)
+def _replicated(leaf: jax.Array) -> jax.Array:
+    """An array with all of it on each device."""
+    assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
+    everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=everywhere)(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from capibara.core.types import UserError
 from capibara.storage import hashing
 from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
-from capibara.strategies.group.exchange import Exchange, Note
+from capibara.strategies.group.exchange import Exchange, Note, Presence
 
 SHAPES = {"head": (3, 5), "layers/mlp/kernel": (2, 4, 3)}
 
@@ -159,7 +160,7 @@ REASONS = {
     "unknown": "'tail' is unknown, 1 of 2 differ",
     "shape": "its head has shape (5, 3) and dtype float32, must be (3, 5)",
     "dtype": "dtype float64, must be (3, 5) and float32",
-    "loss": "its loss was never finite",
+    "loss": "it made no update: its loss or gradients were never finite",
     "tokens": "its note has size",
     "hash": "its update is corrupted",
     "size": "its update has 10000000000000 bytes, must be at most",
@@ -188,12 +189,12 @@ def test_a_finite_lie_does_not_move_a_robust_rule(tmp_path):
         send(exchange, round_, name, start() if model is None else moved(model, 3, size=-0.5))
 
     robust = Aggregation(rule=CoordinateMedian(), faults=1)
-    config = coordinator(tmp_path, num_nodes=4, rounds=1, aggregation=robust)
+    config = coordinator(tmp_path, num_nodes=4, rounds=1, aggregation=robust, quorum=3)
     config.run(check=Play(tmp_path, three(d=liar)))
     updates = [moved(start(), (1, ord(name)))["head"] for name in "abc"]
     found = model_of(tmp_path)["head"]
     assert np.all(found >= np.min(updates, axis=0)) and np.all(found <= np.max(updates, axis=0))
-    assert reports(tmp_path)[0]["faults_withstood"] == 1
+    assert reports(tmp_path)[0]["spare_faults"] == 1
 
 
 def test_a_node_of_low_quality_has_no_part_until_it_is_good_again(tmp_path):
@@ -328,7 +329,9 @@ def test_nodes_that_begin_with_other_weights_are_named(tmp_path):
 
     lines = []
     coordinator(tmp_path, rounds=1).run(lines.append, Play(tmp_path, {"a": honest, "b": other, "c": honest}))
-    assert lines[0] == "2 nodes begin: a, c; b has no part: it begins with other weights"
+    assert (
+        lines[0] == "2 nodes begin: a, c; b has no part: it begins with other weights, or has another GroupNode.every"
+    )
     assert "agreed by 3 nodes" in lines[1]  # it has gone on from the agreed ones
     folder = tmp_path / "more"
     with pytest.raises(UserError, match="1 nodes begin with the same weights, must be at least the quorum"):
@@ -342,6 +345,117 @@ def test_a_stranger_has_no_part(tmp_path):
     assert report["without"] == {"eve": "it is none of the group's nodes (a, b, c)"}
 
 
+def test_a_restart_admits_no_stranger(tmp_path):
+    for rounds in (1, 2):
+        coordinator(tmp_path, nodes=("a", "b", "c"), rounds=rounds).run(check=Play(tmp_path, three(eve=honest)))
+    assert all("none of the group's nodes" in report["without"]["eve"] for report in reports(tmp_path))
+
+
+def test_what_lies_about_its_numbers_or_links_to_itself_is_rejected(tmp_path):
+    def long(exchange, round_, name, model):
+        honest(exchange, round_, name, model)
+        path = tmp_path / f"rounds/{round_:06d}/updates/{name}.json"
+        path.write_text(path.read_text().replace("100.0", "1" + "0" * 350))
+        (path.parent / "x.json").symlink_to("x.json")
+
+    coordinator(tmp_path, num_nodes=4, rounds=1).run(check=Play(tmp_path, three(d=long)))
+    assert "its note is not one" in reports(tmp_path)[0]["without"]["d"]
+
+
+def test_a_file_that_is_being_replaced_is_read_again(tmp_path):
+    """The new update stands beside the old note for one look."""
+
+    def replaced(exchange, round_, name, model):
+        honest(exchange, round_, name, model)
+        if round_ == 1:
+            path = tmp_path / f"rounds/{round_:06d}/updates/{name}.json"
+            right.append(path.read_bytes())
+            path.write_bytes(right[0].replace(b'"digest": "', b'"digest": "0'))
+            later.append(path)
+
+    later, right = [], []
+    play = Play(tmp_path, three(d=replaced))
+
+    def check():
+        if later:  # after one look
+            later.pop().write_bytes(right[0])
+        play()
+
+    coordinator(tmp_path, num_nodes=4, rounds=1, grace_s=5.0).run(check=check)
+    assert reports(tmp_path)[0]["accepted"].keys() == set("abcd")
+
+
+def test_a_late_node_that_has_gone_on_from_the_agreed_model_is_waited_for(tmp_path):
+    """It has no part in round 1, for which it is late; in round 2 it sends after the others, within their grace."""
+    exchange = Exchange(str(tmp_path))
+    sent_s: dict[int, float] = {}
+
+    def late(exchange, round_, name, model):
+        if round_ == 0:
+            honest(exchange, round_, name, model)
+        elif round_ == 2:
+            exchange.arrive(name, Presence(1, "run"))
+            sent_s[2] = time.monotonic()
+
+    play = Play(tmp_path, three(d=late))
+
+    def check():
+        play()
+        if 2 in sent_s and time.monotonic() - sent_s[2] > 0.3 and ("d", 2) not in done:
+            done.add(("d", 2))
+            honest(exchange, 2, "d", arrays.from_bytes(exchange.read_model(exchange.agreed())))
+
+    done: set = set()
+    coordinator(tmp_path, num_nodes=4, rounds=2, grace_s=2.0, consensus_timeout_s=30.0).run(check=check)
+    first, second = reports(tmp_path)
+    assert "d" in first["without"] and "d" in second["accepted"]
+
+
+def test_a_group_without_its_record_is_not_begun_again(tmp_path):
+    coordinator(tmp_path, rounds=1).run(check=Play(tmp_path, three()))
+    (tmp_path / "agreed.json").unlink()
+    with pytest.raises(UserError, match="has reports of rounds and no agreed.json: restore it"):
+        coordinator(tmp_path, rounds=2).run(check=Play(tmp_path, three()))
+
+
+def test_another_outer_optimizer_or_a_corrupted_state_is_one_line(tmp_path):
+    coordinator(tmp_path, rounds=1).run(check=Play(tmp_path, three()))
+    with pytest.raises(UserError, match="is that of another Coordinator.outer than FedAdam"):
+        coordinator(tmp_path, rounds=2, outer=FedAdam()).run(check=Play(tmp_path, three()))
+    (tmp_path / "rounds/000001/outer.safetensors").write_bytes(b"\0" * 99)
+    (tmp_path / "rounds/000001/report.json").write_text("{")
+    with pytest.raises(UserError, match=r"outer\.safetensors is corrupted"):
+        coordinator(tmp_path, rounds=2).run(check=Play(tmp_path, three()))
+
+
+def test_an_exchange_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(UserError, match="the exchange .* cannot be used"):
+        coordinator(tmp_path / "x").run()
+
+
+def test_a_node_with_other_rounds_is_rejected(tmp_path):
+    def other(exchange, round_, name, model):
+        send(exchange, round_, name, start() if model is None else moved(model, 1), every=2)
+
+    def four(exchange, round_, name, model):
+        send(exchange, round_, name, start() if model is None else moved(model, 1), every=4)
+
+    coordinator(tmp_path, rounds=1).run(check=Play(tmp_path, {"a": four, "b": other, "c": four}))
+    assert reports(tmp_path)[0]["without"]["b"] == "its rounds have 2 steps, the group's 4: set GroupNode.every"
+
+
+def test_a_node_whose_loss_is_not_known_has_a_part(tmp_path):
+    def restarted(exchange, round_, name, model):
+        send(exchange, round_, name, start() if model is None else moved(model, 1), loss=float("nan"), tokens=1.0)
+
+    config = coordinator(tmp_path, rounds=1, quality_threshold=0.9)
+    config.run(check=Play(tmp_path, {"a": honest, "b": honest, "c": restarted}))
+    assert reports(tmp_path)[0]["accepted"]["c"] | {"norm": 0, "distance": 0} == {
+        "distance": 0, "quality": 1.0, "loss": None, "tokens": 1.0, "norm": 0, "bytes": len(arrays.to_bytes(start())),
+    }  # fmt: skip
+
+
 def test_old_rounds_are_removed_and_their_reports_kept(tmp_path):
     coordinator(tmp_path, rounds=5).run(check=Play(tmp_path, three()))
     kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors"))
@@ -352,7 +466,7 @@ def test_old_rounds_are_removed_and_their_reports_kept(tmp_path):
 
 def test_two_coordinators_do_not_write_to_one_exchange(tmp_path):
     def second():
-        with pytest.raises(UserError, match="process .* "):
+        with pytest.raises(UserError, match="another coordinator has .*process "):
             coordinator(tmp_path).run()
         raise Stopped
 
@@ -402,8 +516,12 @@ def test_a_corrupted_model_is_refused(tmp_path):
         ({"norm_limit": 1.0}, "norm_limit is 1.0"),
         ({"consensus_threshold": 0.0}, "Coordinator.consensus_threshold is 0.0"),
         ({"exchange": " "}, "exchange is empty"),
+        (
+            {"aggregation": Aggregation(rule=CoordinateMedian(), faults=1), "quorum": 2},
+            "at most 0 of the 2 nodes of the quo",
+        ),
         ({"aggregation": Aggregation(rule=TrimmedMean(), faults=2)}, "faults is 2, must be at most 1 of 3"),
-        ({"aggregation": Aggregation(rule=Monna(pivot=2))}, "Monna.pivot is 2, must be below"),
+        ({"aggregation": Aggregation(rule=Monna(pivot=2))}, "rule is Monna, whose pivot may be missing"),
     ],
 )
 def test_bad_options_are_one_line(tmp_path, fields, said):
