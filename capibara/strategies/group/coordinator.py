@@ -296,7 +296,7 @@ class _Coordination:
         report = {"round": number, "succeeded": False, "score": 0.0, "accepted": {}, "without": without}
         report["bytes_received"] = sum(update.size for update in updates.values())
         if len(updates) < self._config.needed:
-            words = f"{len(updates)} nodes have sent an update that counts, must be {self._config.needed}"
+            words = f"{len(updates)} nodes have sent an update that counts, must be at least the quorum ({self._config.needed})"
             self._failed(standing, number, report, words)
         else:
             self._settled(standing, number, updates, report)
@@ -332,6 +332,9 @@ class _Coordination:
                 without[name] = _reason(updates[name], float(quality[at]), config.quality_threshold)
         if not bool(found.succeeds):
             words = f"consensus score {float(found.score):.2f}, must be at least {config.consensus_threshold:g}"
+            return self._failed(standing, number, report, words)
+        if len(accepted) < config.needed:
+            words = f"{len(accepted)} nodes have a part, must be at least the quorum ({config.needed})"
             return self._failed(standing, number, report, words)
         report["accepted"] = {
             name: _about(updates[name], found.distances[at], quality[at])

@@ -229,9 +229,7 @@ def test_too_few_updates_fail_the_round_and_too_many_such_rounds_end_the_group(t
 
     nodes = {"a": honest, "b": leaves, "c": leaves}
     config = coordinator(tmp_path, max_retries=1)
-    with pytest.raises(
-        UserError, match="2 rounds in a row failed.*1 nodes have sent.*must be 2.*b has no part: it sent"
-    ):
+    with pytest.raises(UserError, match="2 rounds in a row failed.*1 nodes have sent.*quorum.*b has no part: it sent"):
         config.run(check=Play(tmp_path, nodes))
     found = reports(tmp_path)
     assert [report["succeeded"] for report in found] == [True, False, False]
@@ -336,6 +334,14 @@ def test_nodes_that_begin_with_other_weights_are_named(tmp_path):
     folder = tmp_path / "more"
     with pytest.raises(UserError, match="1 nodes begin with the same weights, must be at least the quorum"):
         coordinator(folder).run(check=Play(folder, {"a": honest, "b": other}))
+
+
+def test_a_quorum_counts_nodes_that_have_a_part(tmp_path):
+    nodes = {"a": honest, "b": honest, "c": garbage("nan")}
+    with pytest.raises(
+        UserError, match=r"2 nodes have a part, must be at least the quorum \(3\).*c has no part: its param"
+    ):
+        coordinator(tmp_path, quorum=3, max_retries=0).run(check=Play(tmp_path, nodes))
 
 
 def test_a_stranger_has_no_part(tmp_path):
