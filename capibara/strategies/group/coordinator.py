@@ -20,6 +20,7 @@ from etils import epath
 from capibara.checkpoints.lease import Lease
 from capibara.config import configurable
 from capibara.consensus.aggregation import Mean, Monna, Report
+from capibara.consensus.outer import OuterOptimizer
 from capibara.consensus.privacy import Privacy
 from capibara.core import limits
 from capibara.core.types import Params, UserError
@@ -230,14 +231,7 @@ class _Coordination:
     def _resumed(self, agreed: Agreed) -> _Standing:
         config = self._config
         model = arrays.from_bytes(self._exchange.read_model(agreed))
-        stored = self._exchange.read_outer(agreed, 3 * arrays.most_bytes(arrays.shapes_of(model)))
-        outer = [array for _, array in sorted(arrays.from_bytes(stored).items())]
-        wanted = [x.shape for x in jax.tree.leaves(jax.eval_shape(config.outer.init, dict(model)))]
-        if [x.shape for x in outer] != wanted:
-            raise UserError(
-                f"the state in {self._exchange} is that of another Coordinator.outer than {type(config.outer).__name__} with "
-                "these options: restore it, or name another exchange"
-            )
+        outer = _stored_outer(self._exchange, agreed, config.outer, model)
         reports = [one for one in self._exchange.reports() if 0 < one["round"] <= agreed.round_]
         norms = [float(about.get("norm", 0.0)) for one in reports for about in one["accepted"].values()]
         if config.nodes is None:
@@ -418,6 +412,19 @@ def _private(combine: Combine, privacy: Privacy, nodes: int) -> Combine:
         return privacy.noisy_mean(agreed, sent, nodes, secret), report
 
     return private
+
+
+def _stored_outer(exchange: Exchange, agreed: Agreed, outer: OuterOptimizer, model: Arrays) -> list[np.ndarray]:
+    """The leaves of the outer optimizer's state in the exchange; raises UserError if it is another one's."""
+    stored = exchange.read_outer(agreed, 3 * arrays.most_bytes(arrays.shapes_of(model)))
+    found = [array for _, array in sorted(arrays.from_bytes(stored).items())]
+    wanted = [x.shape for x in jax.tree.leaves(jax.eval_shape(outer.init, dict(model)))]
+    if [x.shape for x in found] != wanted:
+        raise UserError(
+            f"the state in {exchange} is that of another Coordinator.outer than {type(outer).__name__} with these options: "
+            "restore it, or name another exchange"
+        )
+    return found
 
 
 def _leaves(outer: Any) -> list[np.ndarray]:
