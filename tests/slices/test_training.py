@@ -22,6 +22,7 @@ from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import slices, xla_flags
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.strategies import rollouts
+from capibara.strategies.group import member
 from capibara.training import evaluation as evaluate
 from capibara.training import run_folder, setup
 
@@ -94,6 +95,17 @@ def merge(case):
     return run_folder.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
 
 
+def group_sums(case):
+    everywhere = jax.sharding.NamedSharding(case.mesh, jax.sharding.PartitionSpec())
+    scalar = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+    return member.sums.lower(dict.fromkeys(("loss", "grad_norm", "tokens", "skipped"), scalar))
+
+
+def group_whole(case):
+    largest = max(jax.tree.leaves(case.state.abstract.params), key=lambda x: x.size)
+    return member.replicating(case.mesh).lower(largest)
+
+
 GENERAL = ("decoder", "windows", "experts", "encoder-decoder", "encoder")
 ADAPTED = ("decoder LoRA", "decoder QLoRA", "experts LoRA")
 READS = ("decoder", "experts", "encoder-decoder")
@@ -142,6 +154,10 @@ PROGRAMS = {
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("objectives/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
+    "loss of a group's node": Program("strategies/group/member.py sums", group_sums, ("decoder",)),
+    "parameter of a group's node": Program(
+        "strategies/group/member.py replicating", group_whole, ("decoder", "experts")
+    ),
     "merge of adapters": Program(MERGE, merge, ADAPTED),
 }
 # What partitions by hand -> a program, and a model of it, that it is part of.
@@ -168,6 +184,8 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("all finite", "decoder QLoRA", "v5e-4"),
     ("fingerprint of weights", "decoder QLoRA", "v5e-4"),
     ("merge of adapters", "experts LoRA", "v6e-4"),
+    ("loss of a group's node", "decoder", "v5e-4"),
+    ("parameter of a group's node", "decoder", "v5e-4"),
 }
 
 

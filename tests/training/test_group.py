@@ -141,6 +141,7 @@ def test_interrupted_while_it_waits_it_resumes_bit_for_bit(make_trainer, train, 
     assert_equal(*models)
 
 
+@pytest.mark.heavy
 def test_who_comes_late_begins_with_the_agreed_model_at_its_step(make_trainer, train, tmp_path):
     with coordinated(tmp_path / "x", rounds=2):
         train(in_group(make_trainer, tmp_path / "x", model_dir=str(tmp_path / "early")))
@@ -211,6 +212,7 @@ def test_a_round_that_does_not_end_leaves_a_checkpoint(make_trainer, train, tmp_
     assert second.start_step == 8 and not second.losses and second.outcome.reason == "finished"
 
 
+@pytest.mark.heavy
 def test_a_run_and_a_group_that_do_not_fit_say_so_at_once(make_trainer, train, tmp_path):
     with coordinated(tmp_path / "x", rounds=1):
         train(in_group(make_trainer, tmp_path / "x", steps=4))
@@ -224,6 +226,7 @@ def test_a_run_and_a_group_that_do_not_fit_say_so_at_once(make_trainer, train, t
         train(in_group(make_trainer, tmp_path / "empty"))
 
 
+@pytest.mark.heavy
 def test_two_runs_of_one_name_are_told(make_trainer, train, tmp_path):
     exchange = exchange_of(tmp_path)
 
@@ -249,6 +252,7 @@ def test_adapters_alone_are_sent(make_trainer, train, tmp_path):
     assert sent and all("lora" in name for name in sent)
 
 
+@pytest.mark.heavy
 def test_few_bits_train_and_what_they_lose_is_sent_later(make_trainer, train, tmp_path):
     sizes, losses = {}, {}
     for bits in (32, 8):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.config import configurable
 from capibara.consensus.compression import Compression
@@ -75,6 +78,7 @@ class GroupMember(Member):
     def __init__(self, node: GroupNode, params: PyTree, reporter: Reporter):
         self._node, self._like, self._reporter = node, params, reporter
         self._exchange = Exchange(node.exchange)
+        self._mesh = jax.tree.leaves(params)[0].sharding.mesh
         names = tree.path_names(params)
         self._shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(params), strict=True)}
         self._losses: list[jax.Array] = []  # [2] each: the sum of the loss over a step's tokens, and their number
@@ -86,7 +90,7 @@ class GroupMember(Member):
         self._run, self._has_arrived = secrets.token_hex(8), False
 
     def watch(self, metrics: Metrics) -> None:
-        self._losses.append(_sums(metrics))
+        self._losses.append(sums(metrics))
 
     def meet(self, step: int, params: Params) -> Adopted | None:
         every = self._node.every
@@ -187,7 +191,7 @@ class GroupMember(Member):
         found = {}
         for name, leaf in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
             if jax.process_count() > 1:
-                leaf = _replicated(leaf)
+                leaf = replicating(self._mesh)(leaf)
             if jax.process_index() == 0:
                 found[name] = np.asarray(leaf, np.float32)
         return found
@@ -256,15 +260,14 @@ class GroupMember(Member):
 
 
 @jax.jit
-def _sums(metrics: Metrics) -> jax.Array:
+def sums(metrics: Metrics) -> jax.Array:
     """Of a step [2]: the sum of the loss over its tokens, and their number; zeros if it made no update."""
     used = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
     weight = jnp.where(used, weight_of(metrics), 0.0)
     return jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight])
 
 
-def _replicated(leaf: jax.Array) -> jax.Array:
-    """An array with all of it on each device."""
-    assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
-    everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-    return jax.jit(lambda x: x, out_shardings=everywhere)(leaf)
+@functools.cache
+def replicating(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """A program that puts all of an array on each device of a mesh."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

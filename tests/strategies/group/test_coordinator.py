@@ -289,7 +289,7 @@ def test_few_bits_are_sent_and_decoded(tmp_path):
 
 
 def test_a_privacy_budget_stops_the_group_before_it_is_exceeded(tmp_path):
-    privacy = Privacy(clip_norm=0.01, noise_multiplier=8.0, delta=1e-5, budget=1.0)
+    privacy = Privacy(clip_norm=0.01, noise_multiplier=8.0, budget=1.0, accounting="rdp")
     lines = []
     config = coordinator(tmp_path, rounds=50, privacy=privacy)
     said = config.run(lines.append, Play(tmp_path, three()))
@@ -311,7 +311,7 @@ def test_a_privacy_budget_stops_the_group_before_it_is_exceeded(tmp_path):
 
 
 def test_privacy_needs_a_mean_and_a_budget_for_one_round(tmp_path):
-    privacy = Privacy(clip_norm=1.0, noise_multiplier=0.1, budget=1.0)
+    privacy = Privacy(clip_norm=1.0, noise_multiplier=0.1, budget=1.0, accounting="rdp")
     with pytest.raises(UserError, match="Coordinator.privacy needs a mean"):
         coordinator(tmp_path, privacy=privacy, aggregation=Aggregation(rule=CoordinateMedian()))
     with pytest.raises(UserError, match="quality_threshold reveals"):
