@@ -171,7 +171,6 @@ WITHIN = {
 ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice
     ("train step", "experts", "v5e-8"),
-    ("train step, DPO", "decoder", "v6e-8"),
     ("new state", "decoder", "v5e-4"),
     ("evaluation", "decoder", "v5e-4"),
     ("evaluation, DPO", "decoder", "v5e-4"),
