@@ -172,7 +172,7 @@ ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice
     ("train step", "experts", "v5e-8"),
     ("new state", "decoder", "v5e-4"),
-    ("evaluation", "decoder", "v5e-4"),
+    ("evaluation", "decoder", "v6e-8"),
     ("evaluation, DPO", "decoder", "v5e-4"),
     ("evaluation, own loss", "decoder", "v5e-4"),
     ("reference, DPO", "decoder", "v5e-16"),
