@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--rounds=3] [--json=startup.json]
 
 The first step is that of the quickstart's model on 8 emulated devices, from process start until its metrics are
-printed, on the direct text feed and on the SeqIO feed, alternating. One start before the rounds fills that cache and Python's own of compiled modules, which an image of a
-container may have switched off.
+printed, on the direct text feed and on the SeqIO feed, alternating. One start before the rounds fills that cache
+and Python's own of compiled modules, which an image of a container may have switched off.
 """
 
 from __future__ import annotations

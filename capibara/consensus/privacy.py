@@ -81,7 +81,9 @@ class Privacy:
         Raises:
           UserError: it does not allow the first.
         """
-        budget = math.inf if self.budget is None else self.budget
+        if self.budget is None:
+            return _MOST_RELEASES
+        budget = self.budget
         if (first := self.epsilon(1, sampling)) > budget:
             raise UserError(
                 f"Privacy.budget is {budget:g}, and the first round costs epsilon {first:.3g}: raise it, or "

@@ -64,6 +64,10 @@ def in_group(make_trainer, folder, **changes):
     return make_trainer(**{"steps": 8, "group": node, "plan": Plan(batch_size=8, fsdp=4, tensor=2)} | changes)
 
 
+def named(params):
+    return dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+
+
 def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -107,12 +111,11 @@ def test_it_goes_on_from_the_agreed_model_with_its_own_moments(make_trainer, tra
         trainer = in_group(make_trainer, tmp_path / "x", steps=4, checkpointing=Checkpointing(every=4))
         seen = train(trainer)
     agreed = arrays.from_bytes(exchange.read_model(exchange.agreed()))
-    last = dict(zip(tree.path_names(seen.state.params), jax.tree.leaves(seen.state.params), strict=True))
-    begun = dict(zip(tree.path_names(seen.started.params), jax.tree.leaves(seen.started.params), strict=True))
+    last, begun = named(seen.state.params), named(seen.started.params)
     for name, own in last.items():  # half of 1.5 times its way
         np.testing.assert_allclose(agreed[name], begun[name] + 0.75 * (own - begun[name]), atol=1e-6)
     again = train(dataclasses.replace(trainer, steps=4))  # restores what was saved after the round
-    assert_equal(arrays.named(again.started.params), agreed)
+    assert_equal(named(again.started.params), agreed)
     assert_equal(again.started.opt_state, seen.state.opt_state)
 
 
@@ -166,7 +169,7 @@ def test_who_comes_late_saves_and_has_the_schedule_of_its_step(make_trainer, tra
     counts = [int(x.count) for x in jax.tree.leaves(late.state.opt_state, is_leaf=is_schedule) if is_schedule(x)]
     assert counts == [12]
     agreed = arrays.from_bytes(exchange_of(tmp_path).read_model(exchange_of(tmp_path).agreed()))
-    for name, own in arrays.named(late.state.ema).items():  # near the agreed models, not the random beginning
+    for name, own in named(late.state.ema).items():  # near the agreed models, not the random beginning
         assert np.abs(own - agreed[name]).max() < 0.2
     # A finished group has nothing more for a new run, which ends at once with its model.
     done = train(in_group(make_trainer, tmp_path / "x", model_dir=str(tmp_path / "new"), steps=12, seed=6))

@@ -241,7 +241,8 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
 def _part_bytes(gradient_bytes: int) -> int:
     """Bytes of a part on a chip, beside a float32 gradient of the hidden states of so many, which every part adds to.
 
-    Parts that leave the gradient on the chip take fewer cycles than larger ones. Where parts would be too small to keep the matrix unit busy they have their full size.
+    Parts that leave the gradient on the chip take fewer cycles than larger ones. Where parts would be too small
+    to keep the matrix unit busy they have their full size.
     """
     left = _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - gradient_bytes
     return min(_ON_CHIP_PART_BYTES, left) if left >= _ON_CHIP_PART_BYTES // 2 else _PART_BYTES

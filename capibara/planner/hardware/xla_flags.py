@@ -53,15 +53,13 @@ _FSDP = tuple(
     for collective in ("all_gather", "reduce_scatter")
 )
 
-# In 4 layers the gain is smaller (cycles -4.7%), so these are of whole models; benchmarks/tpu_compile.py has the first.
 _SCOPED_VMEM = Option(
     name="xla_tpu_scoped_vmem_limit_kib",
     value="98304",
     reason=(
-        "Lets a fusion use 96 MiB of vector memory, not 16. Compiled with libtpu 0.0.50 on v6e-64, remat full: cycles -16% "
-        "for 1.1B with 12 rows of 2048 (peak +0.7%), -18% for Llama 2 7B with 12 rows of 4096 (peak +0.4%), -6% for Gemma 2 "
-        "2B with 8 rows of 2048 (peak the same), -2% for Gemma 3 4B with 4 (peak +3%); compiling takes up to three times as "
-        "long. With collective matmul: cycles +6.2%, peak +2.6%."
+        "Lets a fusion use 96 MiB of vector memory, not 16. Compiled with libtpu 0.0.50 for 1.1B on v6e-64, remat full, with "
+        "12 rows of 2048: cycles -16%, peak +0.7% (benchmarks/tpu_compile.py --rows=1b-12-v6e); compiling takes several "
+        "times as long. Worse with collective matmul."
     ),
     source="github.com/AI-Hypercomputer/maxtext, recipes for v6e; github.com/apple/axlearn",
     tensor=False,

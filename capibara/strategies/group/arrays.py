@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,8 +13,8 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from capibara.consensus.compression import Compression, Encoded
-from capibara.core import limits, tree
-from capibara.core.types import PyTree, UserError
+from capibara.core import limits
+from capibara.core.types import UserError
 
 Arrays = Mapping[str, np.ndarray]  # by the parameters' names, float32
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,12 +36,6 @@ class Packed(NamedTuple):
     block: int = 0
 
 
-def named(params: PyTree) -> dict[str, np.ndarray]:
-    """The leaves of a tree on the host by their names, float32."""
-    leaves = (np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(params))
-    return dict(zip(tree.path_names(params), leaves, strict=True))
-
-
 def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
     """The shapes by name."""
     return {name: array.shape for name, array in arrays.items()}
@@ -53,7 +48,7 @@ def to_bytes(arrays: Arrays) -> bytes:
 
 def most_bytes(shapes: Shapes) -> int:
     """The largest size of a file with such parameters: their float32 values, and a header with three entries for each."""
-    values = sum(4 * int(np.prod(shape)) for shape in shapes.values())
+    values = sum(4 * math.prod(shape) for shape in shapes.values())
     return values + sum(3 * (len(name) + 256) for name in shapes) + limits.MIB
 
 

@@ -261,11 +261,16 @@ class _Coordination:
         quorum_s: float | None = None
         while True:
             inbox.look()
-            here = {name for name in self._names if _is_here(self._exchange, name, inbox.round_ - 1)}
             now_s, heard = time.monotonic(), inbox.updates.keys() | inbox.rejected.keys()
             if len(inbox.updates) >= config.needed:
                 quorum_s = quorum_s or now_s
-                if waited and waited | here <= heard or now_s - quorum_s >= config.grace_s:
+                if now_s - quorum_s >= config.grace_s:
+                    return inbox
+                if (
+                    waited
+                    and waited <= heard
+                    and not _is_awaited(self._exchange, self._names - heard, inbox.round_ - 1)
+                ):
                     return inbox
             known = self._names & heard
             if len(known) >= config.num_nodes or now_s - begin_s >= config.consensus_timeout_s:
@@ -313,7 +318,8 @@ class _Coordination:
         sent = {key: np.stack([updates[name].arrays.pop(key) for name in names]) for key in standing.model}
         quality = _quality([updates[name] for name in names])
         expected = len(standing.waited | set(names))
-        outer = jax.tree.unflatten(jax.tree.structure(config.outer.init(dict(standing.model))), standing.outer)
+        structure = jax.tree.structure(jax.eval_shape(config.outer.init, dict(standing.model)))
+        outer = jax.tree.unflatten(structure, standing.outer)
         combine = self._combines.setdefault(len(names), jax.jit(config.aggregation))
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
@@ -357,10 +363,9 @@ class _Coordination:
         return dataclasses.replace(agreed, outer=outer_hash, every=self._every, accepted=names, line=line)
 
 
-def _is_here(exchange: Exchange, name: str, round_: int) -> bool:
-    """Whether a node has gone on from a round's model: it is waited for, whether or not it had a part in that round."""
-    found = exchange.presence(name)
-    return found is not None and found.round_ == round_
+def _is_awaited(exchange: Exchange, names: set[str], round_: int) -> bool:
+    """Whether one of these nodes has gone on from a round's model, though it may have had no part in that round."""
+    return any((found := exchange.presence(name)) and found.round_ == round_ for name in names)
 
 
 def _alike(updates: Mapping[str, Update]) -> list[str]:
@@ -405,7 +410,9 @@ def _within_norm(inbox: Inbox, norms: list[float], limit: float | None) -> tuple
 
 def _private(combine: Combine, privacy: Privacy, nodes: int) -> Combine:
     """The aggregation with the mean that the privacy allows; its noise is drawn from the operating system's randomness."""
-    secret = jax.random.key(secrets.randbits(32))
+    secret = jax.random.wrap_key_data(
+        jnp.array([secrets.randbits(32) for _ in range(2)], jnp.uint32), impl="threefry2x32"
+    )
 
     def private(sent: Params, agreed: Params, key: jax.Array | None) -> tuple[Params, Report]:
         _, report = combine(sent, agreed, key)

@@ -235,7 +235,7 @@ class Exchange:
         if not folder.exists():
             return []
         names = (name.removesuffix(".json") for name in self._store.list(folder) if name.endswith(".json"))
-        return sorted(name for name in names if _NODE.fullmatch(name))
+        return sorted(name for name in names if is_node(name))
 
     def has_sent(self, round_: int, node: str) -> bool:
         """Whether a node has sent an update in a round."""
