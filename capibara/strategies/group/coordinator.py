@@ -23,7 +23,7 @@ from capibara.consensus.aggregation import Mean, Monna, Report
 from capibara.consensus.outer import OuterOptimizer
 from capibara.consensus.privacy import Privacy
 from capibara.core import limits
-from capibara.core.types import Params, UserError
+from capibara.core.types import Params, PyTree, UserError
 from capibara.storage import hashing
 from capibara.strategies.agreement import Agreement, Combine, quality_of
 from capibara.strategies.group import arrays
@@ -318,8 +318,7 @@ class _Coordination:
         sent = {key: np.stack([updates[name].arrays.pop(key) for name in names]) for key in standing.model}
         quality = _quality([updates[name] for name in names])
         expected = len(standing.waited | set(names))
-        structure = jax.tree.structure(jax.eval_shape(config.outer.init, dict(standing.model)))
-        outer = jax.tree.unflatten(structure, standing.outer)
+        outer = _unflattened(config.outer, standing)
         combine = self._combines.setdefault(len(names), jax.jit(config.aggregation))
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
@@ -432,6 +431,12 @@ def _stored_outer(exchange: Exchange, agreed: Agreed, outer: OuterOptimizer, mod
             "restore it, or name another exchange"
         )
     return found
+
+
+def _unflattened(outer: OuterOptimizer, standing: _Standing) -> PyTree:
+    """The outer optimizer's state of its leaves."""
+    structure = jax.tree.structure(jax.eval_shape(outer.init, dict(standing.model)))
+    return jax.tree.unflatten(structure, standing.outer)
 
 
 def _leaves(outer: Any) -> list[np.ndarray]:
