@@ -39,20 +39,47 @@ os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with 
 # The files that take longest, begun first: else one worker is still at such a file when the others have nothing left.
 # Those of tests/hosts, which start up to four processes each, stand apart from each other.
 _LONGEST = """
-hosts/test_joining data/tasks/test_tasks slices/test_training training/test_loop models/moe/test_moe interop/test_t5x_training
-examples/test_extend hosts/test_axes models/architectures/test_gemma3n faults/test_numbers models/cache/test_cache
-training/test_lora models/adapters/test_lora hosts/test_bucket inference/engine/cache/test_pages
-inference/engine/test_engine faults/test_supervision inference/engine/test_prefix_lm models/adapters/test_lora_experts
-hosts/test_answering slices/test_generation training/test_parallelism integration/test_infer integration/test_evaluate
-models/architectures/test_encdec integration/test_train models/architectures/test_decoder interop/test_quantization
-hosts/test_following checkpoints/test_bucket inference/server/test_server inference/server/test_serve
-inference/engine/test_beam_search interop/test_t5x interop/test_adapters training/test_preference test_types
-faults/test_hostile_files cli/test_prove planner/compiler/test_compile_cache faults/test_judge
+data/tasks/test_tasks hosts/test_joining examples/test_extend slices/test_training training/test_loop
+kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/test_group
+models/moe/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
+strategies/test_grpo strategies/test_consensus interop/test_t5x_training inference/server/test_server interop/test_t5x
+models/cache/test_cache faults/test_numbers training/test_step slices/test_consensus hosts/test_group
+models/adapters/test_lora integration/test_train optim/test_state_dtypes planner/model/test_memory
+inference/engine/cache/test_pages models/architectures/test_decoder interop/test_quantization training/test_lora
+models/architectures/test_encdec inference/engine/test_engine faults/test_server hosts/test_following optim/test_optim
+slices/test_generation kernels/attention/test_splash planner/compiler/test_compile_cache
+models/adapters/test_lora_experts checkpoints/test_lease kernels/attention/test_sinks hosts/test_bucket
+data/tasks/test_cached faults/test_supervision cli/test_plan training/test_precision training/stability/test_watchdog
+training/test_strategy inference/engine/test_beam_search inference/server/test_serve interop/test_peft
+faults/test_kills cli/test_prove training/test_preference faults/test_judge
 """.split()
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first, the others after them as they come."""
+# Cases that make test leaves out; with parameters they are long to mark where they stand.
+_HEAVY_CASES = {
+    line
+    for line in (CHECKOUT / "tests" / "heavy_cases.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(config, items):
+    """The longest files first, the others after them as they come; marks the heavy cases.
+
+    Raises:
+      UsageError: a heavy case is no test (looked for where whole files are collected).
+    """
+    found = set()
+    for item in items:
+        name = item.nodeid.partition("tests/")[2]
+        if name in _HEAVY_CASES:
+            item.add_marker(pytest.mark.heavy)
+            found.add(name)
+    if not any("::" in arg for arg in config.args):
+        files = {item.nodeid.partition("tests/")[2].partition("::")[0] for item in items}
+        if missing := sorted(name for name in _HEAVY_CASES - found if name.partition("::")[0] in files):
+            raise pytest.UsageError(f"tests/heavy_cases.txt has {missing[0]!r}, which is no test: remove the line")
     rank = {str(CHECKOUT / "tests" / f"{name}.py"): number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
 

@@ -94,7 +94,11 @@ def assert_stopped_alike_and_resumed(told, wanted):
         assert steps[step] == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.parametrize("meshes", [("nodes",), pytest.param(("tensor", "stage"), marks=pytest.mark.heavy)], ids=str)
+@pytest.mark.parametrize(
+    "meshes",
+    [(), *(pytest.param(names, marks=pytest.mark.heavy) for names in (("nodes",), ("tensor", "stage")))],
+    ids=str,
+)
 def test_two_processes_do_as_one(cluster, alone, tmp_path, meshes):
     """Meshes, a stop that one of them was told, a resume, and a run folder that is not shared."""
     told = did(cluster, tmp_path / "two", 2, [*meshes, *PARTS])

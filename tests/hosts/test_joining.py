@@ -47,11 +47,12 @@ QUICK = ("Evaluation.every=0", "Evaluation.unigram_batches=0", "SampleText.promp
 
 
 def assert_found_and_learned_alike(done, folder, alone):
-    assert [one.code for one in done] == [0] * 4, [one.err[-2000:] for one in done]
-    assert "joined 4 processes on 1 host: 4 devices" in done[0].out and "on 4 x cpu" in done[0].out
+    count = len(done)
+    assert [one.code for one in done] == [0] * count, [one.err[-2000:] for one in done]
+    assert f"joined {count} processes on 1 host: {count} devices" in done[0].out and f"on {count} x cpu" in done[0].out
     assert [line for one in done[1:] for line in one.out.splitlines() if "[Gloo]" not in line] == []
-    told = ["4 hosts share 1 stream(s) of SeqIO task 'python_stdlib'" in one.err for one in done]
-    assert told == [True, False, False, False] and "set Dataset.task_shards = 4" in done[0].err
+    told = [f"{count} hosts share 1 stream(s) of SeqIO task 'python_stdlib'" in one.err for one in done]
+    assert told == [True] + [False] * (count - 1) and f"set Dataset.task_shards = {count}" in done[0].err
     together, alone = [[*metrics(one, "train"), *metrics(one, "eval")] for one in (folder, alone)]
     assert [line["step"] for line in together] == [line["step"] for line in alone]
     for name in ("loss", "unigram_bits_per_byte"):
@@ -59,16 +60,17 @@ def assert_found_and_learned_alike(done, folder, alone):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-def test_four_processes_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.heavy)])
+def test_processes_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone, count):
     """By the metadata server; the processes are forked, so that they need not import what the first has.
 
-    Of the quickstart's model and rows these are small: four processes compile it at once.
+    Of the quickstart's model and rows these are small: all processes compile it at once.
     """
     args = quickstart(*QUICK, "TRAIN_STEPS=2", "LENGTH=64", "BATCH_SIZE=8", "DecoderConfig.num_layers=1")
-    whole, four = alone(*args), cluster("GCE", 4)
-    done = four.run("train", *args, "--gin.MODEL_DIR=forked")
-    assert_found_and_learned_alike(done, shell.folder / "forked", whole)
-    assert all("agent-worker-number" in server.asked for server in four.servers)
+    whole, joined = alone(*args), cluster("GCE", count)
+    done = joined.run("train", *args, f"--gin.MODEL_DIR=forked{count}")
+    assert_found_and_learned_alike(done, shell.folder / f"forked{count}", whole)
+    assert all("agent-worker-number" in server.asked for server in joined.servers)
 
 
 @pytest.mark.heavy
