@@ -1,11 +1,13 @@
 """Consensus training of a small language model: against data-parallel training, and with nodes that lie.
 
-    python benchmarks/consensus.py [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum] [--json=OUT]
+    python benchmarks/consensus.py [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum] [--variants=vote]
+      [--json=OUT]
 
 Eight nodes train a decoder on the standard library's bytes, each on files of its own (non-iid): the files are sorted by path
 and every node has a run of them. The validation text is of files that no node sees. All runs have the same initial
 weights, batches and learning rates, and see the same number of tokens. First data-parallel training and rounds (DiLoCo)
-without attackers, then every attack by two nodes with every rule. Everything is measured on emulated devices.
+without attackers, then rounds with a vote, a convex merge and each strategy, then every attack by two nodes with every
+rule. Everything is measured on emulated devices.
 
 Attacks, by the last two nodes, which know what the others send: sign: minus four times their own update; alie: the mean
 less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus twice the mean
@@ -56,12 +58,12 @@ from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import state as states
 from capibara.training.evaluation import evaluate, make_eval_step
 from capibara.training.state import Apart
-from capibara.training.step import make_nodes_step, make_train_step
+from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
 
 ROWS, LENGTH = 4, 128  # of a node and step
 MODEL = DecoderConfig(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=176, dtype="float32")
 BEFORE = {"before": (Nnm(),), "faults": LIARS}
-RULES = {
+AGGREGATIONS = {
     "mean": Aggregation(rule=Mean()),
     "median": Aggregation(rule=CoordinateMedian(), faults=LIARS),
     "trimmed mean": Aggregation(rule=TrimmedMean(), faults=LIARS),
@@ -70,6 +72,21 @@ RULES = {
     "CAF": Aggregation(rule=Caf(), faults=LIARS),
     "NNM, trimmed mean": Aggregation(rule=TrimmedMean(), **BEFORE),
     "NNM, multi-krum": Aggregation(rule=MultiKrum(), **BEFORE),
+}
+RULES = {name: {"aggregation": aggregation} for name, aggregation in AGGREGATIONS.items()}
+RULES["convex merge"] = {"merge_strategy": "convex"}
+# Rounds without attackers, each with something besides.
+VARIANTS = {
+    "vote": {"voting_strategy": "byzantine", "quality_threshold": 0.85},
+    "convex merge": {"merge_strategy": "convex"},
+    **{name: {"strategies": (name,)} for name in ("hierarchical", "convexity", "incremental_soup")},
+}
+VARIANTS["all of these"] = {
+    "voting_strategy": "byzantine",
+    "merge_strategy": "convex",
+    "quality_threshold": 0.85,
+    "consensus_threshold": 0.75,
+    "strategies": ("hierarchical", "convexity", "incremental_soup"),
 }
 ATTACKS = ("sign", "alie", "ipm", "gaussian", "mimic", "nan")
 
@@ -160,14 +177,14 @@ def train(texts, steps, strategy=None):
     model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=3e-3, warmup_steps=20))
     plan = Plan(batch_size=NODES * ROWS, **({"data": NODES} if strategy is None else {"node": NODES}), fsdp=1)
     mesh, tx = sharding.make_mesh(plan), optimizer.transformation(steps, model.trained(model.axes))
-    apart = None if strategy is None else Apart(strategy, NODES)
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False, apart=apart)
+    apart, ema = (None, False) if strategy is None else (Apart(strategy, NODES), strategy.averages)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, apart=apart)
     step = make_train_step(model, tx, optimizer.schedule.learning_rates(steps), plan, mesh)
     if strategy is not None:
         strategy.check(plan)
-        step = make_nodes_step(step, model, strategy, shardings)
+        step = make_nodes_step(step, make_node_loss(model, plan, mesh), model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    init = functools.partial(states.init_state, model, tx, ema=False, apart=apart)
+    init = functools.partial(states.init_state, model, tx, ema=ema, apart=apart)
     state = jax.device_put(jax.jit(init)(jax.random.key(0)), shardings)
     placed = sharding.batch_sharding(mesh, plan.rules)
     for index in range(steps):
@@ -175,7 +192,7 @@ def train(texts, steps, strategy=None):
         if index % 10 == 0:  # as far ahead as memory holds
             jax.block_until_ready(metrics)
     eval_step = make_eval_step(model, plan, mesh, np.ones(MODEL.vocab_size, np.int32))
-    return evaluate(eval_step, state.params, texts.validation_batches(), placed)["loss"]
+    return evaluate(eval_step, state.eval_params, texts.validation_batches(), placed)["loss"]
 
 
 def main() -> None:
@@ -184,11 +201,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated; empty: none")
     parser.add_argument("--rules", default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; empty: none")
     parser.add_argument("--json", help="write the results there")
     args = parser.parse_args()
     attacks = [name for name in args.attacks.split(",") if name]
-    rules = [name.replace("+", ", ") for name in args.rules.split(",")]
-    for given, known in ((attacks, ATTACKS), (rules, RULES)):
+    rules = [name.replace("+", ", ") for name in args.rules.split(",") if name]
+    variants = [name for name in args.variants.split(",") if name]
+    for given, known in ((attacks, ATTACKS), (rules, RULES), (variants, VARIANTS)):
         for name in given:
             if name not in known:
                 parser.error(f"{name!r} is not known, must be one of {', '.join(known)}")
@@ -206,19 +225,27 @@ def main() -> None:
         print(f"{name}: {found['loss'][name]:.4f} nats a byte, {sent:.1f} MB sent by each node", flush=True)
     one, apart = found["loss"]["data-parallel"], found["loss"]["rounds"]
     print(f"rounds / data-parallel: loss {apart / one:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}")
+    for name in variants:
+        found["loss"][name] = train(texts, args.steps, make(**VARIANTS[name]))
+        print(f"rounds with {name}: {found['loss'][name]:.4f}, {found['loss'][name] / apart:.3f} of rounds", flush=True)
+        _write(args.json, found)
     table = Table(title=f"validation loss over that without attackers, {LIARS} of {NODES} nodes lie")
     for heading in ("rule", "no attack", *attacks):
         table.add_column(heading)
     for rule in rules:
-        row = found["loss"].setdefault(rule, {})
+        row = found["loss"].setdefault("attacked", {}).setdefault(rule, {})
         for attack in ("", *attacks):
-            row[attack or "none"] = train(texts, args.steps, make(aggregation=RULES[rule], attack=attack))
+            row[attack or "none"] = train(texts, args.steps, make(**RULES[rule], attack=attack))
             print(f"{rule}, {attack or 'no attack'}: {row[attack or 'none']:.4f}", flush=True)
-            if args.json:
-                with open(args.json, "w", encoding="utf-8") as file:
-                    json.dump(found, file, indent=1)
+            _write(args.json, found)
         table.add_row(rule, *(f"{loss / apart:.3f}" for loss in row.values()))
     Console(width=140).print(table)
+
+
+def _write(path, found):
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
 
 
 if __name__ == "__main__":

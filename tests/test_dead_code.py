@@ -20,7 +20,7 @@ USED = {
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by Gin: members of an enum that a run file names
-    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "DR_GRPO", "MERGED",
+    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "DR_GRPO", "MERGED", "BYZANTINE",
 }  # fmt: skip
 
 

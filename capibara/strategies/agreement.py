@@ -18,6 +18,18 @@ from capibara.training.stability.loss_scale import select
 Combine = Callable[[Params, Params, jax.Array | None], tuple[Params, Report]]
 
 
+class Vote(NamedTuple):
+    """How nodes vote on the model that a round proposes.
+
+    Attributes:
+      approve: (the proposed model, the agreed one) -> bool [nodes].
+      quorum: the approvals that it needs.
+    """
+
+    approve: Callable[[Params, Params], jax.Array]
+    quorum: int
+
+
 class Settled(NamedTuple):
     """The outcome of a round.
 
@@ -29,6 +41,8 @@ class Settled(NamedTuple):
       accepted: bool [nodes], the nodes that had a part in the aggregate.
       distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
       spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
+      approved: bool [nodes], the nodes that voted for the proposed model; all where there is no vote.
+      weights: float32 [nodes], of the nodes in the aggregate; None of a rule that looks at each coordinate by itself.
     """
 
     params: Params
@@ -38,6 +52,8 @@ class Settled(NamedTuple):
     accepted: jax.Array
     distances: jax.Array
     spare_faults: jax.Array
+    approved: jax.Array
+    weights: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +102,7 @@ class Agreement:
         quality: jax.Array,
         number: jax.Array | int,
         expected: int,
+        vote: Vote | None = None,
     ) -> Settled:
         """The outcome of a round (traceable).
 
@@ -97,6 +114,7 @@ class Agreement:
           quality: float32 [nodes], as `quality_of` makes it.
           number: of the round or step, from which the random key is made.
           expected: nodes of which the score is a share.
+          vote: on the proposed model; None: the score decides alone.
         """
         good = quality >= (self.quality_threshold or 0.0)
         # What is not finite has no part in an aggregate.
@@ -105,12 +123,15 @@ class Agreement:
         aggregate, report = combine(sent, agreed, key)
         accepted = ~report.is_masked
         score = jnp.sum(accepted) / expected
-        succeeds = score >= self.consensus_threshold
         after = self.outer.step(agreed, aggregate, outer)
+        approved = jnp.ones_like(good) if vote is None else vote.approve(after[0], agreed)
+        succeeds = score >= self.consensus_threshold
+        if vote is not None:
+            succeeds &= jnp.sum(approved) >= vote.quorum
         new, outer = select(succeeds, after, (agreed, outer))
         # A checkpoint takes finite numbers only.
         distances = jnp.where(accepted, jnp.minimum(report.distances, jnp.finfo(jnp.float32).max), -1.0)
-        return Settled(new, outer, succeeds, score, accepted, distances, report.spare_faults)
+        return Settled(new, outer, succeeds, score, accepted, distances, report.spare_faults, approved, report.weights)
 
 
 def quality_of(losses: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ some nodes may send anything at all. docs/consensus.md says what each field does
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,12 +18,57 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.config import configurable
+from capibara.consensus.aggregation import Aggregation, Mean
 from capibara.consensus.compression import Compression
+from capibara.consensus.convex import ConvexMerge
+from capibara.consensus.voting import Vote as VoteRule
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.sharding import NODE_AXIS, Plan
-from capibara.strategies.agreement import Agreement, along, quality_of
-from capibara.training.strategy import NodesStep, Round, Strategy, StrategyStep, of_all, weight_of
+from capibara.strategies import convex_merge
+from capibara.strategies import soup as soups
+from capibara.strategies.agreement import Agreement, Vote, along, quality_of
+from capibara.strategies.ballots import approvals
+from capibara.strategies.hierarchy import group_means
+from capibara.training.stability.loss_scale import select
+from capibara.training.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
+
+
+class VotingStrategy(enum.StrEnum):
+    """Whether nodes vote on the model that a round proposes.
+
+    none: they do not.
+    byzantine: each evaluates it on its own rows; of n nodes, f of which may lie, so many must approve that any two such
+      groups share an honest node, 2f + 1 of n = 3f + 1.
+    """
+
+    NONE = "none"
+    BYZANTINE = "byzantine"
+
+
+class MergeStrategy(enum.StrEnum):
+    """What makes one model of the nodes' models.
+
+    aggregation: ConsensusConfig.aggregation.
+    convex: weights on the simplex for which the merged model's loss on all nodes' rows is small.
+    """
+
+    AGGREGATION = "aggregation"
+    CONVEX = "convex"
+
+
+class StrategyName(enum.StrEnum):
+    """What consensus training does besides rounds.
+
+    hierarchical: between two rounds the nodes of a group take the mean of its models, every `group_every` steps.
+    convexity: each update is followed by a proximal step towards the agreed model, which makes a node's objective convex
+      where `proximal` is above its largest negative curvature.
+    incremental_soup: the model that is evaluated and exported is the mean of those agreed models that make it better.
+    """
+
+    HIERARCHICAL = "hierarchical"
+    CONVEXITY = "convexity"
+    INCREMENTAL_SOUP = "incremental_soup"
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +80,8 @@ class Verdict:
       quality: float32 [nodes], as Agreement.quality_threshold defines it; -1 of a node that made no update.
       accepted: bool [nodes], the nodes that had a part in the aggregate.
       distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
+      approved: bool [nodes], the nodes that voted for the proposed model; None: there is no vote.
+      weights: float32 [nodes], of a convex merge; None: another one.
       failures: int32, failed rounds in a row up to the last one.
       spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
     """
@@ -40,6 +89,8 @@ class Verdict:
     quality: jax.Array
     accepted: jax.Array
     distances: jax.Array
+    approved: jax.Array | None
+    weights: jax.Array | None
     failures: jax.Array
     spare_faults: jax.Array
 
@@ -57,6 +108,7 @@ class Nodes:
       losses: float32 [nodes, 2], of the updates of the current round: the sum of the loss over real tokens, and their
         number.
       verdict: on the last round.
+      soup_size: int32, the models in the incremental soup; None: there is none.
     """
 
     params: Params
@@ -65,6 +117,7 @@ class Nodes:
     lost: PyTree | None
     losses: jax.Array
     verdict: Verdict
+    soup_size: jax.Array | None = None
 
 
 @configurable
@@ -76,30 +129,91 @@ class ConsensusConfig(Agreement, Strategy):
     aggregation does not mask it. All nodes go on from the agreed model, those too that were not accepted. `Agreement` has
     the other attributes.
 
+    With a vote, a node approves the proposed model if it does not make its own rows of the round's last step less likely:
+    the perplexity of the agreed model over the proposed one's, at most 1, reaches `quality_threshold`, or is finite if
+    that is None. With less than a quorum of approvals the round fails.
+
     Attributes:
       every: steps between two rounds, H; the run's steps are a multiple of it.
+      num_nodes: must be Plan.node; None: any.
+      voting_strategy: whether nodes vote on the proposed model.
+      merge_strategy: what makes one model of the nodes'.
+      convex: how the weights of a convex merge are found, on the rows of the round's last step.
+      strategies: what is done besides.
+      proximal: of "convexity": mu of FedProx (Li et al. 2020, arXiv:1812.06127), with which a node's parameters go towards
+        the agreed model by the proximal step of mu / 2 times their squared distance.
+      groups, group_every: of "hierarchical": the number of groups, and the steps between two meetings of each.
       compression: what 8 or 4 bits lose of the outer gradients that nodes send; on one mesh they travel in float32 all the
         same. None: nothing is lost.
     """
 
     every: int = 50
+    num_nodes: int | None = None
+    voting_strategy: VotingStrategy = VotingStrategy.NONE
+    merge_strategy: MergeStrategy = MergeStrategy.AGGREGATION
+    convex: ConvexMerge = ConvexMerge(max_iterations=8, tolerance=1e-3)
+    strategies: tuple[StrategyName, ...] = ()
+    proximal: float = 0.01
+    groups: int = 2
+    group_every: int = 10
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.every < 1:
             raise UserError(f"ConsensusConfig.every is {self.every}, must be at least 1: try 50")
+        if not 0 < self.proximal < math.inf:
+            raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 0.01")
+        if self.does(StrategyName.HIERARCHICAL):
+            _check_groups(self)
+        if self.merges and self.aggregation != Aggregation(rule=Mean()):
+            raise UserError(
+                "ConsensusConfig.aggregation has no effect with merge_strategy = 'convex': leave out one of them"
+            )
 
     @property
     def round_steps(self) -> int:
         return self.every
+
+    @property
+    def averages(self) -> bool:
+        return self.does(StrategyName.INCREMENTAL_SOUP)
+
+    def does(self, name: StrategyName) -> bool:
+        """Whether a strategy is asked for."""
+        return name in self.strategies
 
     def check(self, plan: Plan) -> None:
         if plan.node < 2:
             raise UserError(
                 f"Plan.node is {plan.node}, must be at least 2 for Trainer.strategy (@{type(self).__name__}()): try 4"
             )
+        if self.num_nodes not in (None, plan.node):
+            raise UserError(
+                f"ConsensusConfig.num_nodes is {self.num_nodes}, must be Plan.node ({plan.node}): set both alike"
+            )
+        if self.does(StrategyName.HIERARCHICAL) and (plan.node % self.groups or plan.node < 2 * self.groups):
+            raise UserError(
+                f"ConsensusConfig.groups is {self.groups}, must divide Plan.node ({plan.node}) into groups of two or more: "
+                f"set Plan.node = {2 * self.groups}"
+            )
         self.aggregation.check(plan.node)
+        if self.votes:
+            self.vote_rule(plan.node)
+
+    @property
+    def votes(self) -> bool:
+        """Whether nodes vote."""
+        return self.voting_strategy is not VotingStrategy.NONE
+
+    @property
+    def merges(self) -> bool:
+        """Whether the nodes' models are merged convexly."""
+        return self.merge_strategy is MergeStrategy.CONVEX
+
+    def vote_rule(self, nodes: int) -> VoteRule:
+        """The rule of the vote; raises UserError if so many nodes may not be faulty."""
+        return VoteRule(num_nodes=nodes, faulty=self.aggregation.faults or None)
 
     def init(self, tx: optax.GradientTransformation, params: Params, nodes: int) -> Nodes:
         def of_each(tree: PyTree) -> PyTree:
@@ -115,9 +229,12 @@ class ConsensusConfig(Agreement, Strategy):
                 quality=jnp.ones(nodes),
                 accepted=jnp.ones(nodes, bool),
                 distances=jnp.zeros(nodes),
+                approved=jnp.ones(nodes, bool) if self.votes else None,
+                weights=jnp.full(nodes, 1 / nodes) if self.merges else None,
                 failures=jnp.zeros((), jnp.int32),
                 spare_faults=jnp.asarray(self.aggregation.faults, jnp.int32),
             ),
+            soup_size=jnp.zeros((), jnp.int32) if self.averages else None,
         )
 
     def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> Nodes:
@@ -133,68 +250,33 @@ class ConsensusConfig(Agreement, Strategy):
             lost=None if state.lost is None else of_nodes,
             losses=everywhere,
             verdict=jax.tree.map(lambda _: everywhere, state.verdict),
+            soup_size=None if state.soup_size is None else everywhere,
         )
 
-    def step(self, nodes_step: NodesStep, mesh: Mesh, params: PyTree) -> StrategyStep:
-        meet = self._round(mesh, params)
+    def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
+        meet, specs = meeting(self, nodes, mesh, params), jax.tree.map(lambda of_param: of_param.spec, params)
+        in_groups = group_means(mesh, specs, self.groups) if self.does(StrategyName.HIERARCHICAL) else None
 
-        def run(number: jax.Array, agreed: Params, state: Nodes, batch: Batch) -> Round:
-            own, opt_state, metrics = nodes_step(state.params, state.opt_state, number, batch)
+        def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
+            own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
+            if self.does(StrategyName.CONVEXITY):
+                own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
+            if in_groups is not None:
+                own = jax.lax.cond((number + 1) % self.group_every == 0, in_groups, lambda own: own, own)
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
             weight = jnp.where(updated, weight_of(metrics), 0.0)
             losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
             state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             due = (number + 1) % self.every == 0
-            agreed, state = jax.lax.cond(due, lambda: meet(agreed, state, number), lambda: (agreed, state))
-            return Round(agreed, state, of_all(metrics) | _shown(metrics, state.verdict))
+            now = agreed, average, state
+            agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
+            return Round(agreed, state, of_all(metrics) | _shown(metrics, state), average)
 
         return run
 
-    def _round(self, mesh: Mesh, params: PyTree) -> Callable[[Params, Nodes, jax.Array], tuple[Params, Nodes]]:
-        """Makes (agreed model, nodes, step) -> the next agreed model, and the nodes, which go on from it."""
-        specs = jax.tree.map(lambda of_param: of_param.spec, params)
-        combine, received = self.aggregation.sharded(mesh, specs, NODE_AXIS), self._received(mesh, specs)
-
-        def meet(agreed: Params, state: Nodes, number: jax.Array) -> tuple[Params, Nodes]:
-            quality = quality_of(state.losses)
-            sent, lost = self.sent(agreed, state.params, number), state.lost
-            if lost is not None:
-                sent, lost = received(agreed, sent, lost)
-            new = self.settle(combine, agreed, sent, state.outer, quality, number, len(quality))
-            own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
-            failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
-            verdict = Verdict(quality, new.accepted, new.distances, failures, new.spare_faults)
-            # What was lost of a gradient that had no effect would be added to one that has.
-            kept = new.accepted & new.succeeds
-            lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
-            opt_state = jax.tree.map(_finite, state.opt_state)
-            return new.params, Nodes(
-                jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params)),
-                opt_state,
-                new.outer,
-                lost,
-                jnp.zeros_like(state.losses),
-                verdict,
-            )
-
-        return meet
-
-    def _received(self, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
-        """Makes (agreed, nodes' models, lost) -> (what few bits leave of the models, lost); each shard by itself."""
-        nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
-
-        def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
-            compression = self.compression
-            assert compression is not None
-            gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, own)
-            sent, lost = compression.encode(gradient, jax.tree.map(lambda x: x[0], lost))
-            back = compression.decode(sent, gradient)
-            models = jax.tree.map(lambda start, x: (start - x).astype(start.dtype), agreed, back)
-            return jax.tree.map(lambda x: x[None], (models, lost))
-
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=(specs, nodes, nodes), out_specs=(nodes, nodes), check_vma=False
-        )
+    def voted(self, approved: jax.Array) -> jax.Array:
+        """The votes [nodes] that the nodes cast: what they have found. A subclass can play nodes that lie."""
+        return approved
 
     def sent(self, agreed: Params, own: Params, number: jax.Array) -> Params:
         """The models [nodes, ...] that the nodes send: their own. A subclass can play nodes that lie.
@@ -213,13 +295,15 @@ class ConsensusConfig(Agreement, Strategy):
         nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
         for name in nodes:
             if not metrics[f"{name}/accepted"]:
-                yield f"step {step}: {name} has no part in the round, {self._reason(metrics, name)}"
+                yield f"step {step}: {name} has no part in the round, {_reason(self, metrics, name)}"
         if self.aggregation.faults and (more := -int(metrics["spare_faults"])) > 0:
             yield f"step {step}: {more} more nodes have no part than Aggregation.faults ({self.aggregation.faults})"
         if not (failures := int(metrics["failed_rounds"])):
             return
         score = metrics["consensus_score"]
         line = f"step {step}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
+        if self.votes:
+            line = f"{line}, {int(metrics['votes'])} votes of {self.vote_rule(len(nodes)).quorum}"
         yield f"{line}: the nodes go on from the last agreed model"
         if failures > self.max_retries:
             raise UserError(
@@ -227,13 +311,80 @@ class ConsensusConfig(Agreement, Strategy):
                 f"({self.max_retries}): lower consensus_threshold or quality_threshold, or the nodes' learning rate"
             )
 
-    def _reason(self, metrics: Mapping[str, float], name: str) -> str:
-        quality = metrics[f"{name}/quality"]
-        if quality < 0:
-            return "it made no update: its loss or gradients were never finite"
-        if self.quality_threshold is not None and quality < self.quality_threshold:
-            return f"its quality {quality:.2f} is below {self.quality_threshold:g}"
-        return "its parameters are not finite, or too far from all others"
+
+def _check_groups(config: ConsensusConfig) -> None:
+    if config.groups < 2:
+        raise UserError(f"ConsensusConfig.groups is {config.groups}, must be at least 2: try 2")
+    if config.group_every < 1 or config.group_every >= config.every or config.every % config.group_every:
+        raise UserError(
+            f"ConsensusConfig.group_every is {config.group_every}, must divide ConsensusConfig.every ({config.every}) and be "
+            "less: try a half or a fifth of it"
+        )
+    if config.aggregation.faults:
+        raise UserError(
+            f"Aggregation.faults is {config.aggregation.faults}, must be 0 with the strategy 'hierarchical': a node that "
+            "lies spoils the mean of its group"
+        )
+
+
+def meeting(
+    config: ConsensusConfig, nodes: NodesPrograms, mesh: Mesh, params: PyTree
+) -> Callable[[Params, Params | None, Nodes, jax.Array, Batch], tuple[Params, Params | None, Nodes]]:
+    """Makes (agreed model, soup, nodes, step, batch) -> the next model and soup, and the nodes, which go on from it."""
+    specs = jax.tree.map(lambda of_param: of_param.spec, params)
+    combine = config.aggregation.sharded(mesh, specs, NODE_AXIS)
+    received = None if config.compression is None else _received(config.compression, mesh, specs)
+
+    def meet(
+        agreed: Params, soup: Params | None, state: Nodes, number: jax.Array, batch: Batch
+    ) -> tuple[Params, Params | None, Nodes]:
+        make = convex_merge.combining(nodes, batch, config.convex) if config.merges else combine
+        quality = quality_of(state.losses)
+        sent, lost = config.sent(agreed, state.params, number), state.lost
+        if received is not None:
+            sent, lost = received(agreed, sent, lost)
+        vote = _vote(config, nodes, batch, len(quality))
+        new = config.settle(make, agreed, sent, state.outer, quality, number, len(quality), vote)
+        own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
+        failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
+        approved, weights = new.approved if config.votes else None, new.weights if config.merges else None
+        verdict = Verdict(quality, new.accepted, new.distances, approved, weights, failures, new.spare_faults)
+        # What was lost of a gradient that had no effect would be added to one that has.
+        kept = new.accepted & new.succeeds
+        lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
+        opt_state, size = jax.tree.map(_finite, state.opt_state), state.soup_size
+        if soup is not None and size is not None:
+            stirred = soups.stirred(nodes, batch, soup, size, new.params, len(quality))
+            soup, size = select(new.succeeds, stirred, (soup, size))
+        own = jax.lax.with_sharding_constraint(own, jax.tree.map(_of_nodes, params))
+        return new.params, soup, Nodes(own, opt_state, new.outer, lost, jnp.zeros_like(state.losses), verdict, size)
+
+    return meet
+
+
+def _vote(config: ConsensusConfig, nodes: NodesPrograms, batch: Batch, count: int) -> Vote | None:
+    """How nodes vote on a round's proposal."""
+    if not config.votes:
+        return None
+
+    def approve(proposed: Params, agreed: Params) -> jax.Array:
+        return config.voted(approvals(nodes, batch, proposed, agreed, count, config.quality_threshold or 0.0))
+
+    return Vote(approve, config.vote_rule(count).quorum)
+
+
+def _received(compression: Compression, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
+    """Makes (agreed, nodes' models, lost) -> (what few bits leave of the models, lost); each shard by itself."""
+    nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
+
+    def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
+        gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, own)
+        sent, lost = compression.encode(gradient, jax.tree.map(lambda x: x[0], lost))
+        back = compression.decode(sent, gradient)
+        models = jax.tree.map(lambda start, x: (start - x).astype(start.dtype), agreed, back)
+        return jax.tree.map(lambda x: x[None], (models, lost))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, nodes, nodes), out_specs=(nodes, nodes), check_vma=False)
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -241,16 +392,45 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def _reason(config: ConsensusConfig, metrics: Mapping[str, float], name: str) -> str:
+    """Why a node has no part in a round."""
+    quality = metrics[f"{name}/quality"]
+    if quality < 0:
+        return "it made no update: its loss or gradients were never finite"
+    if config.quality_threshold is not None and quality < config.quality_threshold:
+        return f"its quality {quality:.2f} is below {config.quality_threshold:g}"
+    if config.merges:
+        return "its parameters are not finite, or the merged model is better without them"
+    return "its parameters are not finite, or too far from all others"
+
+
+def _towards(own: Params, agreed: Params, strength: jax.Array) -> Params:
+    """The proximal step of strength [nodes] / 2 * |own - agreed|^2."""
+
+    def step(x: jax.Array, anchor: jax.Array) -> jax.Array:
+        share = along(strength, x).astype(x.dtype)
+        return (x + share * anchor) / (1 + share)
+
+    return jax.tree.map(step, own, agreed)
+
+
 def _of_nodes(of_one: NamedSharding) -> NamedSharding:
     return NamedSharding(of_one.mesh, PartitionSpec(NODE_AXIS, *of_one.spec))
 
 
-def _shown(metrics: Metrics, verdict: Verdict) -> dict[str, jax.Array]:
+def _shown(metrics: Metrics, state: Nodes) -> dict[str, jax.Array]:
     """The metrics of each node, and of the last round."""
+    verdict = state.verdict
     found: dict[str, Any] = {"consensus_score": jnp.mean(verdict.accepted), "failed_rounds": verdict.failures}
     found["spare_faults"] = verdict.spare_faults
     columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
     columns |= {"accepted": verdict.accepted}
+    if verdict.approved is not None:
+        found["votes"], columns["vote"] = jnp.sum(verdict.approved), verdict.approved
+    if verdict.weights is not None:
+        columns["weight"] = verdict.weights
+    if state.soup_size is not None:
+        found["soup_size"] = state.soup_size
     for name, values in columns.items():
         found |= {f"node_{n}/{name}": values[n] for n in range(len(values))}
     return {name: value.astype(jnp.float32) for name, value in found.items()}

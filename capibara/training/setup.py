@@ -43,7 +43,7 @@ from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.state import Apart, TrainState
-from capibara.training.step import make_nodes_step, make_train_step
+from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
 from capibara.training.trainer import Trainer
 
 
@@ -317,7 +317,7 @@ class StateSpec:
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
     """Specifies the train state from shapes only; nothing is allocated."""
     options: StateOptions = {
-        "ema": trainer.ema_decay is not None,
+        "ema": trainer.ema_decay is not None or (trainer.strategy is not None and trainer.strategy.averages),
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
         "apart": None if trainer.strategy is None else Apart(trainer.strategy, trainer.plan.node),
@@ -352,7 +352,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
     """Lowers the train step without compiling it, for the devices of any mesh."""
     _check_rows(trainer, mesh)
     plan, spec = trainer.plan, spec or describe_state(trainer, model, mesh)
-    batch_sharding = sharding.batch_sharding(mesh, plan.rules)
+    batch_sharding, objective = sharding.batch_sharding(mesh, plan.rules), _objective(trainer, model)
     step = make_train_step(
         model,
         spec.tx,
@@ -362,10 +362,12 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         ema_decay=trainer.ema_decay,
         loss_scaling=spec.options["loss_scaling"],
         anomalies=trainer.anomalies,
-        objective=_objective(trainer, model),
+        objective=objective,
     )
     if trainer.strategy is not None:
-        step = make_nodes_step(step, model, trainer.strategy, spec.shardings)
+        step = make_nodes_step(
+            step, make_node_loss(model, plan, mesh, objective), model, trainer.strategy, spec.shardings
+        )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(spec.shardings, None))
     batch = {
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState
-from capibara.training.strategy import Strategy
+from capibara.training.strategy import NodesPrograms, Strategy
 
 _T = TypeVar("_T")
 
@@ -86,8 +86,50 @@ def make_train_step(
     return step
 
 
+class NodeLoss(NamedTuple):
+    """The loss of one node on its rows, without dropout; each of (trained parameters, frozen ones, batch).
+
+    Attributes:
+      sums: float32 [2], the loss summed over the rows, and its weight.
+      gradient: the gradient of that sum, and the sums.
+    """
+
+    sums: Callable[[Params, Params, Batch], jax.Array]
+    gradient: Callable[[Params, Params, Batch], tuple[Params, jax.Array]]
+
+
+def make_node_loss(model: Model, plan: Plan, mesh: Mesh, objective: Objective | None = None) -> NodeLoss:
+    """Makes the loss of a node, which votes or merges by it.
+
+    Args:
+      model: the model.
+      plan: accumulation, remat and rules.
+      mesh: the mesh of the activations.
+      objective: the objective; None: the cross entropy.
+    """
+    objective = of_cross_entropy(model, 0.0) if objective is None else objective
+    pipeline = plan.pipeline(mesh)
+
+    def loss_of(trained: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        loss, sums, _ = objective.checked_sums(tree.joined(trained, frozen), batch, plan.remat_policy, None)
+        return loss, jnp.stack([jax.lax.stop_gradient(loss), sums.weight]).astype(jnp.float32)
+
+    def sums(trained: Params, frozen: Params, batch: Batch) -> jax.Array:
+        with sharding.activate(mesh, plan.rules, pipeline):
+            found = accumulate(lambda p, micro: ((), loss_of(p, frozen, micro)[1]), trained, batch, plan.accumulation)
+        return found[1]
+
+    def gradient(trained: Params, frozen: Params, batch: Batch) -> tuple[Params, jax.Array]:
+        grad = jax.grad(lambda p, micro: loss_of(p, frozen, micro), has_aux=True)
+        with sharding.activate(mesh, plan.rules, pipeline):
+            return accumulate(grad, trained, batch, plan.accumulation)
+
+    return NodeLoss(sums, gradient)
+
+
 def make_nodes_step(
     step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    loss: NodeLoss,
     model: Model,
     strategy: Strategy,
     shardings: TrainState,
@@ -96,6 +138,7 @@ def make_nodes_step(
 
     Args:
       step: as `make_train_step` makes it, without a moving average; it is run on each node's rows.
+      loss: as `make_node_loss` makes it.
       model: the model.
       strategy: brings the nodes together.
       shardings: of the run's state.
@@ -109,22 +152,29 @@ def make_nodes_step(
         new, metrics = step(TrainState(number, tree.joined(one, frozen), opt_state, None), batch)
         return jax.tree.map(lambda x: x[None], (model.trained(new.params), new.opt_state, metrics))
 
+    def of_node(call: Callable[..., PyTree]) -> Callable[[Params, Params, Batch], PyTree]:
+        def on_node(trained: Params, frozen: Params, batch: Batch) -> PyTree:
+            return jax.tree.map(lambda x: x[None], call(jax.tree.map(lambda x: x[0], trained), frozen, batch))
+
+        return by_node(on_node, nodes, everywhere, nodes)
+
+    def by_node(call: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
+        axes = sharding.node_axes(mesh)
+        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=nodes, axis_names=axes, check_vma=False)
+
+    nodes_step = by_node(on_node, nodes, nodes, everywhere, everywhere, nodes)
+    nodes_loss, nodes_gradient = of_node(loss.sums), of_node(loss.gradient)
+
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         frozen = model.frozen(state.params)
-
-        def nodes_step(trained: Params, opt_state: PyTree, number: jax.Array, batch: Batch) -> PyTree:
-            return jax.shard_map(
-                on_node,
-                mesh=mesh,
-                in_specs=(nodes, nodes, everywhere, everywhere, nodes),
-                out_specs=nodes,
-                axis_names=sharding.node_axes(mesh),
-                check_vma=False,
-            )(trained, opt_state, frozen, number, batch)
-
-        made = strategy.step(nodes_step, mesh, model.trained(of_params))
-        trained, opt_state, metrics = made(state.step, model.trained(state.params), state.opt_state, dict(batch))
-        return TrainState(state.step + 1, tree.joined(trained, frozen), opt_state, None), metrics
+        programs = NodesPrograms(
+            step=lambda trained, opt_state, number, batch: nodes_step(trained, opt_state, frozen, number, batch),
+            loss=lambda trained, batch: nodes_loss(trained, frozen, batch),
+            gradient=lambda trained, batch: nodes_gradient(trained, frozen, batch),
+        )
+        made = strategy.step(programs, mesh, model.trained(of_params))
+        new = made(state.step, model.trained(state.params), state.ema, state.opt_state, dict(batch))
+        return TrainState(state.step + 1, tree.joined(new.params, frozen), new.state, new.average), new.metrics
 
     return run
 

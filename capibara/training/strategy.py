@@ -18,6 +18,19 @@ from capibara.sharding import Plan
 # (parameters, optimizer state) of all nodes, each array [nodes, ...], the step and a batch -> both after each node's own
 # update on its rows, and metrics, each [nodes].
 NodesStep = Callable[[Params, PyTree, jax.Array, Batch], tuple[Params, PyTree, Metrics]]
+# (parameters of all nodes [nodes, ...], a batch) -> float32 [nodes, 2]: the loss summed over each node's rows, without
+# dropout, and its weight.
+NodesLoss = Callable[[Params, Batch], jax.Array]
+# The same -> the gradients of those sums [nodes, ...], and the sums.
+NodesGradient = Callable[[Params, Batch], tuple[Params, jax.Array]]
+
+
+class NodesPrograms(NamedTuple):
+    """What nodes compute, each by itself on its rows."""
+
+    step: NodesStep
+    loss: NodesLoss
+    gradient: NodesGradient
 
 
 class Round(NamedTuple):
@@ -27,14 +40,17 @@ class Round(NamedTuple):
       params: the trained parameters of the run's model, which is evaluated, saved and exported.
       state: the strategy's state.
       metrics: of the step.
+      average: the average that the strategy keeps; None: it keeps none.
     """
 
     params: Params
     state: PyTree
     metrics: Metrics
+    average: Params | None = None
 
 
-StrategyStep = Callable[[jax.Array, Params, PyTree, Batch], Round]
+# (step, trained parameters, the strategy's average or None, its state, batch) -> Round.
+StrategyStep = Callable[[jax.Array, Params, Params | None, PyTree, Batch], Round]
 
 
 class Strategy(abc.ABC):
@@ -48,6 +64,11 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def round_steps(self) -> int:
         """Steps from one change of the agreed model to the next; a run ends with one."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether it keeps an average of models, which is evaluated and exported in the place of the agreed model."""
+        return False
 
     @abc.abstractmethod
     def check(self, plan: Plan) -> None:
@@ -73,11 +94,11 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step(self, nodes_step: NodesStep, mesh: Mesh, params: PyTree) -> StrategyStep:
-        """Makes (step, trained parameters, the strategy's state, batch) -> Round, traceable.
+    def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
+        """Makes the step of a run whose nodes train apart, traceable.
 
         Args:
-          nodes_step: the update of each node by itself.
+          nodes: the update of each node by itself, and its loss.
           mesh: with an axis `sharding.NODE_AXIS`.
           params: the shardings of the trained parameters.
         """

@@ -28,13 +28,14 @@ from capibara.consensus.aggregation import (
 from capibara.consensus.compression import Compression
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import topology
-from capibara.strategies.consensus import ConsensusConfig
+from capibara.strategies.consensus import ConsensusConfig, StrategyName
 from capibara.training import setup
 
 SITE = "consensus/aggregation/sharded.py make.aggregate"
-OF_STEPS = "training/step.py make_nodes_step.run.nodes_step", "strategies/consensus.py ConsensusConfig._received"
+OF_STEPS = "training/step.py make_nodes_step.by_node", "strategies/consensus.py _received"
+GROUPS = "strategies/hierarchy.py group_means"
 # What partitions by hand -> the aggregation, or the model of a step, that has it.
-WITHIN = {SITE: "geometric median after NNM"} | dict.fromkeys(OF_STEPS, "decoder")
+WITHIN = {SITE: "geometric median after NNM"} | dict.fromkeys((*OF_STEPS, GROUPS), "decoder")
 AGGREGATIONS = {
     WITHIN[SITE]: Aggregation(rule=GeometricMedian(), before=(Nnm(),), faults=1),
     "trimmed mean": Aggregation(rule=TrimmedMean(), faults=1),
@@ -78,19 +79,30 @@ STEPS = {
 }
 
 
-ROBUST = Aggregation(rule=GeometricMedian(), before=(Nnm(),))
+ROUNDS = {
+    "mean": {"aggregation": Aggregation(rule=Mean())},
+    "robust": {"aggregation": Aggregation(rule=GeometricMedian(), before=(Nnm(),))},
+    "vote on a convex merge": {
+        "voting_strategy": "byzantine",
+        "merge_strategy": "convex",
+        "strategies": tuple(StrategyName),
+    },
+}
 
 
 @pytest.mark.parametrize(
-    "model, aggregation",
-    [("decoder", Aggregation(rule=Mean())), *(pytest.param(name, ROBUST, marks=pytest.mark.heavy) for name in STEPS)],
-    ids=lambda value: value if isinstance(value, str) else type(value.rule).__name__,
+    "model, round_",
+    [
+        ("decoder", "mean"),
+        pytest.param("decoder", "vote on a convex merge", marks=pytest.mark.heavy),
+        *(pytest.param(name, "robust", marks=pytest.mark.heavy) for name in STEPS),
+    ],
 )
-def test_a_step_of_nodes_compiles_for_the_slice(model, aggregation, tell):
-    strategy = ConsensusConfig(aggregation=aggregation, compression=Compression(bits=4), quality_threshold=0.85)
+def test_a_step_of_nodes_compiles_for_the_slice(model, round_, tell):
+    strategy = ConsensusConfig(compression=Compression(bits=4), quality_threshold=0.85, **ROUNDS[round_])
     case = Case(model, "v5e-8", STEPS[model], {"strategy": strategy, "ema_decay": None})
-    with running(SITE, *OF_STEPS):
+    with running(*OF_STEPS, GROUPS if "merge" in round_ else SITE):
         lowered = setup.lower_step(case.trainer, case.model, case.mesh, case.state)
     report = compiler.compile_train_step(lowered)
     assert report.fits
-    tell("train step of nodes", model, "v5e-8", STEPS[model], report)
+    tell(f"train step of nodes, {round_}", model, "v5e-8", STEPS[model], report)

@@ -12,15 +12,17 @@ import pytest
 from capibara import sharding
 from capibara.consensus.aggregation import Aggregation, Bucketing, CenteredClipping, CoordinateMedian
 from capibara.consensus.compression import Compression
+from capibara.consensus.convex import ConvexMerge
 from capibara.consensus.outer import OuterSgd
+from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.sharding import Plan
-from capibara.strategies.consensus import ConsensusConfig
+from capibara.strategies.consensus import ConsensusConfig, meeting
 from capibara.training import state as states
 from capibara.training.state import Apart
-from capibara.training.step import make_nodes_step, make_train_step
-from capibara.training.strategy import of_all
+from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
+from capibara.training.strategy import NodesPrograms, of_all
 
 CONFIG = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=64, dtype="float32"
@@ -45,14 +47,14 @@ def program(plan, strategy, devices):
     """(new state, step, sharding of the rows), compiled once."""
     model, tx = api.build(CONFIG), optax.sgd(RATE)
     mesh = sharding.make_mesh(plan, devices)
-    apart = None if strategy is None else Apart(strategy, plan.node)
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False, apart=apart)
+    apart, ema = None if strategy is None else Apart(strategy, plan.node), strategy is not None and strategy.averages
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, apart=apart)
     step = make_train_step(model, tx, lambda _: RATE, plan, mesh)
     if strategy is not None:
         strategy.check(plan)
-        step = make_nodes_step(step, model, strategy, shardings)
+        step = make_nodes_step(step, make_node_loss(model, plan, mesh), model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    init = functools.partial(states.init_state, model, tx, ema=False, apart=apart)
+    init = functools.partial(states.init_state, model, tx, ema=ema, apart=apart)
     return jax.jit(init, out_shardings=shardings), step, sharding.batch_sharding(mesh, plan.rules)
 
 
@@ -143,10 +145,19 @@ def test_a_broken_node_is_left_out_named_and_readmitted():
     assert metrics["consensus_score"] == 1 and np.isfinite(metrics["node_2/loss"])
 
 
-def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0):
+def _quadratic(params, batch):
+    off = params["w"] - batch["target"]
+    return {"w": 10 * off}, jnp.stack([20 + 5 * jnp.sum(off**2, axis=1), jnp.full(len(off), 10.0)], axis=1)
+
+
+# The loss of a node, of ten tokens, is 2, as that of language is never 0, and half its squared distance from its target.
+QUADRATIC = NodesPrograms(step=None, loss=lambda *args: _quadratic(*args)[1], gradient=_quadratic)
+
+
+def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0, target=None):
     """The next model, and the nodes, after a round of four nodes with given parameters and losses.
 
-    `failures`: rounds that failed before. `moment`: the moments of all nodes.
+    `failures`: rounds that failed before. `moment`: the moments of all nodes. `target`: of QUADRATIC.
     """
     mesh = sharding.make_mesh(Plan(batch_size=8, node=4, fsdp=2))
     params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))}
@@ -159,14 +170,16 @@ def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0):
         verdict=dataclasses.replace(state.verdict, failures=np.int32(failures)),
     )
     shardings = strategy.shardings(state, params, jax.tree.map(lambda _: params["w"], optax.adam(RATE).init(agreed)))
-    meet = jax.jit(strategy._round(mesh, params))
+    meet = jax.jit(meeting(strategy, QUADRATIC, mesh, params))
     placed = dataclasses.replace(
         state,
         **{
             name: jax.device_put(getattr(state, name), getattr(shardings, name)) for name in ("params", "outer", "lost")
         },
     )
-    return jax.device_get(meet(jax.device_put(agreed, params), placed, np.int32(1)))
+    batch = {"target": np.zeros((4, 8), np.float32) if target is None else np.asarray(target, np.float32)}
+    agreed, _, nodes = jax.device_get(meet(jax.device_put(agreed, params), None, placed, np.int32(1), batch))
+    return agreed, nodes
 
 
 LOSSES = [[10.0, 10.0]] * 4  # sums and tokens
@@ -242,19 +255,20 @@ def assert_equal(a, b):
 
 
 def round_of(strategy, skipped, number=0):
-    """(agreed model, nodes) after a step of eight nodes, node n at n."""
+    """The round after a step of eight nodes, node n at n."""
     mesh = sharding.make_mesh(Plan(batch_size=8, node=8, fsdp=1))
     params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())}
     agreed = {"w": jnp.zeros(4)}
     metrics = dict(loss=jnp.ones(8), grad_norm=jnp.ones(8), tokens=jnp.full(8, 4.0), skipped=jnp.asarray(skipped))
     own = {"w": jnp.broadcast_to(jnp.arange(8.0)[:, None] ** 2, (8, 4))}
-    step = strategy.step(lambda _, opt_state, *more: (own, opt_state, metrics), mesh, params)
-    return jax.device_get(jax.jit(step)(jnp.int32(number), agreed, strategy.init(optax.sgd(0.1), agreed, 8), {}))
+    nodes = QUADRATIC._replace(step=lambda _, opt_state, *more: (own, opt_state, metrics))
+    step = strategy.step(nodes, mesh, params)
+    return jax.device_get(jax.jit(step)(jnp.int32(number), agreed, None, strategy.init(optax.sgd(0.1), agreed, 8), {}))
 
 
 def test_a_node_whose_updates_were_skipped_has_no_part():
     """Its loss is finite: a spike, or gradients that were not finite."""
-    _, nodes, _ = round_of(ConsensusConfig(every=1), [0.0, 0, 1, 0, 0, 0, 0, 0])
+    nodes = round_of(ConsensusConfig(every=1), [0.0, 0, 1, 0, 0, 0, 0, 0]).state
     assert nodes.verdict.quality[2] == -1 and nodes.verdict.accepted.tolist() == [n != 2 for n in range(8)]
 
 
@@ -262,3 +276,204 @@ def test_each_round_draws_its_own_key():
     strategy = ConsensusConfig(every=1, aggregation=Aggregation(rule=CoordinateMedian(), before=(Bucketing(),)))
     found = [round_of(strategy, [0.0] * 8, number).params["w"][0] for number in range(6)]
     assert len({float(x) for x in found}) > 1
+
+
+ALL = {
+    "voting_strategy": "byzantine",
+    "merge_strategy": "convex",
+    "quality_threshold": 0.85,
+    "consensus_threshold": 0.75,
+}
+
+
+def test_a_vote_and_a_convex_merge_train_end_to_end():
+    """Nodes with rows of one kind agree on a model that is better than the first, in every round."""
+    strategy = ConsensusConfig(every=H, num_nodes=4, **ALL)
+    losses, state, metrics = run(Plan(batch_size=16, node=4, fsdp=2), 3 * H, strategy)
+    assert metrics["votes"] == 4 and metrics["consensus_score"] == 1 and metrics["failed_rounds"] == 0
+    assert sum(metrics[f"node_{n}/weight"] for n in range(4)) == pytest.approx(1)
+    assert losses[2 * H] < losses[H] < losses[0]
+    for own, agreed in zip(jax.tree.leaves(state.opt_state.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(own, np.broadcast_to(agreed, own.shape))
+
+
+STRATEGIES = ("hierarchical", "convexity", "incremental_soup")
+
+
+def test_all_strategies_train_end_to_end():
+    strategy = ConsensusConfig(every=4, num_nodes=8, group_every=2, strategies=STRATEGIES, **ALL)
+    losses, state, metrics = run(Plan(batch_size=16, node=8, fsdp=1), 12, strategy)
+    assert metrics["failed_rounds"] == 0 and metrics["votes"] >= 6 and 1 <= metrics["soup_size"] <= 3
+    assert losses[8] < losses[4] < losses[0]
+    assert state.ema is not None and int(state.opt_state.soup_size) == metrics["soup_size"]
+
+
+def test_the_soup_is_the_mean_of_agreed_models_and_what_is_evaluated():
+    """With SGD each agreed model is better than the one before: all come in."""
+    strategy = ConsensusConfig(every=H, strategies=("incremental_soup",))
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    agreed = [run(plan, steps, ConsensusConfig(every=H))[1].params for steps in (H, 2 * H)]
+    _, state, metrics = run(plan, 2 * H, strategy)
+    assert metrics["soup_size"] == 2
+    for found, first, second in zip(*(jax.tree.leaves(x) for x in (state.eval_params, *agreed)), strict=True):
+        np.testing.assert_allclose(found, (first + second) / 2, atol=1e-6)
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(agreed[1]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_groups_meet_between_rounds():
+    strategy = ConsensusConfig(every=4, strategies=("hierarchical",), group_every=2)
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    _, begun, _ = run(plan, 0, strategy)
+    _, state, _ = run(plan, 2, strategy)
+    _, apart, _ = run(plan, 2, ConsensusConfig(every=4))
+    for own, free, agreed, start in zip(
+        *(jax.tree.leaves(x) for x in (state.opt_state.params, apart.opt_state.params, state.params, begun.params)),
+        strict=True,
+    ):
+        of_groups = free.reshape(2, 2, *free.shape[1:]).mean(axis=1)
+        np.testing.assert_allclose(own, of_groups.repeat(2, axis=0), atol=1e-6)
+        np.testing.assert_array_equal(agreed, start)
+    _, first, _ = run(plan, 1, strategy)
+    assert any(np.ptp(x[:2], axis=0).max() > 1e-5 for x in jax.tree.leaves(first.opt_state.params))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lying(ConsensusConfig):
+    """The last node sends and votes what it likes."""
+
+    factor: float = 1.0
+    votes_for: bool = True
+
+    def sent(self, agreed, own, number):
+        return jax.tree.map(lambda start, x: x.at[3].set(start + self.factor * (x[3] - start)), agreed, own)
+
+    def voted(self, approved):
+        return approved if self.votes_for else approved.at[3].set(False)
+
+
+def test_the_honest_vote_down_a_model_that_a_liar_has_spoiled():
+    """By the mean, which one node moves anywhere."""
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    strategy = Lying(every=H, voting_strategy="byzantine", quality_threshold=0.85, factor=-3e3)
+    _, begun, _ = run(plan, 0, strategy)
+    _, state, metrics = run(plan, H, strategy)
+    assert_equal(state.params, begun.params)
+    assert metrics["votes"] == 0 and metrics["consensus_score"] == 1 and metrics["failed_rounds"] == 1
+    read = {name: float(value) for name, value in metrics.items()}
+    assert list(strategy.remarks(H, read)) == [
+        "step 3: no agreement, consensus score 1.00 of 0.5, 0 votes of 3: the nodes go on from the last agreed model"
+    ]
+
+
+def test_a_liar_that_votes_no_stops_nothing():
+    strategy = Lying(every=H, voting_strategy="byzantine", quality_threshold=0.85, votes_for=False)
+    _, _, metrics = run(Plan(batch_size=16, node=4, fsdp=2), H, strategy)
+    assert metrics["votes"] == 3 and metrics["node_3/vote"] == 0 and metrics["failed_rounds"] == 0
+
+
+def test_a_quorum_is_of_two_thirds():
+    """A vote of too few fails the round, whatever the score."""
+    strategy = ConsensusConfig(voting_strategy="byzantine", quality_threshold=0.9)
+    own, target = np.ones((4, 8)), np.ones((4, 8))
+    target[2:] = -1  # to two nodes the model is worse than the agreed one
+    agreed, nodes = verdict_of(strategy, own, LOSSES, target=target)
+    assert nodes.verdict.approved.tolist() == [True, True, False, False] and nodes.verdict.failures == 1
+    assert nodes.verdict.accepted.all() and not agreed["w"].any()
+    target[2] = 1
+    agreed, nodes = verdict_of(strategy, own, LOSSES, target=target)
+    assert nodes.verdict.failures == 0 and agreed["w"].all()
+
+
+def test_without_a_threshold_any_finite_loss_is_approved():
+    strategy = ConsensusConfig(voting_strategy="byzantine")
+    _, nodes = verdict_of(strategy, np.ones((4, 8)), LOSSES, target=-np.ones((4, 8)))
+    assert nodes.verdict.approved.all()
+    _, nodes = verdict_of(strategy, np.full((4, 8), 1e25), LOSSES, target=-np.ones((4, 8)))
+    assert not nodes.verdict.approved.any() and nodes.verdict.failures == 1
+
+
+def merged(own, target, **settings):
+    convex = ConvexMerge(**{"max_iterations": 60, "tolerance": 1e-7, **settings})
+    return verdict_of(ConsensusConfig(merge_strategy="convex", convex=convex), own, LOSSES, target=target)
+
+
+def test_a_convex_merge_finds_the_weights_of_the_least_loss():
+    own = np.zeros((4, 8))
+    own[:, :4] = 4 * np.eye(4)
+    best = np.array([0.5, 0.3, 0.15, 0.05])
+    agreed, nodes = merged(own, np.tile(best @ own, (4, 1)))
+    np.testing.assert_allclose(nodes.verdict.weights, best, atol=5e-3)
+    np.testing.assert_allclose(agreed["w"], nodes.verdict.weights @ own, rtol=1e-5)
+    _, nodes = merged(own, np.tile(best @ own, (4, 1)), lambda_reg=1e3)
+    np.testing.assert_allclose(nodes.verdict.weights, np.full(4, 0.25), atol=5e-3)
+
+
+def test_a_convex_merge_is_not_worse_than_the_mean():
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        own, target = rng.standard_normal((4, 8)), rng.standard_normal((4, 8))
+        agreed, _ = merged(own, target, max_iterations=3)
+        assert np.square(agreed["w"] - target).sum() <= np.square(own.mean(axis=0) - target).sum() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("lie", [np.nan, np.inf, 1e25, -50.0], ids=str)
+def test_a_liar_has_no_weight_and_is_named(lie):
+    own = 1 + 0.1 * np.random.default_rng(0).standard_normal((4, 8))
+    own[2] = lie
+    agreed, nodes = merged(own, np.ones((4, 8)), lambda_reg=1.0)
+    assert nodes.verdict.accepted.tolist() == [True, True, False, True] and nodes.verdict.weights[2] < 0.0025
+    assert np.abs(agreed["w"] - 1).max() < 0.2 and np.isfinite(nodes.verdict.distances).all()
+
+
+def test_where_no_merge_is_finite_the_round_fails():
+    agreed, nodes = merged(np.full((4, 8), np.nan), np.ones((4, 8)))
+    assert not agreed["w"].any() and nodes.verdict.failures == 1 and not nodes.verdict.accepted.any()
+
+
+def test_a_proximal_step_pulls_each_node_to_the_agreed_model():
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    _, free, _ = run(plan, 1, ConsensusConfig(every=H))
+    _, held, _ = run(plan, 1, ConsensusConfig(every=H, strategies=("convexity",), proximal=2.0))
+    share = RATE * 2.0
+    for x, y, start in zip(*(jax.tree.leaves(t) for t in (free.opt_state.params, held.opt_state.params, free.params))):
+        np.testing.assert_allclose(y, (x + share * start) / (1 + share), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        (dict(num_nodes=8), "ConsensusConfig.num_nodes is 8, must be Plan.node (4): set both alike"),
+        (dict(proximal=-1.0), "ConsensusConfig.proximal is -1.0, must be above 0 and finite: try 0.01"),
+        (
+            dict(strategies=("hierarchical",), groups=3),
+            "ConsensusConfig.groups is 3, must divide Plan.node (4) into groups of two or more: set Plan.node = 6",
+        ),
+        (
+            dict(strategies=("hierarchical",), groups=1),
+            "ConsensusConfig.groups is 1, must be at least 2: try 2",
+        ),
+        (
+            dict(strategies=("hierarchical",), group_every=7),
+            "ConsensusConfig.group_every is 7, must divide ConsensusConfig.every (50) and be less: try a half or a fifth of it",
+        ),
+        (
+            dict(strategies=("hierarchical",), aggregation=Aggregation(rule=CoordinateMedian(), faults=1)),
+            "Aggregation.faults is 1, must be 0 with the strategy 'hierarchical': a node that lies spoils the mean of its group",
+        ),
+        (
+            dict(merge_strategy="convex", aggregation=Aggregation(rule=CoordinateMedian())),
+            "ConsensusConfig.aggregation has no effect with merge_strategy = 'convex': leave out one of them",
+        ),
+        (
+            dict(voting_strategy="byzantine", aggregation=Aggregation(rule=CoordinateMedian(), faults=1)),
+            "faulty is 1, must be from 0 to 0 with 3 nodes (n >= 3f + 1): use 4 nodes",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_line(settings, line):
+    nodes = 3 if "faulty" in line else 4
+    with pytest.raises(UserError) as caught:
+        ConsensusConfig(**settings).check(Plan(batch_size=12, node=nodes))
+    assert str(caught.value) == line

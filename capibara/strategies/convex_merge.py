@@ -1,0 +1,139 @@
+"""Convex merging of nodes' models on one mesh: weights on the simplex for which the loss of the merged model is small.
+
+The loss is that of all nodes' rows of a batch. In weight space it is not convex: what is found is no worse than where the
+search begins, and a local optimum at best. `consensus.convex` has the same for models in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara.consensus.aggregation import Report
+from capibara.consensus.convex import ConvexMerge
+from capibara.core.types import Batch, Params
+from capibara.strategies.agreement import Combine, along
+from capibara.training.strategy import NodesPrograms
+
+_JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median of them counts
+# A model is far off if its loss is above the median by so many times what the median is above the least, and by more than
+# so much of the median.
+_FAR, _FAR_SHARE = 10.0, 0.1
+_SHRINK, _GROW, _SMALLEST = 0.5, 2.0, 1e-3  # of a step
+_NO_PART = 0.01  # a node with less than this share of a mean weight has no part
+
+
+class _Search(NamedTuple):
+    """Weights [nodes] with the regularised loss of their merged model, its gradient [nodes], and the next step's length."""
+
+    weights: jax.Array
+    value: jax.Array
+    gradient: jax.Array
+    step: jax.Array
+    made: jax.Array
+    ended: jax.Array
+
+
+def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combine:
+    """Makes the aggregation of a round: (models [nodes, ...], agreed model, key) -> (merged model, report), traceable.
+
+    The search begins with the mean of all nodes, or with that of those whose loss on other nodes' rows is not far above the
+    median, whichever is better; then it makes steps of exponentiated gradients (Kivinen & Warmuth 1997), and keeps those
+    that lower the loss.
+
+    Args:
+      nodes: the loss of nodes on their rows.
+      batch: the rows.
+      config: the regularisation and the number of steps.
+    """
+
+    def combine(sent: Params, agreed: Params, key: jax.Array | None) -> tuple[Params, Report]:
+        del key
+        finite = _finite_nodes(sent)
+        models = jax.tree.map(lambda x, start: jnp.where(along(finite, x), x, start), sent, agreed)
+
+        def measured(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            everywhere = jax.tree.map(lambda m, x: jnp.broadcast_to(m.astype(x.dtype), x.shape), mixed(weights), models)
+            gradients, sums = nodes.gradient(everywhere, batch)
+            count = jnp.maximum(jnp.sum(sums[:, 1]), 1.0)
+            towards = jax.tree.map(lambda g: jnp.sum(g.astype(jnp.float32), axis=0) / count, gradients)
+            slopes = jax.tree.map(lambda x, g: jnp.sum(x * g, axis=tuple(range(1, x.ndim))), models, towards)
+            off = weights - 1 / len(weights)
+            strength = config.lambda_reg * len(weights)
+            value = jnp.sum(sums[:, 0]) / count + strength / 2 * jnp.sum(jnp.square(off))
+            return value, sum(jax.tree.leaves(slopes), start=strength * off)
+
+        def mixed(weights: jax.Array) -> Params:
+            return jax.tree.map(lambda x: jnp.sum(along(weights, x) * x.astype(jnp.float32), axis=0), models)
+
+        starts = [_mean_of(finite), _mean_of(finite & _is_plausible(_judged(nodes, models, batch), finite))]
+        found = [_Search(start, *measured(start), jnp.float32(1), jnp.int32(0), jnp.bool_(False)) for start in starts]
+        best = jax.tree.map(lambda *x: jnp.where(_less(found[1].value, found[0].value), x[1], x[0]), *found)
+        best = jax.lax.while_loop(
+            lambda now: ~now.ended & (now.made < config.max_iterations),
+            lambda now: _next(now, measured, config.tolerance),
+            best,
+        )
+        succeeds = jnp.isfinite(best.value)
+        weights = jnp.where(succeeds, best.weights, 0.0)
+        merged = jax.tree.map(lambda new, old: jnp.where(succeeds, new, old).astype(old.dtype), mixed(weights), agreed)
+        far = [
+            jnp.sum(jnp.square((x - m).astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
+            for x, m in zip(jax.tree.leaves(models), jax.tree.leaves(merged), strict=True)
+        ]
+        is_masked = ~finite | (weights < _NO_PART / len(weights))
+        distances = jnp.where(is_masked, jnp.inf, jnp.sqrt(sum(far, start=jnp.zeros(len(weights)))))
+        spare = -jnp.sum(~finite).astype(jnp.int32)
+        return merged, Report(is_masked=is_masked, spare_faults=spare, distances=distances, weights=weights)
+
+    return combine
+
+
+def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Array]], tolerance: float) -> _Search:
+    """The search after one more step, which counts if it lowers the loss."""
+    centred = now.gradient - jnp.sum(now.weights * now.gradient)
+    largest = jnp.max(jnp.where(now.weights > 0, jnp.abs(centred), 0.0))
+    moved = now.weights * jnp.exp(-now.step * jnp.where(now.weights > 0, centred, 0.0) / jnp.maximum(largest, 1e-30))
+    weights = moved / jnp.maximum(jnp.sum(moved), 1e-30)
+    value, gradient = measured(weights)
+    is_better = _less(value, now.value)
+    taken = _Search(weights, value, gradient, now.step * _GROW, now.made + 1, ~(now.value - value > tolerance))
+    step = now.step * _SHRINK
+    kept = now._replace(step=step, made=now.made + 1, ended=(step < _SMALLEST) | ~jnp.isfinite(now.value))
+    return jax.tree.map(lambda a, b: jnp.where(is_better, a, b), taken, kept)
+
+
+def _judged(nodes: NodesPrograms, models: Params, batch: Batch) -> jax.Array:
+    """The median loss of each node's model on the rows of some others [nodes]; infinite if it is not finite."""
+    count = jax.tree.leaves(models)[0].shape[0]
+
+    def of_others(by: jax.Array) -> jax.Array:  # rows travel, which are smaller than models
+        rows = {name: jnp.roll(x, by * (len(x) // count), axis=0) for name, x in batch.items()}
+        sums = nodes.loss(models, rows)
+        return sums[:, 0] / jnp.maximum(sums[:, 1], 1.0)
+
+    losses = jax.lax.map(of_others, jnp.arange(1, min(_JUDGES, count - 1) + 1))
+    return jnp.median(jnp.where(jnp.isfinite(losses), losses, jnp.inf), axis=0)
+
+
+def _is_plausible(losses: jax.Array, finite: jax.Array) -> jax.Array:
+    known = jnp.where(finite & jnp.isfinite(losses), losses, jnp.nan)
+    middle = jnp.nanmedian(known)
+    return known <= middle + jnp.maximum(_FAR * (middle - jnp.nanmin(known)), _FAR_SHARE * jnp.abs(middle))
+
+
+def _finite_nodes(models: Params) -> jax.Array:
+    found = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(models)]
+    return jnp.all(jnp.stack(found), axis=0)
+
+
+def _mean_of(chosen: jax.Array) -> jax.Array:
+    return chosen / jnp.maximum(jnp.sum(chosen), 1)
+
+
+def _less(value: jax.Array, than: jax.Array) -> jax.Array:
+    """Whether a loss is finite, and below another one, which may be NaN."""
+    return jnp.isfinite(value) & ~(value >= than)

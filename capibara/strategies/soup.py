@@ -1,0 +1,38 @@
+"""The incremental soup of a run's agreed models: the mean of those that make it better.
+
+As the greedy soup of Wortsman et al. 2022 (arXiv:2203.05482), in the order in which the models come, with two models in
+memory. `consensus.soups` has the same for models that are there from the beginning.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from capibara.core.types import Batch, Params
+from capibara.training.stability.loss_scale import select
+from capibara.training.strategy import NodesPrograms
+
+
+def stirred(
+    nodes: NodesPrograms, batch: Batch, soup: Params, size: jax.Array, agreed: Params, count: int
+) -> tuple[Params, jax.Array]:
+    """The soup and the number of its models, with the agreed model if that does not raise its loss (traceable).
+
+    Args:
+      nodes: the loss of nodes on their rows.
+      batch: the rows; the loss is the mean over those of all nodes.
+      soup: the mean of `size` models; of none, the first model comes in whatever its loss.
+      size: int32.
+      agreed: the model that may come in.
+      count: the number of nodes.
+    """
+
+    def loss(model: Params) -> jax.Array:
+        sums = nodes.loss(jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model), batch)
+        return jnp.sum(sums[:, 0]) / jnp.maximum(jnp.sum(sums[:, 1]), 1.0)
+
+    with_it = jax.tree.map(lambda old, new: old + ((new - old) / (size + 1)).astype(old.dtype), soup, agreed)
+    new = loss(with_it)
+    is_better = jnp.isfinite(new) & ((size == 0) | ~(new > loss(soup)))
+    return select(is_better, (with_it, size + 1), (soup, size))
