@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from capibara.config import configurable
 from capibara.core.types import UserError
 
 # (weights [n], float64) -> the loss of the merged model, and its gradient [n].
@@ -24,7 +23,6 @@ _SHRINK, _GROW, _SMALLEST = 0.5, 2.0, 1e-12  # of a step in weight space
 _SUFFICIENT = 1e-4  # of the predicted decrease (Armijo)
 
 
-@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvexMerge:
     """How weights are found.

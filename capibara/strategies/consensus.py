@@ -33,13 +33,15 @@ from capibara.strategies.hierarchy import group_means
 from capibara.training.stability.loss_scale import select
 from capibara.training.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
 
+_LEAST_GAIN = 1e-3  # of a step of a convex merge's search, in nats a token
+
 
 class VotingStrategy(enum.StrEnum):
     """Whether nodes vote on the model that a round proposes.
 
     none: they do not.
-    byzantine: each evaluates it on its own rows; of n nodes, f of which may lie, so many must approve that any two such
-      groups share an honest node, 2f + 1 of n = 3f + 1.
+    byzantine: each evaluates it on its own rows. If f of n nodes may lie, more than (n + f) / 2 must approve, which is
+      2f + 1 of n = 3f + 1: any two such majorities share an honest node.
     """
 
     NONE = "none"
@@ -61,8 +63,8 @@ class StrategyName(enum.StrEnum):
     """What consensus training does besides rounds.
 
     hierarchical: between two rounds the nodes of a group take the mean of its models, every `group_every` steps.
-    convexity: each update is followed by a proximal step towards the agreed model, which makes a node's objective convex
-      where `proximal` is above its largest negative curvature.
+    convexity: each update is followed by a proximal step towards the agreed model. With SGD that is the proximal gradient
+      method for the loss and `proximal` / 2 times the squared distance, which is convex where `proximal` is large enough.
     incremental_soup: the model that is evaluated and exported is the mean of those agreed models that make it better.
     """
 
@@ -81,7 +83,7 @@ class Verdict:
       accepted: bool [nodes], the nodes that had a part in the aggregate.
       distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
       approved: bool [nodes], the nodes that voted for the proposed model; None: there is no vote.
-      weights: float32 [nodes], of a convex merge; None: another one.
+      weights: float32 [nodes], of a convex merge; None: an aggregation made the model.
       failures: int32, failed rounds in a row up to the last one.
       spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
     """
@@ -129,19 +131,20 @@ class ConsensusConfig(Agreement, Strategy):
     aggregation does not mask it. All nodes go on from the agreed model, those too that were not accepted. `Agreement` has
     the other attributes.
 
-    With a vote, a node approves the proposed model if it does not make its own rows of the round's last step less likely:
-    the perplexity of the agreed model over the proposed one's, at most 1, reaches `quality_threshold`, or is finite if
-    that is None. With less than a quorum of approvals the round fails.
+    In a vote each node scores the proposed model on its own rows of the round's last step: exp(loss of the agreed model -
+    loss of the proposed one), at most 1. It approves if the score reaches `quality_threshold`. With less than a quorum of
+    approvals the round fails.
 
     Attributes:
       every: steps between two rounds, H; the run's steps are a multiple of it.
       num_nodes: must be Plan.node; None: any.
       voting_strategy: whether nodes vote on the proposed model.
       merge_strategy: what makes one model of the nodes'.
-      convex: how the weights of a convex merge are found, on the rows of the round's last step.
+      lambda_reg, max_iterations: of a convex merge: the coefficient that draws its weights to the mean, and the most steps of
+        its search, each of which costs a forward and a backward pass on the rows of the round's last step.
       strategies: what is done besides.
-      proximal: of "convexity": mu of FedProx (Li et al. 2020, arXiv:1812.06127), with which a node's parameters go towards
-        the agreed model by the proximal step of mu / 2 times their squared distance.
+      proximal: of "convexity": mu of FedProx (Li et al. 2020, arXiv:1812.06127). A step takes a node's parameters about
+        mu * learning rate of the way back to the agreed model.
       groups, group_every: of "hierarchical": the number of groups, and the steps between two meetings of each.
       compression: what 8 or 4 bits lose of the outer gradients that nodes send; on one mesh they travel in float32 all the
         same. None: nothing is lost.
@@ -151,9 +154,10 @@ class ConsensusConfig(Agreement, Strategy):
     num_nodes: int | None = None
     voting_strategy: VotingStrategy = VotingStrategy.NONE
     merge_strategy: MergeStrategy = MergeStrategy.AGGREGATION
-    convex: ConvexMerge = ConvexMerge(max_iterations=8, tolerance=1e-3)
+    lambda_reg: float = 0.0
+    max_iterations: int = 8
     strategies: tuple[StrategyName, ...] = ()
-    proximal: float = 0.01
+    proximal: float = 1.0
     groups: int = 2
     group_every: int = 10
     compression: Compression | None = None
@@ -163,10 +167,15 @@ class ConsensusConfig(Agreement, Strategy):
         if self.every < 1:
             raise UserError(f"ConsensusConfig.every is {self.every}, must be at least 1: try 50")
         if not 0 < self.proximal < math.inf:
-            raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 0.01")
+            raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 1.0")
         if self.does(StrategyName.HIERARCHICAL):
             _check_groups(self)
-        if self.merges and self.aggregation != Aggregation(rule=Mean()):
+        if self.votes and self.quality_threshold is None:
+            raise UserError(
+                "ConsensusConfig.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be "
+                "approved: try 0.85"
+            )
+        if self.merges and self.convex and self.aggregation != Aggregation(rule=Mean()):
             raise UserError(
                 "ConsensusConfig.aggregation has no effect with merge_strategy = 'convex': leave out one of them"
             )
@@ -192,19 +201,18 @@ class ConsensusConfig(Agreement, Strategy):
             raise UserError(
                 f"ConsensusConfig.num_nodes is {self.num_nodes}, must be Plan.node ({plan.node}): set both alike"
             )
-        if self.does(StrategyName.HIERARCHICAL) and (plan.node % self.groups or plan.node < 2 * self.groups):
-            raise UserError(
-                f"ConsensusConfig.groups is {self.groups}, must divide Plan.node ({plan.node}) into groups of two or more: "
-                f"set Plan.node = {2 * self.groups}"
-            )
         self.aggregation.check(plan.node)
-        if self.votes:
-            self.vote_rule(plan.node)
+        _check_nodes(self, plan.node)
 
     @property
     def votes(self) -> bool:
         """Whether nodes vote."""
         return self.voting_strategy is not VotingStrategy.NONE
+
+    @property
+    def convex(self) -> ConvexMerge:
+        """How the weights of a convex merge are found; raises UserError for fields out of their range."""
+        return ConvexMerge(lambda_reg=self.lambda_reg, max_iterations=self.max_iterations, tolerance=_LEAST_GAIN)
 
     @property
     def merges(self) -> bool:
@@ -261,13 +269,15 @@ class ConsensusConfig(Agreement, Strategy):
             own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
             if self.does(StrategyName.CONVEXITY):
                 own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
-            if in_groups is not None:
-                own = jax.lax.cond((number + 1) % self.group_every == 0, in_groups, lambda own: own, own)
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
             weight = jnp.where(updated, weight_of(metrics), 0.0)
             losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
-            state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             due = (number + 1) % self.every == 0
+            if in_groups is not None:
+                meets = ((number + 1) % self.group_every == 0) & ~due
+                has_part = quality_of(losses) >= (self.quality_threshold or 0.0)
+                own = jax.lax.cond(meets, in_groups, lambda own, _: own, own, has_part)
+            state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             now = agreed, average, state
             agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
             return Round(agreed, state, of_all(metrics) | _shown(metrics, state), average)
@@ -315,15 +325,33 @@ class ConsensusConfig(Agreement, Strategy):
 def _check_groups(config: ConsensusConfig) -> None:
     if config.groups < 2:
         raise UserError(f"ConsensusConfig.groups is {config.groups}, must be at least 2: try 2")
-    if config.group_every < 1 or config.group_every >= config.every or config.every % config.group_every:
+    if config.every < 2:
+        raise UserError(f"ConsensusConfig.every is {config.every}, must be at least 2 for 'hierarchical': try 50")
+    if not 1 <= config.group_every < config.every or config.every % config.group_every:
+        fitting = max(n for n in range(1, config.every // 2 + 1) if config.every % n == 0)
         raise UserError(
-            f"ConsensusConfig.group_every is {config.group_every}, must divide ConsensusConfig.every ({config.every}) and be "
-            "less: try a half or a fifth of it"
+            f"ConsensusConfig.group_every is {config.group_every}, must divide ConsensusConfig.every ({config.every}) and be less: "
+            f"try {fitting}"
         )
     if config.aggregation.faults:
         raise UserError(
-            f"Aggregation.faults is {config.aggregation.faults}, must be 0 with the strategy 'hierarchical': a node that "
-            "lies spoils the mean of its group"
+            f"Aggregation.faults is {config.aggregation.faults}, must be 0 with the strategy 'hierarchical': a node that lies "
+            "spoils the mean of its group: leave out one of them"
+        )
+
+
+def _check_nodes(config: ConsensusConfig, nodes: int) -> None:
+    if config.does(StrategyName.HIERARCHICAL) and (nodes % config.groups or nodes < 2 * config.groups):
+        fitting = next((n for n in range(2, nodes // 2 + 1) if nodes % n == 0), None)
+        raise UserError(
+            f"ConsensusConfig.groups is {config.groups}, must divide Plan.node ({nodes}) into groups of two or more: "
+            + (f"set Plan.node = {2 * config.groups}" if fitting is None else f"try {fitting}")
+        )
+    least = max(4, 3 * config.aggregation.faults + 1)
+    if config.votes and nodes < least:
+        raise UserError(
+            f"Plan.node is {nodes}, must be at least {least} for a vote with Aggregation.faults = "
+            f"{config.aggregation.faults} (n >= 3f + 1, and at least one may lie): set Plan.node = {least}"
         )
 
 
@@ -400,7 +428,7 @@ def _reason(config: ConsensusConfig, metrics: Mapping[str, float], name: str) ->
     if config.quality_threshold is not None and quality < config.quality_threshold:
         return f"its quality {quality:.2f} is below {config.quality_threshold:g}"
     if config.merges:
-        return "its parameters are not finite, or the merged model is better without them"
+        return "its parameters are not finite, or their loss on others' rows is far above the median"
     return "its parameters are not finite, or too far from all others"
 
 

@@ -23,7 +23,6 @@ _JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median
 # so much of the median.
 _FAR, _FAR_SHARE = 10.0, 0.1
 _SHRINK, _GROW, _SMALLEST = 0.5, 2.0, 1e-3  # of a step
-_NO_PART = 0.01  # a node with less than this share of a mean weight has no part
 
 
 class _Search(NamedTuple):
@@ -42,7 +41,7 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
 
     The search begins with the mean of all nodes, or with that of those whose loss on other nodes' rows is not far above the
     median, whichever is better; then it makes steps of exponentiated gradients (Kivinen & Warmuth 1997), and keeps those
-    that lower the loss.
+    that lower the loss. Rows on which the agreed model's loss is not finite do not count.
 
     Args:
       nodes: the loss of nodes on their rows.
@@ -52,14 +51,17 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
 
     def combine(sent: Params, agreed: Params, key: jax.Array | None) -> tuple[Params, Report]:
         del key
-        finite = _finite_nodes(sent)
+        finite, counted = _finite_nodes(sent), counted_rows(nodes, agreed, batch, len(jax.tree.leaves(sent)[0]))
         models = jax.tree.map(lambda x, start: jnp.where(along(finite, x), x, start), sent, agreed)
 
         def measured(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             everywhere = jax.tree.map(lambda m, x: jnp.broadcast_to(m.astype(x.dtype), x.shape), mixed(weights), models)
             gradients, sums = nodes.gradient(everywhere, batch)
+            sums = jnp.where(counted[:, None], sums, 0.0)
             count = jnp.maximum(jnp.sum(sums[:, 1]), 1.0)
-            towards = jax.tree.map(lambda g: jnp.sum(g.astype(jnp.float32), axis=0) / count, gradients)
+            towards = jax.tree.map(
+                lambda g: jnp.sum(jnp.where(along(counted, g), g, 0.0).astype(jnp.float32), axis=0) / count, gradients
+            )
             slopes = jax.tree.map(lambda x, g: jnp.sum(x * g, axis=tuple(range(1, x.ndim))), models, towards)
             off = weights - 1 / len(weights)
             strength = config.lambda_reg * len(weights)
@@ -69,7 +71,8 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
         def mixed(weights: jax.Array) -> Params:
             return jax.tree.map(lambda x: jnp.sum(along(weights, x) * x.astype(jnp.float32), axis=0), models)
 
-        starts = [_mean_of(finite), _mean_of(finite & _is_plausible(_judged(nodes, models, batch), finite))]
+        plausible = finite & _is_plausible(_judged(nodes, models, batch, counted), finite)
+        starts = [_mean_of(finite), _mean_of(plausible)]
         found = [_Search(start, *measured(start), jnp.float32(1), jnp.int32(0), jnp.bool_(False)) for start in starts]
         best = jax.tree.map(lambda *x: jnp.where(_less(found[1].value, found[0].value), x[1], x[0]), *found)
         best = jax.lax.while_loop(
@@ -84,9 +87,9 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
             jnp.sum(jnp.square((x - m).astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
             for x, m in zip(jax.tree.leaves(models), jax.tree.leaves(merged), strict=True)
         ]
-        is_masked = ~finite | (weights < _NO_PART / len(weights))
+        is_masked = ~(plausible & succeeds)
         distances = jnp.where(is_masked, jnp.inf, jnp.sqrt(sum(far, start=jnp.zeros(len(weights)))))
-        spare = -jnp.sum(~finite).astype(jnp.int32)
+        spare = -jnp.sum(is_masked).astype(jnp.int32)
         return merged, Report(is_masked=is_masked, spare_faults=spare, distances=distances, weights=weights)
 
     return combine
@@ -94,9 +97,10 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
 
 def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Array]], tolerance: float) -> _Search:
     """The search after one more step, which counts if it lowers the loss."""
-    centred = now.gradient - jnp.sum(now.weights * now.gradient)
-    largest = jnp.max(jnp.where(now.weights > 0, jnp.abs(centred), 0.0))
-    moved = now.weights * jnp.exp(-now.step * jnp.where(now.weights > 0, centred, 0.0) / jnp.maximum(largest, 1e-30))
+    has_weight = now.weights > 0
+    gradient = jnp.where(has_weight, now.gradient, 0.0)  # that of a model without weight may be infinite
+    centred = jnp.where(has_weight, gradient - jnp.sum(now.weights * gradient), 0.0)
+    moved = now.weights * jnp.exp(-now.step * centred / jnp.maximum(jnp.max(jnp.abs(centred)), 1e-30))
     weights = moved / jnp.maximum(jnp.sum(moved), 1e-30)
     value, gradient = measured(weights)
     is_better = _less(value, now.value)
@@ -106,20 +110,33 @@ def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Arr
     return jax.tree.map(lambda a, b: jnp.where(is_better, a, b), taken, kept)
 
 
-def _judged(nodes: NodesPrograms, models: Params, batch: Batch) -> jax.Array:
+def counted_rows(nodes: NodesPrograms, model: Params, batch: Batch, count: int) -> jax.Array:
+    """The nodes on whose rows a model's loss is finite, bool [nodes]: rows that are broken say nothing of any model."""
+    everywhere = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model)
+    return jnp.isfinite(nodes.loss(everywhere, batch)).all(axis=1)
+
+
+def _judged(nodes: NodesPrograms, models: Params, batch: Batch, counted: jax.Array) -> jax.Array:
     """The median loss of each node's model on the rows of some others [nodes]; infinite if it is not finite."""
-    count = jax.tree.leaves(models)[0].shape[0]
-
-    def of_others(by: jax.Array) -> jax.Array:  # rows travel, which are smaller than models
-        rows = {name: jnp.roll(x, by * (len(x) // count), axis=0) for name, x in batch.items()}
-        sums = nodes.loss(models, rows)
-        return sums[:, 0] / jnp.maximum(sums[:, 1], 1.0)
-
-    losses = jax.lax.map(of_others, jnp.arange(1, min(_JUDGES, count - 1) + 1))
-    return jnp.median(jnp.where(jnp.isfinite(losses), losses, jnp.inf), axis=0)
+    count = len(counted)
+    shifts = range(1, min(_JUDGES, count - 1) + 1)
+    # Rows travel, which are smaller than models; a static shift is a permutation of neighbours.
+    rows = {
+        name: jnp.stack([jnp.roll(x, by * (len(x) // count), axis=0) for by in shifts]) for name, x in batch.items()
+    }
+    sums = jax.lax.map(lambda of_others: nodes.loss(models, of_others), rows)
+    losses = sums[..., 0] / jnp.maximum(sums[..., 1], 1.0)
+    known = jnp.stack([jnp.roll(counted, by) for by in shifts])
+    losses = jnp.where(jnp.isfinite(losses), losses, jnp.inf)
+    # The lower median of those who count: an interpolated one would mix infinity in.
+    ordered = jnp.sort(jnp.where(known, losses, jnp.nan), axis=0)  # NaN comes last
+    middle = jnp.maximum((jnp.sum(known, axis=0) - 1) // 2, 0)
+    found = jnp.take_along_axis(ordered, middle[None], axis=0)[0]
+    return jnp.where(jnp.isnan(found), jnp.inf, found)
 
 
 def _is_plausible(losses: jax.Array, finite: jax.Array) -> jax.Array:
+    """Whether a model's loss [nodes] is not far above the median of the finite ones."""
     known = jnp.where(finite & jnp.isfinite(losses), losses, jnp.nan)
     middle = jnp.nanmedian(known)
     return known <= middle + jnp.maximum(_FAR * (middle - jnp.nanmin(known)), _FAR_SHARE * jnp.abs(middle))

@@ -12,10 +12,11 @@ from capibara.core.types import Params, PyTree
 from capibara.sharding import NODE_AXIS
 
 
-def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params], Params]:
-    """Makes (models [nodes, ...]) -> the mean of each node's group, of its finite members, traceable.
+def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params, jax.Array], Params]:
+    """Makes (models [nodes, ...], has_part bool [nodes]) -> the mean of each node's group, traceable.
 
-    A group without a finite member keeps its models. Each shard is averaged where it lies.
+    The mean is of the members that have a part and are finite; a group without any keeps its models. Each shard is averaged
+    where it lies.
 
     Args:
       mesh: with the nodes' axis.
@@ -27,9 +28,10 @@ def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params], Pa
     members = [list(range(start, start + size)) for start in range(0, groups * size, size)]
     others = tuple(axis for axis in mesh.axis_names if axis != NODE_AXIS)
 
-    def local(own: Params) -> Params:
+    def local(own: Params, has_part: jax.Array) -> Params:
         broken = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(own))
-        counts = (jax.lax.psum(broken, others) == 0).astype(jnp.float32)
+        is_used = (jax.lax.psum(broken, others) == 0) & has_part[jax.lax.axis_index(NODE_AXIS)]
+        counts = is_used.astype(jnp.float32)
         count = jax.lax.psum(counts, NODE_AXIS, axis_index_groups=members)
 
         def mean(x: jax.Array) -> jax.Array:
@@ -39,4 +41,4 @@ def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params], Pa
 
         return jax.tree.map(mean, own)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(nodes,), out_specs=nodes, check_vma=False)
+    return jax.shard_map(local, mesh=mesh, in_specs=(nodes, PartitionSpec()), out_specs=nodes, check_vma=False)

@@ -28,11 +28,13 @@ def stirred(
       count: the number of nodes.
     """
 
-    def loss(model: Params) -> jax.Array:
-        sums = nodes.loss(jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model), batch)
-        return jnp.sum(sums[:, 0]) / jnp.maximum(jnp.sum(sums[:, 1]), 1.0)
+    def sums(model: Params) -> jax.Array:
+        return nodes.loss(jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model), batch)
 
     with_it = jax.tree.map(lambda old, new: old + ((new - old) / (size + 1)).astype(old.dtype), soup, agreed)
-    new = loss(with_it)
-    is_better = jnp.isfinite(new) & ((size == 0) | ~(new > loss(soup)))
+    old, new = sums(soup), sums(with_it)
+    counted = jnp.isfinite(old).all(axis=1, keepdims=True)  # rows that are broken say nothing of a model
+    (before, _), (after, _) = (jnp.sum(jnp.where(counted, x, 0.0), axis=0) for x in (old, new))
+    # Of the same rows and tokens, so that sums compare as means do.
+    is_better = jnp.isfinite(after) & ((size == 0) | ~(after > before))
     return select(is_better, (with_it, size + 1), (soup, size))

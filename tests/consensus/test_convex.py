@@ -103,9 +103,9 @@ def test_a_projection_is_the_nearest_point():
 @pytest.mark.parametrize(
     "call, said",
     [
-        (lambda: ConvexMerge(lambda_reg=-1), "lambda_reg is -1.0, must be finite and not negative"),
+        (lambda: ConvexMerge(lambda_reg=-1), "lambda_reg is -1, must be finite and not negative"),
         (lambda: ConvexMerge(max_iterations=0), "max_iterations is 0"),
-        (lambda: ConvexMerge(tolerance=0), "tolerance is 0.0, must be positive"),
+        (lambda: ConvexMerge(tolerance=0), "tolerance is 0, must be positive"),
         (lambda: in_probability_space(np.zeros(3)), r"has the shape \(3,\), must be \[models, tokens\]"),
         (lambda: in_probability_space([[0.0, math.nan]]), "has nan for model 0, token 1"),
         (lambda: in_probability_space([[0.0], [0.5]]), "has 0.5 for model 1, token 0"),

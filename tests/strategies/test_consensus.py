@@ -12,7 +12,6 @@ import pytest
 from capibara import sharding
 from capibara.consensus.aggregation import Aggregation, Bucketing, CenteredClipping, CoordinateMedian
 from capibara.consensus.compression import Compression
-from capibara.consensus.convex import ConvexMerge
 from capibara.consensus.outer import OuterSgd
 from capibara.core.types import UserError
 from capibara.models import api
@@ -254,12 +253,14 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(got, expected)
 
 
-def round_of(strategy, skipped, number=0):
+def round_of(strategy, skipped, number=0, losses=np.ones(8)):
     """The round after a step of eight nodes, node n at n."""
     mesh = sharding.make_mesh(Plan(batch_size=8, node=8, fsdp=1))
     params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())}
     agreed = {"w": jnp.zeros(4)}
-    metrics = dict(loss=jnp.ones(8), grad_norm=jnp.ones(8), tokens=jnp.full(8, 4.0), skipped=jnp.asarray(skipped))
+    metrics = dict(
+        loss=jnp.asarray(losses), grad_norm=jnp.ones(8), tokens=jnp.full(8, 4.0), skipped=jnp.asarray(skipped)
+    )
     own = {"w": jnp.broadcast_to(jnp.arange(8.0)[:, None] ** 2, (8, 4))}
     nodes = QUADRATIC._replace(step=lambda _, opt_state, *more: (own, opt_state, metrics))
     step = strategy.step(nodes, mesh, params)
@@ -385,8 +386,8 @@ def test_a_quorum_is_of_two_thirds():
     assert nodes.verdict.failures == 0 and agreed["w"].all()
 
 
-def test_without_a_threshold_any_finite_loss_is_approved():
-    strategy = ConsensusConfig(voting_strategy="byzantine")
+def test_a_model_without_a_finite_loss_is_never_approved():
+    strategy = ConsensusConfig(voting_strategy="byzantine", quality_threshold=0.0)
     _, nodes = verdict_of(strategy, np.ones((4, 8)), LOSSES, target=-np.ones((4, 8)))
     assert nodes.verdict.approved.all()
     _, nodes = verdict_of(strategy, np.full((4, 8), 1e25), LOSSES, target=-np.ones((4, 8)))
@@ -394,26 +395,27 @@ def test_without_a_threshold_any_finite_loss_is_approved():
 
 
 def merged(own, target, **settings):
-    convex = ConvexMerge(**{"max_iterations": 60, "tolerance": 1e-7, **settings})
-    return verdict_of(ConsensusConfig(merge_strategy="convex", convex=convex), own, LOSSES, target=target)
+    strategy = ConsensusConfig(merge_strategy="convex", **{"max_iterations": 60, **settings})
+    return verdict_of(strategy, own, LOSSES, target=target)
 
 
 def test_a_convex_merge_finds_the_weights_of_the_least_loss():
     own = np.zeros((4, 8))
-    own[:, :4] = 4 * np.eye(4)
+    own[:, :4] = 40 * np.eye(4)
     best = np.array([0.5, 0.3, 0.15, 0.05])
     agreed, nodes = merged(own, np.tile(best @ own, (4, 1)))
     np.testing.assert_allclose(nodes.verdict.weights, best, atol=5e-3)
     np.testing.assert_allclose(agreed["w"], nodes.verdict.weights @ own, rtol=1e-5)
-    _, nodes = merged(own, np.tile(best @ own, (4, 1)), lambda_reg=1e3)
+    _, nodes = merged(own, np.tile(best @ own, (4, 1)), lambda_reg=1e6)
     np.testing.assert_allclose(nodes.verdict.weights, np.full(4, 0.25), atol=5e-3)
 
 
 def test_a_convex_merge_is_not_worse_than_the_mean():
     rng = np.random.default_rng(0)
     for _ in range(3):
-        own, target = rng.standard_normal((4, 8)), rng.standard_normal((4, 8))
-        agreed, _ = merged(own, target, max_iterations=3)
+        own, target = 9 + rng.standard_normal((4, 8)), 9 + rng.standard_normal((4, 8))
+        agreed, nodes = merged(own, target, max_iterations=3)
+        assert nodes.verdict.failures == 0 and nodes.verdict.weights.sum() == pytest.approx(1)
         assert np.square(agreed["w"] - target).sum() <= np.square(own.mean(axis=0) - target).sum() * (1 + 1e-6)
 
 
@@ -423,7 +425,46 @@ def test_a_liar_has_no_weight_and_is_named(lie):
     own[2] = lie
     agreed, nodes = merged(own, np.ones((4, 8)), lambda_reg=1.0)
     assert nodes.verdict.accepted.tolist() == [True, True, False, True] and nodes.verdict.weights[2] < 0.0025
+    assert nodes.verdict.failures == 0 and nodes.verdict.spare_faults == -1
     assert np.abs(agreed["w"] - 1).max() < 0.2 and np.isfinite(nodes.verdict.distances).all()
+
+
+def test_a_liar_without_weight_does_not_end_the_search():
+    """Its slope overflows, and 0 times infinity is no number."""
+    own = np.full((4, 8), 100.0)
+    own[0], own[1], own[2] = 103, 96, 3e38
+    _, nodes = merged(own, np.full((4, 8), 101.0))
+    assert nodes.verdict.weights[0] > 0.4 and nodes.verdict.weights[2] == 0
+
+
+def test_a_round_whose_best_model_is_one_nodes_succeeds():
+    own = np.repeat([[1.0], [0.6], [0.55], [0.5]], 8, axis=1)
+    agreed, nodes = merged(own, np.ones((4, 8)))
+    assert nodes.verdict.failures == 0 and nodes.verdict.accepted.all() and nodes.verdict.weights[0] > 0.9
+    np.testing.assert_allclose(agreed["w"], 1, atol=0.05)
+
+
+def test_rows_that_are_broken_say_nothing_of_a_model():
+    """One node's rows have no finite loss: the others' models are merged, and come into the soup."""
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    always = lambda step, batch: broken(0, batch)  # noqa: E731
+    _, begun, _ = run(plan, 0, ConsensusConfig(every=H, merge_strategy="convex"))
+    for settings in ({"merge_strategy": "convex"}, {"strategies": ("incremental_soup",)}):
+        _, state, metrics = run(plan, H, ConsensusConfig(every=H, **settings), always)
+        assert metrics["failed_rounds"] == 0 and metrics["consensus_score"] == 0.75, settings
+        assert metrics.get("soup_size", 1) == 1
+        assert any((x != y).any() for x, y in zip(jax.tree.leaves(state.eval_params), jax.tree.leaves(begun.params)))
+
+
+def test_groups_meet_without_nodes_of_low_quality_and_not_in_a_round():
+    """Node 7 is at 49 with a bad loss: its group takes the mean of the others, and the round does not see it."""
+    config = dict(every=2, quality_threshold=0.85, strategies=("hierarchical",), group_every=1)
+    losses = np.ones(8)
+    losses[7] = 9
+    of_round = round_of(ConsensusConfig(**config), [0.0] * 8, number=1, losses=losses)
+    np.testing.assert_allclose(of_round.params["w"], np.mean(np.arange(7.0) ** 2), rtol=1e-6)
+    before = round_of(ConsensusConfig(**config), [0.0] * 8, number=0, losses=losses).state.params["w"]
+    np.testing.assert_allclose(before[:, 0], [3.5] * 4 + [np.mean([16, 25, 36])] * 4, rtol=1e-6)
 
 
 def test_where_no_merge_is_finite_the_round_fails():
@@ -444,10 +485,10 @@ def test_a_proximal_step_pulls_each_node_to_the_agreed_model():
     "settings, line",
     [
         (dict(num_nodes=8), "ConsensusConfig.num_nodes is 8, must be Plan.node (4): set both alike"),
-        (dict(proximal=-1.0), "ConsensusConfig.proximal is -1.0, must be above 0 and finite: try 0.01"),
+        (dict(proximal=-1.0), "ConsensusConfig.proximal is -1.0, must be above 0 and finite: try 1.0"),
         (
             dict(strategies=("hierarchical",), groups=3),
-            "ConsensusConfig.groups is 3, must divide Plan.node (4) into groups of two or more: set Plan.node = 6",
+            "ConsensusConfig.groups is 3, must divide Plan.node (4) into groups of two or more: try 2",
         ),
         (
             dict(strategies=("hierarchical",), groups=1),
@@ -455,25 +496,40 @@ def test_a_proximal_step_pulls_each_node_to_the_agreed_model():
         ),
         (
             dict(strategies=("hierarchical",), group_every=7),
-            "ConsensusConfig.group_every is 7, must divide ConsensusConfig.every (50) and be less: try a half or a fifth of it",
+            "ConsensusConfig.group_every is 7, must divide ConsensusConfig.every (50) and be less: try 25",
         ),
         (
             dict(strategies=("hierarchical",), aggregation=Aggregation(rule=CoordinateMedian(), faults=1)),
-            "Aggregation.faults is 1, must be 0 with the strategy 'hierarchical': a node that lies spoils the mean of its group",
+            "Aggregation.faults is 1, must be 0 with the strategy 'hierarchical': a node that lies spoils the mean of its group: "
+            "leave out one of them",
         ),
         (
             dict(merge_strategy="convex", aggregation=Aggregation(rule=CoordinateMedian())),
             "ConsensusConfig.aggregation has no effect with merge_strategy = 'convex': leave out one of them",
         ),
         (
-            dict(voting_strategy="byzantine", aggregation=Aggregation(rule=CoordinateMedian(), faults=1)),
-            "faulty is 1, must be from 0 to 0 with 3 nodes (n >= 3f + 1): use 4 nodes",
+            dict(
+                voting_strategy="byzantine",
+                quality_threshold=0.8,
+                aggregation=Aggregation(rule=CoordinateMedian(), faults=1),
+            ),
+            "Plan.node is 3, must be at least 4 for a vote with Aggregation.faults = 1 (n >= 3f + 1, and at least one may lie): "
+            "set Plan.node = 4",
+        ),
+        (
+            dict(voting_strategy="byzantine"),
+            "ConsensusConfig.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be "
+            "approved: try 0.85",
+        ),
+        (
+            dict(strategies=("hierarchical",), every=1),
+            "ConsensusConfig.every is 1, must be at least 2 for 'hierarchical': try 50",
         ),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_one_line(settings, line):
-    nodes = 3 if "faulty" in line else 4
+    nodes = 3 if "Plan.node is 3" in line else 4
     with pytest.raises(UserError) as caught:
         ConsensusConfig(**settings).check(Plan(batch_size=12, node=nodes))
     assert str(caught.value) == line

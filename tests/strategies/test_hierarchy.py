@@ -10,15 +10,16 @@ from capibara.sharding import Plan
 from capibara.strategies.hierarchy import group_means
 
 
-def means(models, groups, **sizes):
+def means(models, groups, has_part=None, **sizes):
     """Of eight values a node, with one more dimension that other axes of the mesh share."""
+    has_part = np.ones(sizes["node"], bool) if has_part is None else np.array(has_part)
     mesh = sharding.make_mesh(Plan(batch_size=8, **sizes))
     spec = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
     placed = {
         name: jax.device_put(np.float32(x), NamedSharding(mesh, PartitionSpec("node", *spec[name])))
         for name, x in models.items()
     }
-    return jax.device_get(jax.jit(group_means(mesh, spec, groups))(placed))
+    return jax.device_get(jax.jit(group_means(mesh, spec, groups))(placed, has_part))
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,9 @@ def test_a_group_without_a_finite_member_keeps_its_models():
     np.testing.assert_array_equal(found["b"][:2], models["b"][:2])
     assert np.isnan(found["w"][:2]).all()
     np.testing.assert_array_equal(found["b"][2:], [models["b"][2:].mean(axis=0)] * 2)
+
+
+def test_a_member_without_a_part_gets_the_mean_of_the_others():
+    models = {"w": np.arange(32.0).reshape(4, 8), "b": np.arange(12.0).reshape(4, 3)}
+    found = means(models, 2, [True, False, False, False], node=4, fsdp=2)
+    np.testing.assert_array_equal(found["w"], models["w"][[0, 0, 2, 3]])

@@ -1,5 +1,6 @@
 """The step: the same numbers on every mesh, tokens weighted alike, and what each option adds."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
-from capibara.training.step import make_train_step
+from capibara.training.step import make_node_loss, make_train_step
 
 CONFIG = DecoderConfig(
     vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, dtype="float32"
@@ -119,6 +120,23 @@ def test_micro_batches_of_unequal_weight_count_by_their_tokens():
     losses, *_ = run(Plan(batch_size=16, accumulation=2), 1)
     whole, *_ = run(Plan(batch_size=16), 1)
     np.testing.assert_allclose(losses, whole, rtol=1e-6)
+
+
+def test_the_loss_of_a_node_is_that_of_the_step_without_dropout():
+    """Summed over its micro-batches, and its gradient too."""
+    params, losses = new_state(False).params, {}
+    for accumulation in (1, 2):
+        plan = Plan(batch_size=16, accumulation=accumulation)
+        model = api.build(dataclasses.replace(CONFIG, dropout_rate=0.5 if accumulation == 2 else 0.0))
+        of_node = make_node_loss(model, plan, sharding.make_mesh(plan))
+        grads, sums = jax.jit(of_node.gradient)(params, model.frozen(params), batch_of(0))
+        np.testing.assert_allclose(jax.jit(of_node.sums)(params, model.frozen(params), batch_of(0)), sums, rtol=1e-6)
+        losses[accumulation] = jax.device_get((sums, grads))
+    whole, *_ = run(Plan(batch_size=16), 1)
+    np.testing.assert_allclose(
+        losses[1][0], [whole[0] * batch_of(0)["weights"].sum(), batch_of(0)["weights"].sum()], rtol=1e-5
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), losses[1], losses[2])
 
 
 def test_ema_follows_its_formula_and_is_what_evaluation_sees():
