@@ -55,7 +55,7 @@ faults/test_kills cli/test_prove training/test_preference faults/test_judge
 """.split()
 
 
-# Cases that make test leaves out; with parameters they are long to mark where they stand.
+# Cases that make test leaves out: single ones of parametrized tests, which marks could not tell apart.
 _HEAVY_CASES = {
     line
     for line in (CHECKOUT / "tests" / "heavy_cases.txt").read_text(encoding="utf-8").splitlines()
@@ -63,13 +63,17 @@ _HEAVY_CASES = {
 }
 
 
+_NO_TEST = pytest.StashKey[list[str]]()  # heavy cases that are no test, of the files that were collected whole
+
+
+@pytest.fixture
+def heavy_cases_without_a_test(request):
+    return request.config.stash.get(_NO_TEST, [])
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, the others after them as they come; marks the heavy cases.
-
-    Raises:
-      UsageError: a heavy case is no test (looked for where whole files are collected).
-    """
+    """The longest files first, the others after them as they come; marks the heavy cases."""
     found = set()
     for item in items:
         name = item.nodeid.partition("tests/")[2]
@@ -78,8 +82,7 @@ def pytest_collection_modifyitems(config, items):
             found.add(name)
     if not any("::" in arg for arg in config.args):
         files = {item.nodeid.partition("tests/")[2].partition("::")[0] for item in items}
-        if missing := sorted(name for name in _HEAVY_CASES - found if name.partition("::")[0] in files):
-            raise pytest.UsageError(f"tests/heavy_cases.txt has {missing[0]!r}, which is no test: remove the line")
+        config.stash[_NO_TEST] = sorted(name for name in _HEAVY_CASES - found if name.partition("::")[0] in files)
     rank = {str(CHECKOUT / "tests" / f"{name}.py"): number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
 
