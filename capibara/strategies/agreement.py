@@ -148,3 +148,8 @@ def quality_of(losses: jax.Array) -> jax.Array:
 def along(good: jax.Array, x: jax.Array) -> jax.Array:
     """A value of each node [nodes], shaped so that it broadcasts to its arrays [nodes, ...]."""
     return good.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def on_each(model: Params, count: int) -> Params:
+    """A model on each of the nodes, [nodes, ...]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.core.types import Batch, Params
+from capibara.strategies.agreement import on_each
 from capibara.training.strategy import NodesPrograms
 
 
@@ -25,7 +26,7 @@ def approvals(
     """
 
     def losses(model: Params) -> jax.Array:
-        sums = nodes.loss(jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model), batch)
+        sums = nodes.loss(on_each(model, count), batch)
         return sums[:, 0] / jnp.maximum(sums[:, 1], 1.0)
 
     new, old = losses(proposed), losses(agreed)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from capibara.consensus.aggregation import Report
 from capibara.consensus.convex import ConvexMerge
 from capibara.core.types import Batch, Params
-from capibara.strategies.agreement import Combine, along
+from capibara.strategies.agreement import Combine, along, on_each
 from capibara.training.strategy import NodesPrograms
 
 _JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median of them counts
@@ -112,8 +112,7 @@ def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Arr
 
 def counted_rows(nodes: NodesPrograms, model: Params, batch: Batch, count: int) -> jax.Array:
     """The nodes on whose rows a model's loss is finite, bool [nodes]: rows that are broken say nothing of any model."""
-    everywhere = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model)
-    return jnp.isfinite(nodes.loss(everywhere, batch)).all(axis=1)
+    return jnp.isfinite(nodes.loss(on_each(model, count), batch)).all(axis=1)
 
 
 def _judged(nodes: NodesPrograms, models: Params, batch: Batch, counted: jax.Array) -> jax.Array:

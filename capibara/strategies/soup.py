@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.core.types import Batch, Params
+from capibara.strategies.agreement import on_each
 from capibara.training.stability.loss_scale import select
 from capibara.training.strategy import NodesPrograms
 
@@ -29,7 +30,7 @@ def stirred(
     """
 
     def sums(model: Params) -> jax.Array:
-        return nodes.loss(jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model), batch)
+        return nodes.loss(on_each(model, count), batch)
 
     with_it = jax.tree.map(lambda old, new: old + ((new - old) / (size + 1)).astype(old.dtype), soup, agreed)
     old, new = sums(soup), sums(with_it)
