@@ -63,6 +63,10 @@ _HEAVY_CASES = {
 }
 
 
+# What these find in the code is hardly of the interpreter: of all versions CI's, the oldest, looks; make test-heavy does on each.
+_OF_THE_CODE = {"test_types.py", "test_dead_code.py"} if sys.version_info >= (3, 12) else set()
+
+
 _NO_TEST = pytest.StashKey[list[str]]()  # heavy cases that are no test, of the files that were collected whole
 
 
@@ -80,6 +84,8 @@ def pytest_collection_modifyitems(config, items):
         if name in _HEAVY_CASES:
             item.add_marker(pytest.mark.heavy)
             found.add(name)
+        elif name.partition("::")[0] in _OF_THE_CODE:
+            item.add_marker(pytest.mark.heavy)
     if not any("::" in arg for arg in config.args):
         files = {item.nodeid.partition("tests/")[2].partition("::")[0] for item in items}
         config.stash[_NO_TEST] = sorted(name for name in _HEAVY_CASES - found if name.partition("::")[0] in files)
