@@ -1,1 +1,1 @@
-"""Training strategies in which the model generates its own data, such as GRPO."""
+"""Training with more than one model or more than the data: nodes that reach consensus, groups of jobs, GRPO."""

@@ -32,8 +32,8 @@ from capibara.strategies.consensus import ConsensusConfig, StrategyName
 from capibara.training import setup
 
 SITE = "consensus/aggregation/sharded.py make.aggregate"
-OF_STEPS = "training/step.py make_nodes_step.by_node", "strategies/consensus.py _received"
-GROUPS = "strategies/hierarchy.py group_means"
+OF_STEPS = "training/step.py make_nodes_step.by_node", "strategies/consensus/rounds.py _received"
+GROUPS = "strategies/consensus/hierarchy.py group_means"
 # What partitions by hand -> the aggregation, or the model of a step, that has it.
 WITHIN = {SITE: "geometric median after NNM"} | dict.fromkeys((*OF_STEPS, GROUPS), "decoder")
 AGGREGATIONS = {

@@ -25,7 +25,7 @@ from capibara.consensus.privacy import Privacy
 from capibara.core import limits
 from capibara.core.types import Params, PyTree, UserError
 from capibara.storage import hashing
-from capibara.strategies.agreement import Agreement, Combine, quality_of
+from capibara.strategies.consensus.agreement import Agreement, Combine, quality_of
 from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import AGREED, Agreed, Exchange, check_node, is_node

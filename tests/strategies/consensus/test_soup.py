@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.strategies.soup import stirred
+from capibara.strategies.consensus.soup import stirred
 from capibara.training.strategy import NodesPrograms
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from capibara.consensus.aggregation import Report
 from capibara.consensus.convex import ConvexMerge
 from capibara.core.types import Batch, Params
-from capibara.strategies.agreement import Combine, along, on_each
+from capibara.strategies.consensus.agreement import Combine, along, on_each
 from capibara.training.strategy import NodesPrograms
 
 _JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median of them counts

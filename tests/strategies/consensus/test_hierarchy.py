@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.sharding import Plan
-from capibara.strategies.hierarchy import group_means
+from capibara.strategies.consensus.hierarchy import group_means
 
 
 def means(models, groups, has_part=None, **sizes):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.core.types import Batch, Params
-from capibara.strategies.agreement import on_each
+from capibara.strategies.consensus.agreement import on_each
 from capibara.training.stability.loss_scale import select
 from capibara.training.strategy import NodesPrograms
 

@@ -17,7 +17,8 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.sharding import Plan
-from capibara.strategies.consensus import ConsensusConfig, meeting
+from capibara.strategies.consensus import ConsensusConfig
+from capibara.strategies.consensus.rounds import meeting
 from capibara.training import state as states
 from capibara.training.state import Apart
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step

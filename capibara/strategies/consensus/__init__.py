@@ -1,0 +1,156 @@
+"""Consensus training: nodes train apart for some steps, then agree on a model, from which all go on.
+
+With an outer optimizer with momentum this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with a robust aggregation
+some nodes may send anything at all. docs/consensus.md says what each field does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara.config import configurable
+from capibara.core.types import Batch, Params, PyTree, UserError
+from capibara.objectives.base import Metrics
+from capibara.strategies.consensus.agreement import along, quality_of
+from capibara.strategies.consensus.hierarchy import group_means
+from capibara.strategies.consensus.rounds import Nodes, Verdict, meeting, on_nodes
+from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName, VotingStrategy
+from capibara.training.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
+
+__all__ = ["ConsensusConfig", "MergeStrategy", "StrategyName", "VotingStrategy"]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConsensusConfig(Settings, Strategy):
+    """Nodes that train apart and agree on a model every so many steps. `Settings` has its attributes."""
+
+    def init(self, tx: optax.GradientTransformation, params: Params, nodes: int) -> Nodes:
+        def of_each(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (nodes, *jnp.shape(x))), tree)
+
+        return Nodes(
+            params=of_each(params),
+            opt_state=of_each(tx.init(params)),
+            outer=self.outer.init(params),
+            lost=None if self.compression is None else of_each(self.compression.init(params)),
+            losses=jnp.zeros((nodes, 2)),
+            verdict=Verdict(
+                quality=jnp.ones(nodes),
+                accepted=jnp.ones(nodes, bool),
+                distances=jnp.zeros(nodes),
+                approved=jnp.ones(nodes, bool) if self.votes else None,
+                weights=jnp.full(nodes, 1 / nodes) if self.merges else None,
+                failures=jnp.zeros((), jnp.int32),
+                spare_faults=jnp.asarray(self.aggregation.faults, jnp.int32),
+            ),
+            soup_size=jnp.zeros((), jnp.int32) if self.averages else None,
+        )
+
+    def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> Nodes:
+        everywhere: PyTree = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
+        of_nodes = jax.tree.map(on_nodes, params)
+        outer = optax.tree.map_params(
+            self.outer.build(), lambda _, own: own, state.outer, params, transform_non_params=lambda _: everywhere
+        )
+        return Nodes(
+            params=of_nodes,
+            opt_state=jax.tree.map(on_nodes, opt_state),
+            outer=outer,
+            lost=None if state.lost is None else of_nodes,
+            losses=everywhere,
+            verdict=jax.tree.map(lambda _: everywhere, state.verdict),
+            soup_size=None if state.soup_size is None else everywhere,
+        )
+
+    def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
+        meet, specs = meeting(self, nodes, mesh, params), jax.tree.map(lambda of_param: of_param.spec, params)
+        in_groups = group_means(mesh, specs, self.groups) if self.does(StrategyName.HIERARCHICAL) else None
+
+        def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
+            own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
+            if self.does(StrategyName.CONVEXITY):
+                own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
+            updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
+            weight = jnp.where(updated, weight_of(metrics), 0.0)
+            losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
+            due = (number + 1) % self.every == 0
+            if in_groups is not None:
+                meets = ((number + 1) % self.group_every == 0) & ~due
+                has_part = quality_of(losses) >= (self.quality_threshold or 0.0)
+                own = jax.lax.cond(meets, in_groups, lambda own, _: own, own, has_part)
+            state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
+            now = agreed, average, state
+            agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
+            return Round(agreed, state, of_all(metrics) | _shown(metrics, state), average)
+
+        return run
+
+    def remarks(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        if step % self.every:
+            return
+        nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
+        for name in nodes:
+            if not metrics[f"{name}/accepted"]:
+                yield f"step {step}: {name} has no part in the round, {_reason(self, metrics, name)}"
+        if self.aggregation.faults and (more := -int(metrics["spare_faults"])) > 0:
+            yield f"step {step}: {more} more nodes have no part than Aggregation.faults ({self.aggregation.faults})"
+        if not (failures := int(metrics["failed_rounds"])):
+            return
+        score = metrics["consensus_score"]
+        line = f"step {step}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
+        if self.votes:
+            line = f"{line}, {int(metrics['votes'])} votes of {self.vote_rule(len(nodes)).quorum}"
+        yield f"{line}: the nodes go on from the last agreed model"
+        if failures > self.max_retries:
+            raise UserError(
+                f"the nodes did not agree in {failures} rounds in a row, must be at most ConsensusConfig.max_retries "
+                f"({self.max_retries}): lower consensus_threshold or quality_threshold, or the nodes' learning rate"
+            )
+
+
+def _reason(config: ConsensusConfig, metrics: Mapping[str, float], name: str) -> str:
+    """Why a node has no part in a round."""
+    quality = metrics[f"{name}/quality"]
+    if quality < 0:
+        return "it made no update: its loss or gradients were never finite"
+    if config.quality_threshold is not None and quality < config.quality_threshold:
+        return f"its quality {quality:.2f} is below {config.quality_threshold:g}"
+    if config.merges:
+        return "its parameters are not finite, or their loss on others' rows is far above the median"
+    return "its parameters are not finite, or too far from all others"
+
+
+def _towards(own: Params, agreed: Params, strength: jax.Array) -> Params:
+    """The proximal step of strength [nodes] / 2 * |own - agreed|^2."""
+
+    def step(x: jax.Array, anchor: jax.Array) -> jax.Array:
+        share = along(strength, x).astype(x.dtype)
+        return (x + share * anchor) / (1 + share)
+
+    return jax.tree.map(step, own, agreed)
+
+
+def _shown(metrics: Metrics, state: Nodes) -> dict[str, jax.Array]:
+    """The metrics of each node, and of the last round."""
+    verdict = state.verdict
+    found: dict[str, Any] = {"consensus_score": jnp.mean(verdict.accepted), "failed_rounds": verdict.failures}
+    found["spare_faults"] = verdict.spare_faults
+    columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
+    columns |= {"accepted": verdict.accepted}
+    if verdict.approved is not None:
+        found["votes"], columns["vote"] = jnp.sum(verdict.approved), verdict.approved
+    if verdict.weights is not None:
+        columns["weight"] = verdict.weights
+    if state.soup_size is not None:
+        found["soup_size"] = state.soup_size
+    for name, values in columns.items():
+        found |= {f"node_{n}/{name}": values[n] for n in range(len(values))}
+    return {name: value.astype(jnp.float32) for name, value in found.items()}

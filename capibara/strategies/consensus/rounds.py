@@ -1,0 +1,139 @@
+"""A round of nodes on one mesh: what they send, what becomes of it, and what of it is carried to the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara.consensus.compression import Compression
+from capibara.core.types import Batch, Params, PyTree
+from capibara.sharding import NODE_AXIS
+from capibara.strategies.consensus import convex_merge
+from capibara.strategies.consensus import soup as soups
+from capibara.strategies.consensus.agreement import Vote, along, quality_of
+from capibara.strategies.consensus.ballots import approvals
+from capibara.strategies.consensus.settings import Settings
+from capibara.training.stability.loss_scale import select
+from capibara.training.strategy import NodesPrograms
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The last round, as all nodes saw it.
+
+    Attributes:
+      quality: float32 [nodes], as Agreement.quality_threshold defines it; -1 of a node that made no update.
+      accepted: bool [nodes], the nodes that had a part in the aggregate.
+      distances: float32 [nodes], of the nodes from the aggregate; -1 of those that have no part in it.
+      approved: bool [nodes], the nodes that voted for the proposed model; None: there is no vote.
+      weights: float32 [nodes], of a convex merge; None: an aggregation made the model.
+      failures: int32, failed rounds in a row up to the last one.
+      spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
+    """
+
+    quality: jax.Array
+    accepted: jax.Array
+    distances: jax.Array
+    approved: jax.Array | None
+    weights: jax.Array | None
+    failures: jax.Array
+    spare_faults: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """What consensus training carries from step to step.
+
+    Attributes:
+      params: the nodes' parameters, [nodes, ...].
+      opt_state: of each node's optimizer, [nodes, ...].
+      outer: the outer optimizer's state.
+      lost: what compression has lost of each node's outer gradient, [nodes, ...]; None: it does not compress.
+      losses: float32 [nodes, 2], of the updates of the current round: the sum of the loss over real tokens, and their
+        number.
+      verdict: on the last round.
+      soup_size: int32, the models in the incremental soup; None: there is none.
+    """
+
+    params: Params
+    opt_state: PyTree
+    outer: PyTree
+    lost: PyTree | None
+    losses: jax.Array
+    verdict: Verdict
+    soup_size: jax.Array | None = None
+
+
+def meeting(
+    config: Settings, nodes: NodesPrograms, mesh: Mesh, params: PyTree
+) -> Callable[[Params, Params | None, Nodes, jax.Array, Batch], tuple[Params, Params | None, Nodes]]:
+    """Makes (agreed model, soup, nodes, step, batch) -> the next model and soup, and the nodes, which go on from it."""
+    specs = jax.tree.map(lambda of_param: of_param.spec, params)
+    combine = config.aggregation.sharded(mesh, specs, NODE_AXIS)
+    received = None if config.compression is None else _received(config.compression, mesh, specs)
+
+    def meet(
+        agreed: Params, soup: Params | None, state: Nodes, number: jax.Array, batch: Batch
+    ) -> tuple[Params, Params | None, Nodes]:
+        make = convex_merge.combining(nodes, batch, config.convex) if config.merges else combine
+        quality = quality_of(state.losses)
+        sent, lost = config.sent(agreed, state.params, number), state.lost
+        if received is not None:
+            sent, lost = received(agreed, sent, lost)
+        vote = _vote(config, nodes, batch, len(quality))
+        new = config.settle(make, agreed, sent, state.outer, quality, number, len(quality), vote)
+        own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
+        failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
+        approved, weights = new.approved if config.votes else None, new.weights if config.merges else None
+        verdict = Verdict(quality, new.accepted, new.distances, approved, weights, failures, new.spare_faults)
+        # What was lost of a gradient that had no effect would be added to one that has.
+        kept = new.accepted & new.succeeds
+        lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
+        opt_state, size = jax.tree.map(_finite, state.opt_state), state.soup_size
+        if soup is not None and size is not None:
+            stirred = soups.stirred(nodes, batch, soup, size, new.params, len(quality))
+            soup, size = select(new.succeeds, stirred, (soup, size))
+        own = jax.lax.with_sharding_constraint(own, jax.tree.map(on_nodes, params))
+        return new.params, soup, Nodes(own, opt_state, new.outer, lost, jnp.zeros_like(state.losses), verdict, size)
+
+    return meet
+
+
+def _vote(config: Settings, nodes: NodesPrograms, batch: Batch, count: int) -> Vote | None:
+    """How nodes vote on a round's proposal."""
+    if not config.votes:
+        return None
+
+    def approve(proposed: Params, agreed: Params) -> jax.Array:
+        return config.voted(approvals(nodes, batch, proposed, agreed, count, config.quality_threshold or 0.0))
+
+    return Vote(approve, config.vote_rule(count).quorum)
+
+
+def _received(compression: Compression, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
+    """Makes (agreed, nodes' models, lost) -> (what few bits leave of the models, lost); each shard by itself."""
+    nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
+
+    def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
+        gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, own)
+        sent, lost = compression.encode(gradient, jax.tree.map(lambda x: x[0], lost))
+        back = compression.decode(sent, gradient)
+        models = jax.tree.map(lambda start, x: (start - x).astype(start.dtype), agreed, back)
+        return jax.tree.map(lambda x: x[None], (models, lost))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, nodes, nodes), out_specs=(nodes, nodes), check_vma=False)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Moments without what is not finite, so that a node that was not accepted can recover."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def on_nodes(of_one: NamedSharding) -> NamedSharding:
+    return NamedSharding(of_one.mesh, PartitionSpec(NODE_AXIS, *of_one.spec))
