@@ -73,7 +73,7 @@ def train(
             print(title, *more, sep="\n  ")
         config.parse(gin_files, [*bindings, *more], search_paths)
         trainer = run_folder.own_tokenizer.of_run(config.build(Trainer))
-    dataset, start, chip = trainer.dataset, trainer.init_from, jax.devices()[0].device_kind
+    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)
     texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
@@ -88,6 +88,6 @@ def train(
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
-        load=None if start is None else lambda: adapters.loader(start, model, merge=trainer.init_with == "merged"),
+        load=lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged"),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -32,7 +34,7 @@ class HasOptimizer(Protocol):
 
 # (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters with these shardings.
 Read = Callable[[Params], Params]
-Load = Callable[[], Read]  # checks that it is this model, and returns its reader
+Load = Callable[[str], Read]  # (path) -> the reader of the foreign model there, which is checked to be the run's
 
 
 @runtime_checkable
@@ -56,7 +58,7 @@ def reader(trainer: Trainer, load: Load | None) -> Read | None:
 
     Args:
       trainer: the run.
-      load: checks the foreign model and returns its reader.
+      load: makes the reader of a foreign model, which it checks.
 
     Raises:
       UserError: there is no model, or another one.
@@ -70,7 +72,44 @@ def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
     """As `reader`, for a run that resumes and needs its initial weights again."""
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
-    return load()
+    return load(trainer.init_from)
+
+
+def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tuple[Callable[[], Params], ...]:
+    """Functions that load the nodes' own initial weights (Trainer.strategy.starts), the trained part; a run that resumes has none.
+
+    Foreign models are checked now; their parameters, and run folders, are read when a function is called.
+
+    Args:
+      trainer, model, mesh: of the run.
+      load: as in `reader`.
+
+    Raises:
+      UserError: there is no model, or another one.
+    """
+    own = step_folders.folder_of(trainer.model_dir)
+    if trainer.strategy is None or (own.exists() and step_folders.steps(own)):
+        return ()
+    name = f"{type(trainer.strategy).__name__}.init_from"
+    each = [dataclasses.replace(trainer, init_from=path) for path in trainer.strategy.starts]
+    with _named(name):
+        reads = [reader_again(of_one, load) for of_one in each]
+
+    def loaded(of_one: Trainer, read: Read | None) -> Params:
+        with _named(name):
+            return model.trained(load_params(of_one, model, mesh, read))
+
+    return tuple(functools.partial(loaded, of_one, read) for of_one, read in zip(each, reads, strict=True))
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors say which field named the model."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error).replace("Trainer.init_from", name)
+        raise UserError(said if name in said else f"{name}: {said}") from error
 
 
 def initial_params(

@@ -34,11 +34,13 @@ class Initial:
       checkpoint: the newest valid step and its state; None: the run does not resume.
       params: pretrained parameters of the model without adapters, and of adapters that are trained further.
       optimizer: the step and the optimizer's state (Trainer.init_with = "state").
+      starts: functions that load the nodes' own initial weights, which nodes take in turn; empty: they have none.
     """
 
     checkpoint: tuple[Restored, TrainState] | None = None
     params: Params | None = None
     optimizer: tuple[int, PyTree] | None = None
+    starts: tuple[Callable[[], Params], ...] = ()
 
     @property
     def step(self) -> int:

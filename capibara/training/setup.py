@@ -9,10 +9,11 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -22,7 +23,7 @@ from capibara.checkpoints.manager import Checkpoints, Restored
 from capibara.core import processes, user_modules
 from capibara.core.fields import did_you_mean, returned
 from capibara.core.multihost import hosts
-from capibara.core.types import Batch, UserError
+from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader, Position, check_task_shards, merge_states
 from capibara.data.tokenizers import vocabulary as vocabularies
@@ -36,7 +37,7 @@ from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
 from capibara.training.feed import open_loader, validation_loader
 from capibara.training.group import Alone, Member
-from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader
+from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
 from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
@@ -92,7 +93,12 @@ class Setup:
 
     def begin(self, initial: Initial) -> Start:
         """Makes the initial state of the run, on the mesh."""
-        return self.recovery.begin(initial, self.spec.init(self.model))
+        init = self.spec.init(self.model)
+
+        def new(key: jax.Array, pretrained: Params | None) -> TrainState:
+            return self.spec.with_starts(init(key, pretrained=pretrained), initial.starts)
+
+        return self.recovery.begin(initial, new)
 
     def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
         """The batch provider of the loss; None: batches come from the data alone."""
@@ -219,7 +225,7 @@ def set_up(
     _check(trainer, mesh)
     model = api.build(trainer.model)
     spec = describe_state(trainer, model, mesh)
-    read = reader(trainer, load)  # before the compile, to find errors early
+    read, own = reader(trainer, load), starts(trainer, model, mesh, load)  # before the compile, to find errors early
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, spec.abstract, read)
         loaded = pool.submit(_initial, opened, trainer, model, mesh, read, spec.abstract)
@@ -229,7 +235,7 @@ def set_up(
         train_step = compile_step(trainer, model, mesh, compiler_options, spec)
         status(f"compiled in {(compiled_s := time.perf_counter()) - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
-        initial = loaded.result()
+        initial = dataclasses.replace(loaded.result(), starts=own)
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
         _check_vocabulary(trainer)
@@ -312,6 +318,30 @@ class StateSpec:
         in_blocks = model.config.lora is not None and model.config.lora.base_dtype.in_blocks
         donated = () if in_blocks else "pretrained"  # a quantized parameter cannot reuse the buffer
         return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
+
+    def begun(self) -> Callable[..., PyTree]:
+        """A jitted function (nodes, index of a node, trained parameters) -> the nodes, of which one begins with these."""
+        apart = self.options["apart"]
+        assert apart is not None, "only a strategy has nodes"
+        return jax.jit(apart.strategy.begun, donate_argnums=0, out_shardings=self.shardings.opt_state)
+
+    def with_starts(self, state: TrainState, loads: Sequence[Callable[[], Params]]) -> TrainState:
+        """A new state whose nodes have initial weights of their own.
+
+        Args:
+          state: its arrays may be used only once.
+          loads: each loads the trained parameters of a model; the nodes take them in turn.
+        """
+        apart, nodes = self.options["apart"], state.opt_state
+        if apart is None or not loads:
+            return state
+        begun = self.begun()
+        for index, load in enumerate(loads):
+            params = load()
+            for node in range(index, apart.nodes, len(loads)):
+                nodes = begun(nodes, jnp.int32(node), params)
+            del params  # before the next one comes
+        return dataclasses.replace(state, opt_state=nodes)
 
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:

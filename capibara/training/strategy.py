@@ -93,6 +93,21 @@ class Strategy(abc.ABC):
           params, opt_state: the shardings of one model's trained parameters and of its optimizer's state.
         """
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Run folders or open models whose weights are the nodes' own initial ones, in turn; empty: the agreed model's."""
+        return ()
+
+    def begun(self, state: PyTree, node: jax.Array, params: Params) -> PyTree:
+        """The strategy's state in which a node has initial weights of its own (traceable); only with `starts`.
+
+        Args:
+          state: as `init` makes it.
+          node: its index.
+          params: the trained parameters with which it begins.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.starts is set, and begun is not implemented")
+
     @abc.abstractmethod
     def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
         """Makes the step of a run whose nodes train apart, traceable.

@@ -171,7 +171,7 @@ class Trainer:
                 f"on {self.model.data_kind!r}: set Dataset.kind, or another Trainer.model"
             )
         self._check_loss()
-        self._check_strategy()
+        _check_strategy(self)
         self._check_group()
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
@@ -214,36 +214,6 @@ class Trainer:
             )
         self.loss.check(self.dataset, self.plan.batch_size)
 
-    def _check_strategy(self) -> None:
-        if self.strategy is None:
-            if self.plan.node > 1:
-                raise UserError(
-                    f"Plan.node is {self.plan.node} and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), or "
-                    f"Plan.node = 1 and Plan.data = {self.plan.node} for one model"
-                )
-            return
-        name = type(self.strategy).__name__
-        unsupported = {
-            "Trainer.ema_decay": self.ema_decay is not None,
-            "Trainer.loss": self.loss is not None,
-            "Trainer.loss_normalization": self.loss_normalization is not Normalization.TOKENS,
-            "Trainer.init_with = 'state'": self.init_with is InitWith.STATE,
-            "Anomalies.skip_nonfinite = False": not self.anomalies.skip_nonfinite,
-            "Anomalies.on_spike": self.anomalies.on_spike is not OnSpike.OFF,
-            f"{type(self.model).__name__}.dtype = 'float16'": self.model.dtype == "float16",
-            "Plan.stage": self.plan.stage != 1,
-        }
-        for option in (option for option, is_set in unsupported.items() if is_set):
-            raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
-        self.strategy.check(self.plan)
-        every = self.strategy.round_steps
-        _check_rounds(self.steps, every, name)
-        if self.evaluation.patience is not None and self.evaluation.every % every:
-            raise UserError(
-                f"Evaluation.every ({self.evaluation.every}) must be a multiple of the {every} steps of a round "
-                f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
-            )
-
     def _check_group(self) -> None:
         if self.group is None:
             return
@@ -279,6 +249,56 @@ class Trainer:
     def float16_scaling(self) -> LossScaling | None:
         """The loss scaling of a float16 run; None: another dtype."""
         return self.loss_scaling if self.model.dtype == "float16" else None
+
+
+def _check_strategy(trainer: Trainer) -> None:
+    """Raises UserError if the run's other settings do not suit its nodes."""
+    strategy = trainer.strategy
+    if strategy is None:
+        if trainer.plan.node > 1:
+            raise UserError(
+                f"Plan.node is {trainer.plan.node} and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), or "
+                f"Plan.node = 1 and Plan.data = {trainer.plan.node} for one model"
+            )
+        return
+    name = type(strategy).__name__
+    unsupported = {
+        "Trainer.ema_decay": trainer.ema_decay is not None,
+        "Trainer.loss": trainer.loss is not None,
+        "Trainer.loss_normalization": trainer.loss_normalization is not Normalization.TOKENS,
+        "Trainer.init_with = 'state'": trainer.init_with is InitWith.STATE,
+        "Anomalies.skip_nonfinite = False": not trainer.anomalies.skip_nonfinite,
+        "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
+        f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
+        "Plan.stage": trainer.plan.stage != 1,
+    }
+    for option in (option for option, is_set in unsupported.items() if is_set):
+        raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
+    _check_starts(trainer, strategy)
+    strategy.check(trainer.plan)
+    every = strategy.round_steps
+    _check_rounds(trainer.steps, every, name)
+    if trainer.evaluation.patience is not None and trainer.evaluation.every % every:
+        raise UserError(
+            f"Evaluation.every ({trainer.evaluation.every}) must be a multiple of the {every} steps of a round "
+            f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
+        )
+
+
+def _check_starts(trainer: Trainer, strategy: Strategy) -> None:
+    """Raises UserError if nodes have initial weights of their own that would have no effect."""
+    if not strategy.starts:
+        return
+    name = f"{type(strategy).__name__}.init_from"
+    if trainer.init_from is None:
+        raise UserError(
+            f"{name} is set and Trainer.init_from is None: set that to the model from which the others were made, or to the "
+            f"first of them ({strategy.starts[0]!r})"
+        )
+    if trainer.model.lora is not None:
+        raise UserError(
+            f"{name} is not supported with adapters: leave it out, or set {type(trainer.model).__name__}.lora = None"
+        )
 
 
 def _check_rounds(steps: int, every: int, name: str) -> None:

@@ -123,7 +123,7 @@ def trained(loss, params, folder, tokenizer, monkeypatch):
 
     monkeypatch.setattr(loop, "set_up", watched)
     put = lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, target)  # noqa: E731
-    loop.train(trainer, seen, load=lambda: put)
+    loop.train(trainer, seen, load=lambda path: put)
     return seen.metrics, after[0]
 
 

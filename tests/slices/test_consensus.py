@@ -45,6 +45,7 @@ AGGREGATIONS = {
     "SMEA": Aggregation(rule=Smea(), faults=1),
     "centred clipping": Aggregation(rule=CenteredClipping(), faults=1),
 }
+START = "training/setup.py StateSpec.begun"
 SIZES = {"node": 4, "fsdp": 2}
 SHAPES = {"kernel": ((1024, 2048), PartitionSpec(None, "fsdp")), "norm": ((1000,), PartitionSpec())}
 
@@ -106,3 +107,21 @@ def test_a_step_of_nodes_compiles_for_the_slice(model, round_, tell):
     report = compiler.compile_train_step(lowered)
     assert report.fits
     tell(f"train step of nodes, {round_}", model, "v5e-8", STEPS[model], report)
+
+
+@pytest.mark.parametrize("model", ["decoder", pytest.param("experts", marks=pytest.mark.heavy)])
+def test_the_initial_weights_of_a_node_compile_for_the_slice(model, tell):
+    case = Case(
+        model,
+        "v5e-8",
+        STEPS[model],
+        {"strategy": ConsensusConfig(init_from=("a", "b")), "ema_decay": None, "init_from": "c"},
+    )
+    everywhere = NamedSharding(case.mesh, PartitionSpec())
+    node = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    abstract = case.state.abstract
+    report = compiler.compile_train_step(
+        case.state.begun().lower(abstract.opt_state, node, case.model.trained(abstract.params))
+    )
+    assert report.fits
+    tell("initial weights of a node", model, "v5e-8", STEPS[model], report)

@@ -9,7 +9,7 @@ import pytest
 
 from capibara import config
 from capibara.consensus.aggregation import Aggregation, Krum
-from capibara.consensus.outer import OuterSgd
+from capibara.consensus.outer import FedAdam, OuterSgd
 from capibara.core.types import UserError
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.objectives.preference import Dpo
@@ -97,10 +97,12 @@ def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
     assert emulated.plan.batch_size == 8 * emulated.loss.rows_of_a_prompt
 
 
-def consensus(*bindings):
+def consensus(*bindings, run="consensus"):
     given = ["MODEL_DIR=runs/new", "TRAIN_STEPS=100", "FILES=('a.jsonl',)", *bindings]
-    config.parse(["models/tiny.gin", "tasks/text.gin", "runs/consensus.gin"], given)
-    return config.build(Trainer)
+    config.parse(["models/tiny.gin", "tasks/text.gin", f"runs/{run}.gin"], given)
+    trainer = config.build(Trainer)
+    assert not config.check_used(trainer.later)
+    return trainer
 
 
 def test_consensus_training():
@@ -108,6 +110,20 @@ def test_consensus_training():
     assert trainer.plan.node == 8 and trainer.strategy.every == 5
     assert trainer.strategy.aggregation == Aggregation(rule=Krum(), faults=1)
     assert trainer.strategy.outer == OuterSgd(learning_rate=0.7, momentum=0.9)
+
+
+def test_each_strategy_has_a_file():
+    strategy = consensus("GROUP_ROUND=25", run="hierarchical").strategy
+    assert strategy.does("hierarchical") and (strategy.groups, strategy.group_every, strategy.every) == (2, 25, 50)
+    assert consensus("PROXIMAL=0.1", run="convexity").strategy.proximal == 0.1
+    assert consensus(run="incremental_soup").strategy.averages
+    trainer = consensus("NODES_PER_ROUND=3", run="federated")
+    assert (trainer.plan.node, trainer.strategy.nodes_per_round, type(trainer.strategy.outer)) == (8, 3, FedAdam)
+    strategy = consensus(run="integrated").strategy
+    assert [strategy.share(name) for name in ("aggregation", "convex", "incremental_soup")] == [0.4, 0.4, 0.2]
+    trainer = consensus("INIT_FROM='runs/base'", "MODELS=('runs/a', 'runs/b')", run="hf_consensus")
+    assert (trainer.init_from, trainer.strategy.starts) == ("runs/base", ("runs/a", "runs/b"))
+    assert trainer.strategy.outer == OuterSgd()  # momentum would repeat the way from the base to the models
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,9 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     class Load:
         origin = {"config.json": b"{}", "LICENSE": b"of others"}
 
+        def __init__(self, path):
+            told.append(path)
+
         def __call__(self, target):
             told.extend(jax.tree.leaves(target))
             return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
@@ -231,22 +234,23 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     with run:
         assert origin.read(trainer.model_dir) == Load.origin
         state = run.begin(initial).state
-        assert initial.step == 0 and len(told) == len(jax.tree.leaves(made))
+        path, *leaves = told
+        assert initial.step == 0 and path == "elsewhere" and len(leaves) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
-        assert jax.tree.leaves(state.params)[0].sharding == told[0].sharding
+        assert jax.tree.leaves(state.params)[0].sharding == leaves[0].sharding
 
 
 def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
     asked = []
 
-    def load():
-        asked.append("looked at")
+    def load(path):
+        asked.append(f"looked at {path}")
         raise UserError("another model")
 
     status = lambda text: asked.append(text)  # noqa: E731
     with pytest.raises(UserError, match="another model"):
         set_up(make_trainer(init_from="elsewhere"), load=load, status=status)
-    assert asked == ["looked at"]
+    assert asked == ["looked at elsewhere"]
     params = jax.jit(api.build(make_trainer().model).init)(jax.random.key(0))
     run_folder.save(make_trainer().model_dir, params, "")
     assert given.reader(make_trainer(init_from="elsewhere"), load) is None  # it resumes

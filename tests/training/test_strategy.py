@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
+from capibara.models import api
+from capibara.models.api import Lora
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
+from capibara.training import run_folder
 from capibara.training.trainer import Evaluation
 
 NODES = Plan(batch_size=8, node=4, fsdp=2)
@@ -44,3 +47,55 @@ def test_a_run_without_agreement_keeps_its_model_says_who_and_why_and_ends(make_
     assert told[2] == "step 2: no agreement, consensus score 0.50 of 1: the nodes go on from the last agreed model"
     with pytest.raises(UserError, match="did not agree in 2 rounds in a row, must be at most ConsensusConfig.max_retr"):
         train(dataclasses.replace(trainer, steps=4))
+
+
+@pytest.fixture
+def saved(make_trainer, tmp_path):
+    """(seed) -> a folder with a model, and the model's parameters."""
+
+    def save(seed):
+        params = jax.jit(api.build(make_trainer().model).init)(jax.random.key(seed))
+        run_folder.save(str(tmp_path / f"model-{seed}"), params, "")
+        return str(tmp_path / f"model-{seed}"), jax.device_get(params)
+
+    return save
+
+
+def test_nodes_begin_with_open_models_of_their_own_in_turn(make_trainer, train, saved):
+    """The agreed model is the base until the first round."""
+    (base, base_params), (a, a_params), (b, b_params) = (saved(seed) for seed in (5, 6, 7))
+    strategy = ConsensusConfig(every=2, init_from=(a, b))
+    trainer = make_trainer(plan=NODES, strategy=strategy, init_from=base, steps=2)
+    seen = train(trainer)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(seen.started.params), base_params)
+    for got, first, second in zip(
+        *(jax.tree.leaves(x) for x in (seen.started.opt_state.params, a_params, b_params)), strict=True
+    ):
+        np.testing.assert_array_equal(got, np.stack([first, second, first, second]))
+    half = jax.tree.map(lambda x, y: (x + y) / 2, a_params, b_params)
+    near, far = (_distance(seen.state.params, model) for model in (half, base_params))
+    assert near < 0.1 * far  # two steps from the mean of the models
+    resumed = train(dataclasses.replace(trainer, steps=4))
+    assert resumed.start_step == 2
+    jax.tree.map(np.testing.assert_array_equal, resumed.started.params, seen.state.params)
+
+
+def _distance(a, b):
+    squares = jax.tree.map(lambda x, y: np.square(np.asarray(x) - y).sum(), a, b)
+    return np.sqrt(sum(jax.tree.leaves(squares)))
+
+
+def test_open_models_of_nodes_are_refused_by_name(make_trainer, train, saved):
+    base, _ = saved(5)
+    with pytest.raises(
+        UserError, match="ConsensusConfig.init_from is set and Trainer.init_from is None: set that to the"
+    ):
+        make_trainer(plan=NODES, strategy=ConsensusConfig(init_from=(base,)), steps=50)
+    adapted = dataclasses.replace(make_trainer().model, lora=Lora())
+    with pytest.raises(
+        UserError, match="ConsensusConfig.init_from is not supported with adapters: leave it out, or set Dec"
+    ):
+        make_trainer(plan=NODES, strategy=ConsensusConfig(init_from=(base,)), steps=50, init_from=base, model=adapted)
+    strategy = ConsensusConfig(every=2, init_from=(base, base + "-missing"))
+    with pytest.raises(UserError, match="^ConsensusConfig.init_from .*model-5-missing"):
+        train(make_trainer(plan=NODES, strategy=strategy, init_from=base, steps=2))

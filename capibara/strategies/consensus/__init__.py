@@ -50,6 +50,7 @@ class ConsensusConfig(Settings, Strategy):
                 weights=jnp.full(nodes, 1 / nodes) if self.merges else None,
                 failures=jnp.zeros((), jnp.int32),
                 spare_faults=jnp.asarray(self.aggregation.faults, jnp.int32),
+                drawn=None if self.nodes_per_round is None else jnp.ones(nodes, bool),
             ),
             soup_size=jnp.zeros((), jnp.int32) if self.averages else None,
         )
@@ -69,6 +70,10 @@ class ConsensusConfig(Settings, Strategy):
             verdict=jax.tree.map(lambda _: everywhere, state.verdict),
             soup_size=None if state.soup_size is None else everywhere,
         )
+
+    def begun(self, state: PyTree, node: jax.Array, params: Params) -> Nodes:
+        own = jax.tree.map(lambda x, new: x.at[node].set(new.astype(x.dtype)), state.params, params)
+        return dataclasses.replace(state, params=own)
 
     def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
         meet, specs = meeting(self, nodes, mesh, params), jax.tree.map(lambda of_param: of_param.spec, params)
@@ -98,7 +103,7 @@ class ConsensusConfig(Settings, Strategy):
             return
         nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
         for name in nodes:
-            if not metrics[f"{name}/accepted"]:
+            if not metrics[f"{name}/accepted"] and metrics.get(f"{name}/drawn", 1.0):
                 yield f"step {step}: {name} has no part in the round, {_reason(self, metrics, name)}"
         if self.aggregation.faults and (more := -int(metrics["spare_faults"])) > 0:
             yield f"step {step}: {more} more nodes have no part than Aggregation.faults ({self.aggregation.faults})"
@@ -141,12 +146,15 @@ def _towards(own: Params, agreed: Params, strength: jax.Array) -> Params:
 def _shown(metrics: Metrics, state: Nodes) -> dict[str, jax.Array]:
     """The metrics of each node, and of the last round."""
     verdict = state.verdict
-    found: dict[str, Any] = {"consensus_score": jnp.mean(verdict.accepted), "failed_rounds": verdict.failures}
+    asked = len(verdict.accepted) if verdict.drawn is None else jnp.sum(verdict.drawn)
+    found: dict[str, Any] = {"consensus_score": jnp.sum(verdict.accepted) / asked, "failed_rounds": verdict.failures}
     found["spare_faults"] = verdict.spare_faults
     columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
     columns |= {"accepted": verdict.accepted}
     if verdict.approved is not None:
         found["votes"], columns["vote"] = jnp.sum(verdict.approved), verdict.approved
+    if verdict.drawn is not None:
+        columns["drawn"] = verdict.drawn
     if verdict.weights is not None:
         columns["weight"] = verdict.weights
     if state.soup_size is not None:

@@ -70,7 +70,7 @@ class Agreement:
         in training since the last round, at most 1. None: any.
       consensus_threshold: the least consensus score of a round, above 0 and at most 1.
       max_retries: training ends if more rounds than that fail in a row.
-      seed: of the random keys of pre-aggregations.
+      seed: of the random keys of pre-aggregations, and of the draw of nodes.
     """
 
     aggregation: Aggregation = Aggregation(rule=Mean())
@@ -148,6 +148,15 @@ def quality_of(losses: jax.Array) -> jax.Array:
 def along(good: jax.Array, x: jax.Array) -> jax.Array:
     """A value of each node [nodes], shaped so that it broadcasts to its arrays [nodes, ...]."""
     return good.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def distances_from(model: Params, models: Params, is_masked: jax.Array) -> jax.Array:
+    """The distances of nodes' models [nodes, ...] from a model, float32 [nodes]; infinite for those that are masked."""
+    squares = [
+        jnp.sum(jnp.square((x - m).astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
+        for x, m in zip(jax.tree.leaves(models), jax.tree.leaves(model), strict=True)
+    ]
+    return jnp.where(is_masked, jnp.inf, jnp.sqrt(sum(squares, start=jnp.zeros(len(is_masked)))))
 
 
 def on_each(model: Params, count: int) -> Params:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from capibara.consensus.aggregation import Report
 from capibara.consensus.convex import ConvexMerge
 from capibara.core.types import Batch, Params
-from capibara.strategies.consensus.agreement import Combine, along, on_each
+from capibara.strategies.consensus.agreement import Combine, along, distances_from, on_each
 from capibara.training.strategy import NodesPrograms
 
 _JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median of them counts
@@ -83,12 +83,8 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
         succeeds = jnp.isfinite(best.value)
         weights = jnp.where(succeeds, best.weights, 0.0)
         merged = jax.tree.map(lambda new, old: jnp.where(succeeds, new, old).astype(old.dtype), mixed(weights), agreed)
-        far = [
-            jnp.sum(jnp.square((x - m).astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
-            for x, m in zip(jax.tree.leaves(models), jax.tree.leaves(merged), strict=True)
-        ]
         is_masked = ~(plausible & succeeds)
-        distances = jnp.where(is_masked, jnp.inf, jnp.sqrt(sum(far, start=jnp.zeros(len(weights)))))
+        distances = distances_from(merged, models, is_masked)
         spare = -jnp.sum(is_masked).astype(jnp.int32)
         return merged, Report(is_masked=is_masked, spare_faults=spare, distances=distances, weights=weights)
 

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara.consensus.compression import Compression
 from capibara.core.types import Batch, Params, PyTree
 from capibara.sharding import NODE_AXIS
-from capibara.strategies.consensus import convex_merge
+from capibara.strategies.consensus import convex_merge, integrated
 from capibara.strategies.consensus import soup as soups
-from capibara.strategies.consensus.agreement import Vote, along, quality_of
+from capibara.strategies.consensus.agreement import Combine, Vote, along, quality_of
 from capibara.strategies.consensus.ballots import approvals
-from capibara.strategies.consensus.settings import Settings
+from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName
 from capibara.training.stability.loss_scale import select
 from capibara.training.strategy import NodesPrograms
 
@@ -34,6 +34,7 @@ class Verdict:
       weights: float32 [nodes], of a convex merge; None: an aggregation made the model.
       failures: int32, failed rounds in a row up to the last one.
       spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
+      drawn: bool [nodes], the nodes that were drawn to have a part; None: all.
     """
 
     quality: jax.Array
@@ -43,6 +44,7 @@ class Verdict:
     weights: jax.Array | None
     failures: jax.Array
     spare_faults: jax.Array
+    drawn: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -81,20 +83,27 @@ def meeting(
     def meet(
         agreed: Params, soup: Params | None, state: Nodes, number: jax.Array, batch: Batch
     ) -> tuple[Params, Params | None, Nodes]:
-        make = convex_merge.combining(nodes, batch, config.convex) if config.merges else combine
+        make = _merging(config, nodes, batch, combine, (soup, state.soup_size))
         quality = quality_of(state.losses)
+        drawn = _drawn(config, len(quality), number)
         sent, lost = config.sent(agreed, state.params, number), state.lost
         if received is not None:
             sent, lost = received(agreed, sent, lost)
         vote = _vote(config, nodes, batch, len(quality))
-        new = config.settle(make, agreed, sent, state.outer, quality, number, len(quality), vote)
+        counted = quality if drawn is None else jnp.where(drawn, quality, -1.0)
+        expected = config.nodes_per_round or len(quality)
+        new = config.settle(make, agreed, sent, state.outer, counted, number, expected, vote)
         own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
         failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
         approved, weights = new.approved if config.votes else None, new.weights if config.merges else None
-        verdict = Verdict(quality, new.accepted, new.distances, approved, weights, failures, new.spare_faults)
         # What was lost of a gradient that had no effect would be added to one that has.
         kept = new.accepted & new.succeeds
         lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
+        spare_faults = new.spare_faults
+        if drawn is not None:
+            lost = jax.tree.map(lambda x, before: jnp.where(along(drawn, x), x, before), lost, state.lost)
+            spare_faults += jnp.sum(~drawn)  # they are masked, and are no faults
+        verdict = Verdict(quality, new.accepted, new.distances, approved, weights, failures, spare_faults, drawn)
         opt_state, size = jax.tree.map(_finite, state.opt_state), state.soup_size
         if soup is not None and size is not None:
             stirred = soups.stirred(nodes, batch, soup, size, new.params, len(quality))
@@ -103,6 +112,36 @@ def meeting(
         return new.params, soup, Nodes(own, opt_state, new.outer, lost, jnp.zeros_like(state.losses), verdict, size)
 
     return meet
+
+
+def _merging(
+    config: Settings,
+    nodes: NodesPrograms,
+    batch: Batch,
+    aggregate: Combine,
+    soup: tuple[Params | None, jax.Array | None],
+) -> Combine:
+    """What makes one model of those that the nodes have sent; `soup`: the incremental soup and the number of its models."""
+    if not config.merges and not config.share(StrategyName.INCREMENTAL_SOUP):
+        return aggregate
+    convex = convex_merge.combining(nodes, batch, config.convex)
+    if config.merge_strategy is MergeStrategy.CONVEX:
+        return convex
+    model, size = soup
+    standing = []
+    if (share := config.share(StrategyName.INCREMENTAL_SOUP)) and model is not None and size is not None:
+        standing = [(jnp.where(size > 0, share, 0.0), model)]
+    # A node whose loss is far off is left out by the convex merge, and may be finite.
+    merges = {"convex": (config.share("convex"), convex), "aggregation": (config.share("aggregation"), aggregate)}
+    return integrated.combining(merges, standing)
+
+
+def _drawn(config: Settings, count: int, number: jax.Array) -> jax.Array | None:
+    """The nodes that have a part in a round, bool [nodes], drawn without replacement; None: all."""
+    if config.nodes_per_round is None:
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), number), 1)
+    return jax.random.permutation(key, count) < config.nodes_per_round
 
 
 def _vote(config: Settings, nodes: NodesPrograms, batch: Batch, count: int) -> Vote | None:
@@ -136,4 +175,5 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def on_nodes(of_one: NamedSharding) -> NamedSharding:
+    """The sharding of all nodes' arrays [nodes, ...] from that of one node's."""
     return NamedSharding(of_one.mesh, PartitionSpec(NODE_AXIS, *of_one.spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 
 import jax
 
@@ -36,10 +37,12 @@ class MergeStrategy(enum.StrEnum):
 
     aggregation: ConsensusConfig.aggregation.
     convex: weights on the simplex for which the merged model's loss on all nodes' rows is small.
+    integrated: the weighted mean of these, and of the incremental soup, by ConsensusConfig.merge_shares.
     """
 
     AGGREGATION = "aggregation"
     CONVEX = "convex"
+    INTEGRATED = "integrated"
 
 
 class StrategyName(enum.StrEnum):
@@ -73,12 +76,17 @@ class Settings(Agreement):
       num_nodes: must be Plan.node; None: any.
       voting_strategy: whether nodes vote on the proposed model.
       merge_strategy: what makes one model of the nodes'.
+      merge_shares: of "integrated": (name, share) pairs of "aggregation", "convex" and "incremental_soup"; only their ratios
+        count. While the soup has no model, its share is the others'.
       lambda_reg, max_iterations: of a convex merge: the coefficient that draws its weights to the mean, and the most steps of
         its search, each of which costs a forward and a backward pass on the rows of the round's last step.
       strategies: what is done besides.
       proximal: of "convexity": mu of FedProx (Li et al. 2020, arXiv:1812.06127). A step takes a node's parameters about
         mu * learning rate of the way back to the agreed model.
       groups, group_every: of "hierarchical": the number of groups, and the steps between two meetings of each.
+      nodes_per_round: nodes that have a part in a round, drawn anew for each (client sampling); None: all.
+      init_from: the nodes' own initial weights: run folders or open models of the run's architecture, which nodes take in
+        turn. The agreed model is Trainer.init_from until the first round. Empty: all nodes begin with it.
       compression: what 8 or 4 bits lose of the outer gradients that nodes send; on one mesh they travel in float32 all the
         same. None: nothing is lost.
     """
@@ -87,12 +95,15 @@ class Settings(Agreement):
     num_nodes: int | None = None
     voting_strategy: VotingStrategy = VotingStrategy.NONE
     merge_strategy: MergeStrategy = MergeStrategy.AGGREGATION
+    merge_shares: tuple[tuple[str, float], ...] = (("aggregation", 0.5), ("convex", 0.5))
     lambda_reg: float = 0.0
     max_iterations: int = 8
     strategies: tuple[StrategyName, ...] = ()
     proximal: float = 1.0
     groups: int = 2
     group_every: int = 10
+    nodes_per_round: int | None = None
+    init_from: tuple[str, ...] = ()
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
@@ -101,16 +112,34 @@ class Settings(Agreement):
             raise UserError(f"ConsensusConfig.every is {self.every}, must be at least 1: try 50")
         if not 0 < self.proximal < math.inf:
             raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 1.0")
+        _check_used(self)
         if self.does(StrategyName.HIERARCHICAL):
             _check_groups(self)
+        if self.merge_strategy is MergeStrategy.INTEGRATED:
+            _check_shares(self)
+        if any(not path.strip() for path in self.init_from):
+            raise UserError(
+                "ConsensusConfig.init_from has an empty name: leave it out, or name run folders or open models"
+            )
+        if self.nodes_per_round is not None and self.does(StrategyName.HIERARCHICAL):
+            raise UserError(
+                "ConsensusConfig.nodes_per_round has no effect with the strategy 'hierarchical', whose groups take the mean of all "
+                "their nodes: leave out one of them"
+            )
+        if self.nodes_per_round is not None and self.aggregation.faults:
+            raise UserError(
+                f"Aggregation.faults is {self.aggregation.faults}, must be 0 with ConsensusConfig.nodes_per_round: of the nodes "
+                "that are drawn any share may lie: leave out one of them"
+            )
         if self.votes and self.quality_threshold is None:
             raise UserError(
                 "ConsensusConfig.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be "
                 "approved: try 0.85"
             )
-        if self.merges and self.convex and self.aggregation != Aggregation(rule=Mean()):
+        aggregates = self.merge_strategy is not MergeStrategy.CONVEX and self.share("aggregation") > 0
+        if self.merges and self.convex and not aggregates and self.aggregation != Aggregation(rule=Mean()):
             raise UserError(
-                "ConsensusConfig.aggregation has no effect with merge_strategy = 'convex': leave out one of them"
+                f"ConsensusConfig.aggregation has no effect with merge_strategy = '{self.merge_strategy}': leave out one of them"
             )
 
     @property
@@ -134,6 +163,16 @@ class Settings(Agreement):
             raise UserError(
                 f"ConsensusConfig.num_nodes is {self.num_nodes}, must be Plan.node ({plan.node}): set both alike"
             )
+        if len(self.init_from) > plan.node:
+            raise UserError(
+                f"ConsensusConfig.init_from has {len(self.init_from)} models, must be at most Plan.node ({plan.node}): set "
+                f"Plan.node = {len(self.init_from)}"
+            )
+        if self.nodes_per_round is not None and not 1 <= self.nodes_per_round <= plan.node:
+            raise UserError(
+                f"ConsensusConfig.nodes_per_round is {self.nodes_per_round}, must be from 1 to Plan.node ({plan.node}), or "
+                f"None for all: try {max(1, plan.node // 2)}"
+            )
         self.aggregation.check(plan.node)
         _check_nodes(self, plan.node)
 
@@ -149,8 +188,18 @@ class Settings(Agreement):
 
     @property
     def merges(self) -> bool:
-        """Whether the nodes' models are merged convexly."""
-        return self.merge_strategy is MergeStrategy.CONVEX
+        """Whether there is a convex merge of the nodes' models."""
+        return self.share("convex") > 0
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.init_from
+
+    def share(self, name: str) -> float:
+        """The share of "aggregation", "convex" or "incremental_soup" in a merged model."""
+        if self.merge_strategy is not MergeStrategy.INTEGRATED:
+            return float(name == self.merge_strategy)
+        return dict(self.merge_shares).get(name, 0.0)
 
     def vote_rule(self, nodes: int) -> VoteRule:
         """The rule of the vote; raises UserError if so many nodes may not be faulty."""
@@ -170,6 +219,52 @@ class Settings(Agreement):
         """
         del agreed, number
         return own
+
+
+_CONVEX = "merge_strategy = 'convex', or a share of 'convex' in merge_shares"
+_SHARED = ("aggregation", "convex", "incremental_soup")
+# Fields that only count with others: (the field, whether it counts, what would make it count).
+_DEPENDENT: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
+    ("proximal", lambda c: c.does(StrategyName.CONVEXITY), "'convexity' in strategies"),
+    ("groups", lambda c: c.does(StrategyName.HIERARCHICAL), "'hierarchical' in strategies"),
+    ("group_every", lambda c: c.does(StrategyName.HIERARCHICAL), "'hierarchical' in strategies"),
+    ("lambda_reg", lambda c: c.merges, _CONVEX),
+    ("max_iterations", lambda c: c.merges, _CONVEX),
+    (
+        "merge_shares",
+        lambda c: c.merge_strategy is MergeStrategy.INTEGRATED,
+        "merge_strategy = 'integrated'",
+    ),
+)
+
+
+def _check_used(config: Settings) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    for name, counts, why in _DEPENDENT:
+        value = getattr(config, name)
+        if value != defaults[name] and not counts(config):
+            raise UserError(
+                f"ConsensusConfig.{name} is {value!r}, and has no effect without {why}: set that, or leave it out"
+            )
+
+
+def _check_shares(config: Settings) -> None:
+    names = [name for name, _ in config.merge_shares]
+    for name, share in config.merge_shares:
+        if name not in _SHARED or names.count(name) > 1 or not 0 <= share < math.inf:
+            raise UserError(
+                f"ConsensusConfig.merge_shares has {name!r}: {share}, must be each of {', '.join(map(repr, _SHARED))} at most once, "
+                "with a share of at least 0: try (('aggregation', 0.5), ('convex', 0.5))"
+            )
+    if not config.share("aggregation") + config.share("convex") > 0:
+        raise UserError(
+            "ConsensusConfig.merge_shares gives nothing to 'aggregation' and 'convex', so that no node would have a part: try "
+            "(('aggregation', 0.5), ('convex', 0.5))"
+        )
+    if config.share("incremental_soup") and not config.does(StrategyName.INCREMENTAL_SOUP):
+        raise UserError(
+            "ConsensusConfig.merge_shares has 'incremental_soup', which is not in ConsensusConfig.strategies: add it there"
+        )
 
 
 def _check_groups(config: Settings) -> None:

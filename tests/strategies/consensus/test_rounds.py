@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -154,10 +155,11 @@ def _quadratic(params, batch):
 QUADRATIC = NodesPrograms(step=None, loss=lambda *args: _quadratic(*args)[1], gradient=_quadratic)
 
 
-def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0, target=None):
+def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0, target=None, lost=0.0):
     """The next model, and the nodes, after a round of four nodes with given parameters and losses.
 
-    `failures`: rounds that failed before. `moment`: the moments of all nodes. `target`: of QUADRATIC.
+    `failures`: rounds that failed before. `moment`: the moments of all nodes. `target`: of QUADRATIC. `lost`: what compression
+    has lost before.
     """
     mesh = sharding.make_mesh(Plan(batch_size=8, node=4, fsdp=2))
     params = {"w": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))}
@@ -168,6 +170,7 @@ def verdict_of(strategy, own, losses, agreed=None, failures=0, moment=0.0, targe
         state,
         opt_state=jax.tree.map(lambda x: x + moment if x.ndim > 1 else x, state.opt_state),
         verdict=dataclasses.replace(state.verdict, failures=np.int32(failures)),
+        lost=jax.tree.map(lambda x: x + lost, state.lost),
     )
     shardings = strategy.shardings(state, params, jax.tree.map(lambda _: params["w"], optax.adam(RATE).init(agreed)))
     meet = jax.jit(meeting(strategy, QUADRATIC, mesh, params))
@@ -393,6 +396,103 @@ def test_a_model_without_a_finite_loss_is_never_approved():
     assert nodes.verdict.approved.all()
     _, nodes = verdict_of(strategy, np.full((4, 8), 1e25), LOSSES, target=-np.ones((4, 8)))
     assert not nodes.verdict.approved.any() and nodes.verdict.failures == 1
+
+
+def test_a_round_is_of_the_nodes_that_are_drawn():
+    own = np.arange(32.0).reshape(4, 8)
+    strategy = ConsensusConfig(nodes_per_round=2, consensus_threshold=1.0)
+    agreed, nodes = verdict_of(strategy, own, LOSSES)
+    drawn = nodes.verdict.drawn
+    assert drawn.sum() == 2 and nodes.verdict.accepted.tolist() == drawn.tolist() and nodes.verdict.failures == 0
+    np.testing.assert_allclose(agreed["w"], own[drawn].mean(axis=0))
+    np.testing.assert_array_equal(nodes.params["w"], np.tile(agreed["w"], (4, 1)))  # those too that were not drawn
+    assert nodes.verdict.spare_faults == 0 and (nodes.verdict.quality == 1).all()
+    assert (nodes.verdict.distances >= 0).tolist() == drawn.tolist()
+
+
+def test_each_round_draws_other_nodes_and_says_nothing_of_the_others():
+    strategy = ConsensusConfig(every=1, nodes_per_round=3)
+    found = [round_of(strategy, [0.0] * 8, number) for number in range(6)]
+    drawn = {tuple(one.state.verdict.drawn.tolist()) for one in found}
+    assert len(drawn) > 1 and all(sum(nodes) == 3 for nodes in drawn)
+    read = {name: float(value) for name, value in found[0].metrics.items()}
+    assert read["consensus_score"] == 1 and sum(read[f"node_{n}/drawn"] for n in range(8)) == 3
+    assert not list(strategy.remarks(1, read))
+    left_out = found[0].state.verdict.drawn.argmax()
+    one = round_of(strategy, [float(n == left_out) for n in range(8)], 0)  # a node that is drawn made no update
+    read = {name: float(value) for name, value in one.metrics.items()}
+    assert read["consensus_score"] == pytest.approx(2 / 3)
+    assert [line.split(" has")[0] for line in strategy.remarks(1, read)] == [f"step 1: node_{left_out}"]
+
+
+def test_an_integrated_model_is_the_weighted_mean_of_the_merges():
+    own = np.random.default_rng(2).standard_normal((4, 8))
+    target = np.tile(own[0], (4, 1))
+    settings = {"target": target, "losses": LOSSES}
+    by_mean, _ = verdict_of(ConsensusConfig(), own, **settings)
+    by_weights, alone = verdict_of(ConsensusConfig(merge_strategy="convex"), own, **settings)
+    shares = (("aggregation", 1.0), ("convex", 3.0))
+    agreed, nodes = verdict_of(ConsensusConfig(merge_strategy="integrated", merge_shares=shares), own, **settings)
+    want = 0.25 * by_mean["w"] + 0.75 * by_weights["w"]
+    np.testing.assert_allclose(agreed["w"], want, atol=1e-6)
+    np.testing.assert_allclose(nodes.verdict.weights, alone.verdict.weights)
+    np.testing.assert_allclose(nodes.verdict.distances, np.linalg.norm(own - want, axis=1), rtol=1e-5)
+    assert np.abs(by_mean["w"] - by_weights["w"]).max() > 0.1
+    own[1] = 1e4  # finite, and far off: the convex merge leaves it out, and so does the mean
+    agreed, nodes = verdict_of(ConsensusConfig(merge_strategy="integrated"), own, **settings)
+    assert nodes.verdict.accepted.tolist() == [True, False, True, True] and np.abs(agreed["w"]).max() < 10
+
+
+def test_what_few_bits_lose_of_a_node_that_is_not_drawn_is_kept():
+    strategy = ConsensusConfig(nodes_per_round=2, compression=Compression(bits=4))
+    own = np.linspace(0.1, 1, 32).reshape(4, 8)
+    _, nodes = verdict_of(strategy, own, LOSSES, lost=0.25)
+    for drawn, lost in zip(nodes.verdict.drawn, nodes.lost["w"], strict=True):
+        assert (lost == 0.25).all() != drawn
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"proximal": 0.5}, "ConsensusConfig.proximal is 0.5, and has no effect without 'convexity' in strategies"),
+        ({"group_every": 5}, "group_every is 5, and has no effect without 'hierarchical' in strategies"),
+        ({"max_iterations": 3}, "max_iterations is 3, and has no effect without merge_strategy = 'convex', or a share"),
+        ({"merge_shares": (("convex", 1.0),)}, "has no effect without merge_strategy = 'integrated'"),
+        ({"merge_strategy": "integrated", "merge_shares": (("mean", 1.0),)}, "has 'mean': 1.0, must be each of"),
+        ({"merge_strategy": "integrated", "merge_shares": (("convex", -1.0),)}, "with a share of at least 0"),
+        (
+            {"merge_strategy": "integrated", "merge_shares": (("incremental_soup", 1.0),)},
+            "gives nothing to 'aggregation' and 'convex'",
+        ),
+        (
+            {"merge_strategy": "integrated", "merge_shares": (("convex", 1.0), ("incremental_soup", 1.0))},
+            "has 'incremental_soup', which is not in ConsensusConfig.strategies",
+        ),
+        (
+            {"nodes_per_round": 2, "aggregation": Aggregation(rule=CoordinateMedian(), faults=1)},
+            "must be 0 with ConsensusConfig.nodes_per_round",
+        ),
+        ({"init_from": ("runs/a", " ")}, "ConsensusConfig.init_from has an empty name"),
+        ({"nodes_per_round": 2, "strategies": ("hierarchical",)}, "has no effect with the strategy 'hierarchical'"),
+    ],
+    ids=str,
+)
+def test_fields_without_an_effect_or_out_of_their_range_are_refused(settings, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        ConsensusConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"nodes_per_round": 5}, "nodes_per_round is 5, must be from 1 to Plan.node (4), or None for all: try 2"),
+        ({"init_from": ("a",) * 5}, "init_from has 5 models, must be at most Plan.node (4): set Plan.node = 5"),
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_fit_the_nodes_are_refused(settings, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        ConsensusConfig(**settings).check(Plan(batch_size=16, node=4, fsdp=2))
 
 
 def merged(own, target, **settings):
