@@ -326,6 +326,21 @@ def test_the_soup_is_the_mean_of_agreed_models_and_what_is_evaluated():
         np.testing.assert_array_equal(found, expected)
 
 
+def test_the_soup_has_its_share_of_an_integrated_model_once_it_has_a_model():
+    shares = (("aggregation", 1.0), ("incremental_soup", 1.0))
+    strategy = ConsensusConfig(
+        every=H, merge_strategy="integrated", merge_shares=shares, strategies=("incremental_soup",)
+    )
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    first, second = (run(plan, steps, ConsensusConfig(every=H))[1].params for steps in (H, 2 * H))
+    _, state, _ = run(plan, H, strategy)
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(first), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    _, state, _ = run(plan, 2 * H, strategy)
+    for found, *halves in zip(*(jax.tree.leaves(x) for x in (state.params, first, second)), strict=True):
+        np.testing.assert_allclose(found, sum(halves) / 2, atol=1e-6)
+
+
 def test_groups_meet_between_rounds():
     strategy = ConsensusConfig(every=4, strategies=("hierarchical",), group_every=2)
     plan = Plan(batch_size=16, node=4, fsdp=2)
