@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 
 import jax
@@ -15,7 +16,7 @@ from capibara.models import api
 from capibara.models.api import Lora
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
-from capibara.training import run_folder
+from capibara.training import initialization, run_folder
 from capibara.training.trainer import Evaluation
 
 NODES = Plan(batch_size=8, node=4, fsdp=2)
@@ -78,6 +79,17 @@ def test_nodes_begin_with_open_models_of_their_own_in_turn(make_trainer, train, 
     resumed = train(dataclasses.replace(trainer, steps=4))
     assert resumed.start_step == 2
     jax.tree.map(np.testing.assert_array_equal, resumed.started.params, seen.state.params)
+
+
+def test_a_run_that_resumes_does_not_ask_for_the_models_of_its_nodes(make_trainer, saved):
+    base, _ = saved(5)
+    strategy = ConsensusConfig(every=2, init_from=("elsewhere",))
+    trainer = make_trainer(plan=NODES, strategy=strategy, init_from=base, steps=2)
+    asked = []
+    (load,) = initialization.starts(trainer, None, None, lambda path: asked.append(path))
+    assert asked == ["elsewhere"] and callable(load)
+    shutil.copytree(base, trainer.model_dir)
+    assert initialization.starts(trainer, None, None, lambda path: asked.append(path)) == () and len(asked) == 1
 
 
 def _distance(a, b):
