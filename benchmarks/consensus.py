@@ -1,11 +1,12 @@
 """Consensus training of a small language model: against data-parallel training, and with nodes that lie.
 
-    python benchmarks/consensus.py [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum] [--variants=vote]
-      [--json=OUT]
+    python benchmarks/consensus.py [--base_steps=2000] [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum]
+      [--variants=vote] [--json=OUT]
 
 Eight nodes train a decoder on the standard library's bytes, each on files of its own (non-iid): the files are sorted by path
-and every node has a run of them. The validation text is of files that no node sees. All runs have the same initial
-weights, batches and learning rates, and see the same number of tokens. First data-parallel training and rounds (DiLoCo)
+and every node has a run of them. The validation text is of files that no node sees. All runs begin with the same model,
+which has been trained data-parallel for some steps (as in Douillard et al. 2023, arXiv:2311.08105), have the same batches
+and learning rates, and see the same number of tokens. First data-parallel training and rounds (DiLoCo)
 without attackers, then rounds with a vote, a convex merge and each strategy, then every attack by two nodes with every
 rule. Everything is measured on emulated devices.
 
@@ -172,9 +173,12 @@ def _batch(rows):
     }
 
 
-def train(texts, steps, strategy=None):
-    """The validation loss, in nats a byte, after so many steps; one model, data-parallel, without a strategy."""
-    model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=3e-3, warmup_steps=20))
+def train(texts, steps, strategy=None, base=None, learning_rate=1e-3):
+    """The parameters after so many steps, and their validation loss in nats a byte.
+
+    `strategy`: None: one model, data-parallel. `base`: the parameters to begin with; None: random ones.
+    """
+    model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=learning_rate, warmup_steps=20))
     plan = Plan(batch_size=NODES * ROWS, **({"data": NODES} if strategy is None else {"node": NODES}), fsdp=1)
     mesh, tx = sharding.make_mesh(plan), optimizer.transformation(steps, model.trained(model.axes))
     apart, ema = (None, False) if strategy is None else (Apart(strategy, NODES), strategy.averages)
@@ -185,19 +189,22 @@ def train(texts, steps, strategy=None):
         step = make_nodes_step(step, make_node_loss(model, plan, mesh), model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     init = functools.partial(states.init_state, model, tx, ema=ema, apart=apart)
-    state = jax.device_put(jax.jit(init)(jax.random.key(0)), shardings)
+    state = jax.device_put(jax.jit(init)(jax.random.key(0), pretrained=base), shardings)
     placed = sharding.batch_sharding(mesh, plan.rules)
     for index in range(steps):
-        state, metrics = step(state, sharding.global_batch(placed, texts.batch(index)))
+        seed = index if base is None else 10**6 + index  # other rows than those of the base
+        state, metrics = step(state, sharding.global_batch(placed, texts.batch(seed)))
         if index % 10 == 0:  # as far ahead as memory holds
             jax.block_until_ready(metrics)
     eval_step = make_eval_step(model, plan, mesh, np.ones(MODEL.vocab_size, np.int32))
-    return evaluate(eval_step, state.eval_params, texts.validation_batches(), placed)["loss"]
+    loss = evaluate(eval_step, state.eval_params, texts.validation_batches(), placed)["loss"]
+    return jax.device_get(state.eval_params), loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--base_steps", type=int, default=2000, help="of the model that all runs begin with")
+    parser.add_argument("--steps", type=int, default=600, help="of each run")
     parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated; empty: none")
     parser.add_argument("--rules", default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '")
@@ -213,20 +220,26 @@ def main() -> None:
                 parser.error(f"{name!r} is not known, must be one of {', '.join(known)}")
     texts, outer = Texts(), OuterSgd(learning_rate=0.7, momentum=0.9)
     make = functools.partial(Attacked, every=args.every, outer=outer)
-    parameters = api.build(MODEL).param_count
-    found = {"steps": args.steps, "every": args.every, "tokens": args.steps * NODES * ROWS * LENGTH, "loss": {}}
+    parameters, batch_tokens = api.build(MODEL).param_count, NODES * ROWS * LENGTH
+    base, loss = train(texts, args.base_steps, learning_rate=3e-3)
+    print(f"the base, after {args.base_steps * batch_tokens / 1e6:.1f} M tokens: {loss:.4f} nats a byte", flush=True)
+    found = {"steps": args.steps, "every": args.every, "tokens": args.steps * batch_tokens, "loss": {"base": loss}}
     found["bytes"] = {
         "data-parallel": 4 * parameters * args.steps,
         "rounds": 4 * parameters * (args.steps // args.every),
     }
+
+    def measured(strategy=None):
+        return train(texts, args.steps, strategy, base)[1]
+
     for name, strategy in {"data-parallel": None, "rounds": make()}.items():
-        found["loss"][name] = train(texts, args.steps, strategy)
+        found["loss"][name] = measured(strategy)
         sent = found["bytes"][name] / 1e6
         print(f"{name}: {found['loss'][name]:.4f} nats a byte, {sent:.1f} MB sent by each node", flush=True)
     one, apart = found["loss"]["data-parallel"], found["loss"]["rounds"]
     print(f"rounds / data-parallel: loss {apart / one:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}")
     for name in variants:
-        found["loss"][name] = train(texts, args.steps, make(**VARIANTS[name]))
+        found["loss"][name] = measured(make(**VARIANTS[name]))
         print(f"rounds with {name}: {found['loss'][name]:.4f}, {found['loss'][name] / apart:.3f} of rounds", flush=True)
         _write(args.json, found)
     table = Table(title=f"validation loss over that without attackers, {LIARS} of {NODES} nodes lie")
@@ -235,7 +248,7 @@ def main() -> None:
     for rule in rules:
         row = found["loss"].setdefault("attacked", {}).setdefault(rule, {})
         for attack in ("", *attacks):
-            row[attack or "none"] = train(texts, args.steps, make(**RULES[rule], attack=attack))
+            row[attack or "none"] = measured(make(**RULES[rule], attack=attack))
             print(f"{rule}, {attack or 'no attack'}: {row[attack or 'none']:.4f}", flush=True)
             _write(args.json, found)
         table.add_row(rule, *(f"{loss / apart:.3f}" for loss in row.values()))
