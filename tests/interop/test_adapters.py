@@ -186,9 +186,7 @@ def begun(folder, lora, begins="adapter", how="weights"):
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
     trainer = dataclasses.replace(trainer, init_from=f"{folder}/{begins}", model=model.config, init_with=how)
     mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
-    read = initialization.reader_again(
-        trainer, lambda: adapters.loader(trainer.init_from, model, merge=how == "merged")
-    )
+    read = initialization.reader_again(trainer, lambda path: adapters.loader(path, model, merge=how == "merged"))
     loaded = initialization.load_params(trainer, model, mesh, read)
     tx = trainer.optimizer.build(10, model.trained(model.axes))
     return model, states.init_state(model, tx, jax.random.key(0), ema=False, pretrained=loaded).params

@@ -13,7 +13,8 @@ def trainer_of(init_from, own):
 
 
 def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp_path):
-    def load():
+    def load(path):
+        assert path == str(tmp_path / "model.gguf")
         return "a reader"
 
     (tmp_path / "base" / "checkpoints").mkdir(parents=True)
@@ -33,6 +34,10 @@ def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
     for name in ("base", "model.gguf"):
         trainer = trainer_of(str(tmp_path / name), tmp_path / "own")
         initialization.initial_params(
-            trainer, None, None, lambda: "a reader", lambda key, pretrained: types.SimpleNamespace(params=pretrained)
+            trainer,
+            None,
+            None,
+            lambda path: "a reader",
+            lambda key, pretrained: types.SimpleNamespace(params=pretrained),
         )
     assert seen == [None, "a reader"]
