@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from capibara.core.types import Batch, Params, PyTree
+from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.sharding import Plan
 
@@ -105,8 +105,12 @@ class Strategy(abc.ABC):
           state: as `init` makes it.
           node: its index.
           params: the trained parameters with which it begins.
+
+        Raises:
+          UserError: the strategy has `starts`, and no such method.
         """
-        raise NotImplementedError(f"{type(self).__name__}.starts is set, and begun is not implemented")
+        name = type(self).__name__
+        raise UserError(f"{name}.starts names models, and {name} has no method begun to put them on its nodes: add it")
 
     @abc.abstractmethod
     def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:

@@ -1,4 +1,4 @@
-"""A round of nodes on one mesh: what they send, what becomes of it, and what of it is carried to the next one."""
+"""A round of nodes on one mesh: what they send, what becomes of it, and the state from which the next one begins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """What consensus training carries from step to step.
+    """The state of consensus training.
 
     Attributes:
       params: the nodes' parameters, [nodes, ...].
