@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from capibara import config as gin_config
+from capibara.config import written
 from capibara.core import limits, tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
@@ -372,7 +373,7 @@ def _rebind(foreign: ForeignModel, path: str, gin: Gin) -> None:
     """Replaces parts of a foreign model's own configuration by what Gin binds."""
     files, bindings, search_paths = gin
     found = hf_config.from_hf(foreign.config)
-    own = gin_config.Recorded("\n".join(gin_of.bindings(found)) + "\n", path)
+    own = gin_config.Recorded("\n".join(written.bindings(found)) + "\n", path)
     gin_config.parse(files, bindings, search_paths, own)
     foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
     if gin_config.is_bound("SentencePieceVocabulary.path"):

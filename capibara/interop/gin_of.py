@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
 
+from capibara.config import written
 from capibara.core import limits
-from capibara.core.types import Dataclass
 from capibara.data.tokenizers.files import CONFIG_FILE, named
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
-
-
-def bindings(config: Dataclass) -> list[str]:
-    """The lines that bind a config dataclass and those in it, as far as they differ from the defaults."""
-    own, lines, inner = type(config).__name__, [], []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == field.default:
-            continue
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            lines.append(f"{own}.{field.name} = @{type(value).__name__}()")
-            inner += ["", *bindings(value)]
-        else:
-            lines.append(f"{own}.{field.name} = {_literal(value)}")
-    return lines + inner
 
 
 def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], length: int = 1024) -> str:
@@ -46,7 +30,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
             "# The model alone, in checkpoints/0. A new run starts from it with",
             f"#   Trainer.init_from = {json.dumps(folder)}",
         ],
-        bindings(config),
+        written.bindings(config),
         [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{own}()"],
         ["Trainer.plan = @Plan()", "Plan.batch_size = 8", "Trainer.optimizer = @Optimizer()"],
         ["Trainer.dataset = @Dataset()", *data],
@@ -75,9 +59,3 @@ def _vocabulary(folder: str, tokenizer: Mapping[str, bytes], masked: bool) -> li
 
 def _bound(kind: str, values: Mapping[str, str]) -> list[str]:
     return [f"Dataset.vocabulary = @{kind}()", *(f"{kind}.{name} = {value}" for name, value in values.items())]
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
-    return json.dumps(str(value)) if isinstance(value, str) else repr(value)

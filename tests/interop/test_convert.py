@@ -11,6 +11,7 @@ from safetensors import numpy as safetensors
 
 from capibara import config
 from capibara.cli import convert
+from capibara.config import written
 from capibara.core import exits
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
@@ -168,7 +169,7 @@ def test_a_configuration_is_the_same_as_gin_text():
         rope=Rope(theta=5e5, scaling="llama3", factor=8.0, original_length=64),
         moe=Moe(num_experts=4, gates="scores"),
     )
-    config.parse([], [line for line in gin_of.bindings(model) if line])
+    config.parse([], [line for line in written.bindings(model) if line])
     assert config.build(DecoderConfig) == model
 
 

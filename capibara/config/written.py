@@ -1,0 +1,155 @@
+"""Objects as Gin text: the way back from a configuration that Python code has made to the bindings that build it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import math
+import pathlib
+import types
+from collections.abc import Iterator
+
+from capibara.core import fields
+from capibara.core.types import Dataclass, UserError
+from gin import config as gin_config
+
+
+def text_of(*objects: Dataclass) -> str:
+    """A Gin file that builds objects equal to these, each by its class: imports, and fields that are not the defaults.
+
+    Args:
+      objects: of configurable dataclasses, one of each class.
+
+    Raises:
+      UserError: Gin text cannot hold a value.
+    """
+    written = _Written()
+    for one in objects:
+        written.add(one, "", type(one).__name__)
+    for one in objects:
+        if written.scope(one):
+            raise UserError(
+                f"{type(one).__name__} is there several times, and at most one of each class can be written: leave out others"
+            )
+    imports = "".join(f"import {module}\n" for module in sorted(written.modules))
+    return imports + "\n\n".join("\n".join(part) for part in written.parts()) + "\n"
+
+
+def bindings(instance: Dataclass) -> list[str]:
+    """The lines that bind a dataclass and those in it, as far as they differ from the defaults, without imports."""
+    written = _Written()
+    written.add(instance, "", type(instance).__name__)
+    return [line for part in written.parts() for line in ("", *part)][1:]
+
+
+class _Written:
+    """The objects of a configuration, with the scopes in which they are bound.
+
+    Attributes:
+      modules: the user's own ones that define the classes and functions.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[tuple[Dataclass, str]] = []  # in the order of the text, with the name of their field
+        self.modules: set[str] = set()
+
+    def add(self, instance: Dataclass, field: str, where: str) -> None:
+        """Adds an object and those in it; equal objects are one."""
+        self._selector(type(instance), where)
+        if any(_same(instance, other) for other, _ in self._objects):
+            return
+        self._objects.append((instance, field))
+        for name, value in _changed(instance):
+            for inner in _objects_in(value):
+                self.add(inner, name, f"{type(instance).__name__}.{name}")
+
+    def scope(self, instance: Dataclass) -> str:
+        """The scope of an object's bindings, with a slash; empty if no other object is of its class."""
+        of_class = [(one, field) for one, field in self._objects if type(one) is type(instance)]
+        if len(of_class) == 1:
+            return ""
+        (at,) = (i for i, (one, _) in enumerate(of_class) if _same(one, instance))
+        names = [field or "main" for _, field in of_class]
+        number = names[:at].count(names[at])
+        return f"{names[at]}{number + 1 if number else ''}/"
+
+    def parts(self) -> Iterator[list[str]]:
+        """The bindings of each object that has any."""
+        for instance, _ in self._objects:
+            own, scope = self._selector(type(instance), ""), self.scope(instance)
+            lines = [
+                f"{scope}{own}.{name} = {self._literal(value, f'{type(instance).__name__}.{name}')}"
+                for name, value in _changed(instance)
+            ]
+            if lines:
+                yield lines
+
+    def _literal(self, value: object, where: str) -> str:
+        match value:
+            case enum.Enum():
+                return self._literal(value.value, where)
+            case str() | pathlib.PurePath():
+                return json.dumps(str(value), ensure_ascii=False)
+            case bool() | int() | None:
+                return repr(value)
+            case float() if not math.isnan(value):
+                return repr(value) if math.isfinite(value) else f"{'-' * (value < 0)}1e999"
+            case tuple():
+                inner = [self._literal(one, where) for one in value]
+                return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
+            case list():
+                return f"[{', '.join(self._literal(one, where) for one in value)}]"
+            case dict():
+                pairs = (f"{self._literal(key, where)}: {self._literal(one, where)}" for key, one in value.items())
+                return f"{{{', '.join(pairs)}}}"
+            case types.FunctionType():
+                return f"@{self._selector(value, where)}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return f"@{self.scope(value)}{self._selector(type(value), where)}()"
+        raise UserError(
+            f"{where} is {fields.short(value)}, which Gin text cannot hold: it holds numbers, strings, sequences, and objects of "
+            "dataclasses and functions that are marked with @capibara.config.configurable"
+        )
+
+    def _selector(self, found: type | types.FunctionType, where: str) -> str:
+        """The shortest name of a class or function that Gin knows."""
+        found = inspect.unwrap(found)  # Gin wraps functions that it has resolved
+        if (known := gin_config._INVERSE_REGISTRY.get(found)) is None:
+            raise UserError(
+                f"{where} has {found.__name__} of {found.__module__}, which Gin does not know: mark it with "
+                "@capibara.config.configurable"
+            )
+        is_bound = any(selector == known.selector for _, selector in gin_config._CONFIG)
+        if is_bound and isinstance(found, types.FunctionType):
+            raise UserError(
+                f"{where} has {found.__name__}, whose parameters Gin has bound, which are not part of it: train from Gin files"
+            )
+        if not f"{found.__module__}.".startswith(("capibara.", "__main__.")):
+            self.modules.add(found.__module__)
+        return str(gin_config._REGISTRY.minimal_selector(known.selector))
+
+
+def _changed(instance: Dataclass) -> Iterator[tuple[str, object]]:
+    """Names and values of the fields that are not the defaults."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.init and not (type(value) is type(default) and value == default):
+            yield field.name, value
+
+
+def _objects_in(value: object) -> Iterator[Dataclass]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _objects_in(one)
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _objects_in(pair)
+
+
+def _same(one: Dataclass, other: Dataclass) -> bool:
+    return one is other or type(one) is type(other) and one == other
