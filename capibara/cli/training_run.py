@@ -1,0 +1,101 @@
+"""Trains the run that Gin files or Python code describe: what `capibara train` and `capibara.train` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from capibara.core.multihost import joining
+from capibara.core.types import Dataclass
+
+if TYPE_CHECKING:
+    from capibara.training.loop import Outcome
+    from capibara.training.trainer import Trainer
+
+
+def train(
+    trainer: Trainer,
+    *others: Dataclass,
+    emulate: int | None = None,
+    start_over: bool = False,
+    joined: joining.Joining = joining.Joining(),
+) -> Outcome:
+    """Trains a run that Python code describes, as `capibara train` trains one of a Gin file: `capibara.train(trainer)`.
+
+    The run folder has the configuration as Gin text, so that the other verbs read it and the command line resumes it.
+
+    Args:
+      trainer: the run; if its folder exists, it resumes.
+      others: what else Gin would configure, at most one of each class, such as capibara.Monitoring() or
+        capibara.SampleText().
+      emulate: number of emulated CPU devices, before JAX is first used; None: the devices of this machine.
+      start_over: rename the run folder if it exists, and start a new run.
+      joined: how this process finds the others of a run on several hosts; by default JAX does.
+
+    Raises:
+      UserError: the run cannot be trained as described, or Gin text cannot hold a value.
+    """
+    from capibara.config import written
+
+    text = written.text_of(trainer, *others)
+    return run((), text.splitlines(), (), emulate, start_over=start_over, joined=joined)
+
+
+def run(
+    gin_files: Sequence[str],
+    bindings: Sequence[str],
+    search_paths: Sequence[str],
+    emulate: int | None,
+    *,
+    start_over: bool = False,
+    joined: joining.Joining = joining.Joining(),
+) -> Outcome:
+    """Trains the run that the Gin files and bindings describe."""
+    import jax
+
+    from capibara import config
+    from capibara.core import devices
+    from capibara.core.multihost import channel, hosts
+    from capibara.evaluation import judging
+    from capibara.inference.sample import SampleText, sampler
+    from capibara.interop.peft import runs as adapters
+    from capibara.models import api
+    from capibara.monitoring.defaults import Monitoring
+    from capibara.planner.hardware import chips, xla_flags
+    from capibara.planner.search import automatic
+    from capibara.training import emulation, loop, run_folder
+    from capibara.training.trainer import Trainer
+
+    config.parse(gin_files, bindings, search_paths)
+    trainer = config.build(Trainer)
+    devices.start(emulate)
+    facts = {"configuration": config.operative()}
+    joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    channel.watch()
+    if start_over:
+        run_folder.start_over(trainer.model_dir)
+    run_folder.check_resumable(trainer.model_dir)
+    trainer = run_folder.own_tokenizer.of_run(trainer)
+    more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
+    if more:
+        if jax.process_index() == 0:
+            print(title, *more, sep="\n  ")
+        config.parse(gin_files, [*bindings, *more], search_paths)
+        trainer = run_folder.own_tokenizer.of_run(config.build(Trainer))
+    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
+    dataset.preload()
+    model = api.build(trainer.model)
+    texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
+    notes = [*(f"note: {line}" for line in config.check_used(trainer.later)), *run_folder.changes(trainer.model_dir)]
+    print(*(f"{line}\n" for line in notes if jax.process_index() == 0), sep="", end="")
+    sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
+    return loop.train(
+        trainer,
+        callbacks,
+        sampler=sampler(model, *sampled, gathered=hosts.gathered),
+        judge=judge,
+        peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
+        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
+        config=config.operative(),
+        load=lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged"),
+    )

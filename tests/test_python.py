@@ -1,0 +1,112 @@
+"""`import capibara as cb`: the names of the package, and a run that Python describes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import capibara as cb
+from capibara import config
+from capibara.cli import train as verb
+from capibara.config.search import defining_modules
+from capibara.core import exits
+from capibara.monitoring.trackers.loggers import read_metrics
+
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_the_package_has_what_gin_files_can_name():
+    listed = cb._listed()
+    assert {name: (module, name) for name, module in defining_modules().items()}.items() <= listed.items()
+    assert set(listed) - {*defining_modules()} == {"UserError", "load", "train"}
+    assert {*listed} <= {*dir(cb)}
+    for name, (module, own) in listed.items():
+        assert getattr(cb, name) is getattr(importlib.import_module(module), own) or name == "train"
+
+
+def test_other_names_are_unknown():
+    with pytest.raises(AttributeError, match="module 'capibara' has no attribute 'Trainee'"):
+        cb.Trainee  # noqa: B018
+
+
+def test_names_are_imported_when_they_are_used_and_submodules_stay():
+    code = (
+        "import sys, capibara as cb; assert 'jax' not in sys.modules and 'gin' not in sys.modules; cb.Schedule(); "
+        "import capibara.train; assert callable(cb.train) and cb.train.main; from capibara import config; print(config.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    )
+    assert (done.stdout, done.stderr) == ("capibara.config\n", "")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(["river", "grass", "swims", "eats"], int(rng.integers(3, 40)))) for _ in range(99)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def trainer(folder, corpus, steps=3, **fields):
+    model = cb.DecoderConfig(
+        vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32", rope=cb.Rope(theta=500.0)
+    )
+    return cb.Trainer(
+        model_dir=str(folder),
+        steps=steps,
+        model=model,
+        plan=cb.Plan(batch_size=8, fsdp=4, data=2),
+        dataset=cb.Dataset(
+            source=cb.JsonlSource(files=(corpus,)), vocabulary=cb.ByteVocabulary(), length=64, workers=0
+        ),
+        optimizer=cb.Optimizer(schedule=cb.Schedule(kind="constant", learning_rate=1e-2)),
+        evaluation=cb.Evaluation(every=0),
+        log_every=1,
+        **fields,
+    )
+
+
+def losses(folder):
+    return {record["step"]: record["loss"] for record in read_metrics(str(folder)) if record["kind"] == "train"}
+
+
+def test_a_run_of_python_is_that_of_its_gin_text(corpus, tmp_path, monkeypatch, capfd):
+    """It trains, the command line resumes it, and both have the losses of a run from a Gin file."""
+    monkeypatch.chdir(tmp_path)
+    outcome = cb.train(trainer(tmp_path / "python", corpus))
+    assert (outcome.step, outcome.reason) == (3, "finished")
+    recorded = (tmp_path / "python" / "config.gin").read_text()
+    assert "Rope.theta = 500.0" in recorded and "Plan.fsdp = 4" in recorded
+    config.reset()
+    assert exits.run_verb(verb.main, ["--gin_file=python/config.gin", "--gin.Trainer.steps=5"]) == 0
+    (tmp_path / "whole.gin").write_text(config.written.text_of(trainer(tmp_path / "gin", corpus, steps=5)))
+    assert exits.run_verb(verb.main, ["--gin_file=whole.gin"]) == 0
+    found = losses(tmp_path / "python")
+    assert sorted(found) == [1, 2, 3, 4, 5] and found == losses(tmp_path / "gin")
+    loaded = cb.load(str(tmp_path / "python"))
+    assert loaded.step == 5 and loaded.model.config.rope.theta == 500.0
+
+
+def test_other_objects_are_configured_as_by_gin(corpus, tmp_path):
+    cb.train(trainer(tmp_path / "run", corpus, steps=1), cb.Monitoring(callbacks=()))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "Monitoring.callbacks = ()" in (tmp_path / "run" / "config.gin").read_text()
+
+
+def test_mistakes_are_user_errors(corpus, tmp_path):
+    with pytest.raises(cb.UserError, match="Trainer.steps is 0, must be from 1"):
+        trainer(tmp_path, corpus, steps=0)
+    with pytest.raises(cb.UserError, match="at most one of each class"):
+        cb.train(trainer(tmp_path / "run", corpus), cb.Plan(batch_size=4))
+    with pytest.raises(cb.UserError, match="SpanCorruption.noise_density is bound but nothing uses it"):
+        cb.train(trainer(tmp_path / "run", corpus), cb.SpanCorruption(noise_density=0.3))
+    assert not (tmp_path / "run").exists()
