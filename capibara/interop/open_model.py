@@ -344,9 +344,8 @@ class NamedTensors:
     def __init__(self, foreign: ForeignModel, model: Model, model_type: str):
         self._foreign, self._shapes = foreign, _shapes(model)
         self._rows, self._stored = _matched(foreign, self._shapes, model)
-        own = tables.of(model_type, self._shapes)
-        self._as_stored = self._rows == own
-        self._places = {name: (row, at) for row in own for name, at in row.names(self._shapes)}
+        self._as_stored = self._rows == tables.of(model_type, self._shapes)
+        self._places = hf_rows(model, model_type)
         self.names = tuple(self._places)
         self._last = ("", np.zeros(0))  # a tensor that holds several
 
@@ -392,6 +391,12 @@ def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     shapes = _shapes(model)
     rows = tables.of(model_type, shapes)
     return {name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
+
+
+def hf_rows(model: Model, model_type: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """For each tensor of `hf_tensors` the row of the table that it is of, and its numbers (`Tensor.numbered`)."""
+    shapes = _shapes(model)
+    return {name: (row, at) for row in tables.of(model_type, shapes) for name, at in row.names(shapes)}
 
 
 def _stored_shape(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:

@@ -1,4 +1,4 @@
-"""Averages of models, and a model alone."""
+"""Averages of models."""
 
 from __future__ import annotations
 
@@ -68,23 +68,3 @@ class ModelStock(Method):
         t = np.divide(count * cosine, below, out=np.zeros_like(cosine), where=np.abs(below) >= 1e-6)
         mean_offset = sum(offsets[1:], start=offsets[0]) / np.float32(count)
         return base + (t.astype(np.float32)[:, None] * mean_offset).reshape(base.shape)
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Passthrough(Method):
-    """One model as it is, scaled.
-
-    Attributes:
-      scale: factor of all its tensors.
-    """
-
-    name: ClassVar[str] = "passthrough"
-    fewest: ClassVar[int] = 1
-    most: ClassVar[int | None] = 1
-
-    scale: float = 1.0
-
-    def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
-        (tensor,) = tensors
-        return tensor if self.scale == 1 else np.float32(self.scale) * tensor

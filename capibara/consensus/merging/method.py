@@ -50,6 +50,10 @@ class Method(abc.ABC):
           draw: of this tensor, for methods with random masks (`draw_of`).
         """
 
+    def alone(self, tensor: Array) -> Array:
+        """A tensor that the result has of one of the models only, float32."""
+        return tensor
+
     def check(self, models: int, *, has_base: bool) -> None:
         """Compares the settings with the models.
 

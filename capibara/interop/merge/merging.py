@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, overload
 
 import numpy as np
 
 from capibara import __version__
+from capibara.consensus.merging.assemblies import Mixture
 from capibara.consensus.merging.method import Method, draw_of
 from capibara.core.types import UserError
 from capibara.interop import conversion
 from capibara.interop.conversion import OurModel, RunFolders, Show
+from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import model_card
 from capibara.interop.hf.tensors import Shape
-from capibara.interop.merge import inputs
+from capibara.interop.merge import assembly, inputs
+from capibara.interop.merge.assembly import Part
 from capibara.interop.merge.inputs import Described, Tensors
 from capibara.storage import outputs, partial
 
@@ -56,17 +59,18 @@ class MergedModel:
       method: how.
       seed: of random masks.
       like: the result's configuration, tokenizer and cards.
+      parts: where its tensors come from; those that are missing are new.
       stored: dtype of the result's tensors.
       show: reports the progress.
     """
 
     def __init__(
-        self, models: Sequence[Tensors], base: Tensors | None, method: Method, seed: int, like: OurModel, stored: str,
-        show: Show,
+        self, models: Sequence[Tensors], base: Tensors | None, method: Method, seed: int, like: OurModel,
+        parts: Mapping[str, Part], stored: str, show: Show,
     ):  # fmt: skip
         self.config, self.tokenizer, self.about = like.config, like.tokenizer, like.about
         self._models, self._base, self._method, self._seed = models, base, method, seed
-        self._shapes, self._stored, self._show = like.shapes(), stored, show
+        self._shapes, self._parts, self._stored, self._show = like.shapes(), parts, stored, show
         self._done: set[str] = set()
 
     def shapes(self) -> dict[str, Shape]:
@@ -83,23 +87,32 @@ class MergedModel:
         """
         self._done.add(name)
         self._show("merging", f"tensor {len(self._done)} of {len(self._shapes)}, {name}")
-        tensors = _Lazy(self._models, name)
-        base = None if self._base is None else self._base.read(name)
-        try:
-            merged = self._method.merge(tensors, base, draw_of(self._seed, name))
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        if (part := self._parts.get(name)) is None:
+            assert isinstance(self._method, Mixture), "others have no new tensors"
+            return self._method.router(self._shapes[name], draw_of(self._seed, name))
+        models = self._models if part.model is None else [self._models[part.model]]
+        tensors, base = _Lazy(models, part.name), None
+        if part.model is not None:
+            merged = self._method.alone(tensors[0])
+        else:
+            base = None if self._base is None else self._base.read(part.name)
+            try:
+                merged = self._method.merge(tensors, base, draw_of(self._seed, name))
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from None
         if not np.isfinite(merged).all():
-            self._explain(name, tensors, base)
+            _explain(
+                part.name, [*zip(models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
+            )
         return merged
 
-    def _explain(self, name: str, tensors: Sequence[np.ndarray], base: np.ndarray | None) -> None:
-        """Raises UserError about a tensor whose merge is not finite."""
-        pairs = [*zip(self._models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
-        for model, tensor in pairs:
-            if not np.isfinite(tensor).all():
-                raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
-        raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
+
+def _explain(name: str, pairs: Iterable[tuple[Tensors, np.ndarray]]) -> NoReturn:
+    """Raises UserError about a tensor whose merge is not finite."""
+    for model, tensor in pairs:
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
+    raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
 
 
 class _Lazy(Sequence[np.ndarray]):
@@ -149,10 +162,18 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
     models = [inputs.described(path, what.base if path != what.base else None, runs) for path in paths]
     inputs.check_alike(models, tokenizer=what.tokenizer)
     like = _like(models, what)
+    result_type = like.config["model_type"]
+    parts = assembly.parts_of(what.method, like.model, result_type, models[0])
+    names = assembly.names_of(what.method, models[0], result_type)
     with partial.beside(os.path.abspath(target) + ".models") as spool:
-        tensors = [_tensors(one, os.path.join(spool, str(i)), like, runs, show) for i, one in enumerate(models)]
+        opened: dict[str, Tensors] = {}  # a model that is named twice is read once
+        for i, one in enumerate(models):
+            if one.path not in opened:
+                opened[one.path] = _tensors(one, os.path.join(spool, str(i)), names, runs, show)
+        tensors = [opened[one.path] for one in models]
         base = tensors[-1] if what.base is not None else None
-        merged = MergedModel(tensors[: len(what.models)], base, what.method, what.seed, like, _dtype(models), show)
+        own, stored = tensors[: len(what.models)], _dtype(models)
+        merged = MergedModel(own, base, what.method, what.seed, like, parts, stored, show)
         summary = conversion.write(merged, target, form, dtype, runs.save)
         outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
     return f"{summary}; {what.method.name} of {len(what.models)} models, see {report}"
@@ -163,12 +184,14 @@ def _report_path(target: str) -> str:
 
 
 def _like(models: Sequence[Described], what: Merge) -> OurModel:
-    """The result without values: configuration of the first model, tokenizer of the named one, cards of all."""
+    """The result without values: configuration made of the first model's, tokenizer of the named one, cards of all."""
     speaks = next(one for one in models if one.path == (what.tokenizer or models[0].path))
+    model = assembly.result_of(what.method, models[0], len(what.models))
     config = dict(inputs.config_of(models[0]))
+    if model is not models[0].model:
+        config = hf_config.to_hf(model.config, config)
     cards = {one.path: (one.source.about, one.source.config) for one in models}
     about = model_card.of_merged(cards, what.method.name)
-    model = models[0].model
     return OurModel(model, model.abstract_params, config, dict(speaks.source.tokenizer), about)
 
 
@@ -178,13 +201,13 @@ def _dtype(models: Sequence[Described]) -> str:
     return {"bf16": "bfloat16", "f16": "float16"}.get(found.pop() if len(found) == 1 else "", "float32")
 
 
-def _tensors(one: Described, spool: str, like: OurModel, runs: RunFolders, show: Show) -> Tensors:
+def _tensors(one: Described, spool: str, names: str, runs: RunFolders, show: Show) -> Tensors:
     if isinstance(one.source, OurModel):
         os.makedirs(os.path.dirname(spool), exist_ok=True)
         source = inputs.read_whole(one, spool, runs, show)
     else:
         source = one.source
-    return Tensors(one.path, source, one.model, like.config["model_type"])
+    return Tensors(one.path, source, one.model, names)
 
 
 def _report(what: Merge, tensors: Sequence[Tensors], merged: MergedModel) -> dict[str, Any]:

@@ -17,8 +17,22 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def _ranges(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (one.split(":") for one in text.split(","))
+    return tuple((int(start), int(end)) for start, end in pairs)
+
+
+# What a flag's text must be, by how it is read.
+_FORMS: dict[Callable[[str], object], str] = {
+    _numbers: "numbers separated by commas: try 0.5,0.5",
+    _ranges: "ranges of layers separated by commas, each first:end: try 0:8,4:12",
+    float: "a number: try 0.5",
+    int: "a whole number: try 2",
+}
 # Flag -> how its text is read. Each sets a field of the method.
-_FLAGS: dict[str, Callable[[str], object]] = {"weights": _numbers, "density": _numbers, "t": float, "scale": float}
+_FLAGS: dict[str, Callable[[str], object]] = {
+    "weights": _numbers, "density": _numbers, "t": float, "scale": float, "layers": _ranges, "top_k": int,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--density", metavar="N,N", help="share of values to keep, of all models or of each")
     parser.add_argument("--t", metavar="N", help="for slerp: 0 is the first model, 1 the second; default: 0.5")
     parser.add_argument("--scale", metavar="N", help="factor of the sum of offsets, or of the model; default: 1")
+    parser.add_argument(
+        "--layers", metavar="N:N,N:N", help="for passthrough: of each model a range of layers, first:end"
+    )
+    parser.add_argument("--top_k", metavar="N", help="for moe: experts of a token; default: 2")
 
 
 def from_args(args: argparse.Namespace) -> Method:
@@ -52,8 +70,7 @@ def from_args(args: argparse.Namespace) -> Method:
         try:
             value = read(text)
         except ValueError:
-            several = "numbers separated by commas: try 0.5,0.5" if read is _numbers else "a number: try 0.5"
-            raise UserError(f"--{flag}={text} must be {several}") from None
+            raise UserError(f"--{flag}={text} must be {_FORMS[read]}") from None
         single = flag == "density" and found.name == "sce"
         settings[flag] = _only(flag, text, value) if single else value
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)

@@ -36,7 +36,7 @@ def check(answers):
 
 
 def test_every_method_gives_what_mergekit_gave():
-    assert {case[0] for case in cases.CASES.values()} == set(METHODS)
+    assert {case[0] for case in cases.CASES.values()} == {*METHODS} - {"moe"}  # which has a program of its own there
     check(json.loads((HERE / "mergekit.json").read_text()))
 
 
@@ -83,7 +83,8 @@ def test_equal_models_stay_as_they_are():
             made = cls(normalize=True, **({"density": (1.0,)} if "density" in cls.__dataclass_fields__ else {}))
         else:
             made = cls()
-        got = made.merge([one] * count, base if cls.base != "unused" else None, np.random.default_rng(0))
+        merges_base = cls.base != "unused" and name != "moe"  # whose base takes the place of the mean
+        got = made.merge([one] * count, base if merges_base else None, np.random.default_rng(0))
         np.testing.assert_allclose(got, one, atol=1e-6, err_msg=name)
 
 

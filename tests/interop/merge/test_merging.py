@@ -6,56 +6,21 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from capibara import config
 from capibara.cli import convert
-from capibara.cli import merge as verb
 from capibara.consensus.merging import METHODS
 from capibara.consensus.merging.method import draw_of
 from capibara.core import exits
-from capibara.interop import open_model
-from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import folder as hf_folder
-from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Moe
+from capibara.models.api import EncoderDecoderConfig, Moe
 
-SIZES = dict(vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
-QUERY = "model.layers.{}.self_attn.q_proj"
-PYTHON = os.environ.get("MERGEKIT_PYTHON")
-
-
-def tokenizer(eos="<eos>"):
-    """The files of a byte-level tokenizer."""
-    pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate([eos, *pieces, "th"])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("t", "h")]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([eos])
-    return {"tokenizer.json": made.to_str().encode()}
-
-
-def write(folder, seed, *, files=None, dtype="float32", of=None, **sizes):
-    """A Hugging Face folder of a small Llama (or `of`) near one that is the same for all seeds."""
-    of = of or DecoderConfig(**SIZES | {"head": "separate"} | sizes)
-    values = hf_config.to_hf(of) | {"eos_token_id": 0}
-    shapes = open_model.hf_shapes(api.build(of), values["model_type"])
-    base, own = np.random.default_rng(7), np.random.default_rng(seed)
-    tensors = [
-        (
-            name,
-            np.float32(0.1) * base.standard_normal(shape, np.float32)
-            + seed * np.float32(0.02) * own.standard_normal(shape, np.float32),
-        )
-        for name, shape in shapes.items()
-    ]
-    files = tokenizer() if files is None else files
-    hf_folder.save_hf(str(folder), values, shapes, tensors, files, dtype=dtype)
+sys.path.append(str(pathlib.Path(__file__).resolve().parent))
+from llamas import PYTHON, QUERY, assert_close, refused, run, tokenizer, weights, write  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +50,6 @@ def models(tmp_path_factory):
     return folder
 
 
-def run(*argv):
-    config.reset()
-    return exits.run_verb(verb.main, [str(arg) for arg in argv])
-
-
-def weights(folder):
-    return load_file(pathlib.Path(folder) / "model.safetensors")
-
-
 def expected(method, files, base=None, seed=0):
     given, of_base = [load_file(file) for file in files], None if base is None else load_file(base)
     return {
@@ -102,12 +58,6 @@ def expected(method, files, base=None, seed=0):
         )
         for name in given[0]
     }
-
-
-def assert_close(got, want, atol=1e-6):
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        np.testing.assert_allclose(got[name].astype(np.float32), value, rtol=0, atol=atol, err_msg=name)
 
 
 def test_folders_are_merged_and_the_report_says_how(models, tmp_path, capsys):
@@ -192,14 +142,6 @@ def test_experts_of_a_layer_are_merged_one_by_one(tmp_path):
     assert run(tmp_path / "one", tmp_path / "two", "--method=karcher", f"--to={tmp_path}/out") == 0
     files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
     assert_close(weights(tmp_path / "out"), expected(METHODS["karcher"](), files), 0)
-
-
-def refused(capfd, *argv):
-    capfd.readouterr()
-    code = run(*argv)
-    out, err = capfd.readouterr()
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
-    return err
 
 
 def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
