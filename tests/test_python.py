@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -102,6 +103,59 @@ def test_other_objects_are_configured_as_by_gin(corpus, tmp_path):
     assert "Monitoring.callbacks = ()" in (tmp_path / "run" / "config.gin").read_text()
 
 
+MODULE = """
+import dataclasses
+import capibara.config
+from capibara.optim import Schedule, ScheduleConfig, StandardOptimizer
+import optax
+
+@capibara.config.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSgd(StandardOptimizer):
+    schedule: ScheduleConfig = Schedule()
+    momentum: float = 0.5
+
+    def rule(self, axes):
+        return optax.trace(self.momentum)
+"""
+
+
+def test_a_class_of_ones_own(corpus, tmp_path, monkeypatch, capfd):
+    (tmp_path / "own_sgd.py").write_text(MODULE)
+    (tmp_path / "own.gin").write_text("import own_sgd\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_sgd", raising=False)
+    import own_sgd
+
+    own = dataclasses.replace(trainer("run", corpus, steps=1), optimizer=own_sgd.OwnSgd(momentum=0.25))
+    cb.train(own)
+    assert "of this script" not in capfd.readouterr().out
+    recorded = (tmp_path / "run" / "config.gin").read_text()
+    assert "OwnSgd.momentum = 0.25" in recorded and "own_sgd" in recorded
+    again = ["--gin_file=own.gin", "--gin_file=run/config.gin", "--gin.Trainer.steps=2"]
+    assert exits.run_verb(verb.main, again) == 0 and sorted(losses("run")) == [1, 2]
+    scripted = subprocess.run(
+        [sys.executable, "-m", "capibara.train", again[1]],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+    )
+    assert scripted.returncode == 2 and "no configurable named" in scripted.stderr
+    assert scripted.stderr.endswith("the run imported own_sgd: name a Gin file before this one that imports it\n")
+
+
+def test_a_class_that_no_module_defines_is_told(corpus, tmp_path, capfd):
+    @config.configurable
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Inner(cb.Optimizer):
+        pass
+
+    own = dataclasses.replace(trainer(tmp_path / "run", corpus, steps=1), optimizer=Inner())
+    cb.train(own)
+    assert "note: Inner is of this script: only this process can read the run folder" in capfd.readouterr().out
+
+
 def test_mistakes_are_user_errors(corpus, tmp_path):
     with pytest.raises(cb.UserError, match="Trainer.steps is 0, must be from 1"):
         trainer(tmp_path, corpus, steps=0)
@@ -109,4 +163,13 @@ def test_mistakes_are_user_errors(corpus, tmp_path):
         cb.train(trainer(tmp_path / "run", corpus), cb.Plan(batch_size=4))
     with pytest.raises(cb.UserError, match="SpanCorruption.noise_density is bound but nothing uses it"):
         cb.train(trainer(tmp_path / "run", corpus), cb.SpanCorruption(noise_density=0.3))
+    for wrong, name in (("runs/x", "str"), (cb.Trainer, "type"), (cb.Plan(batch_size=8), "Plan"), (None, "NoneType")):
+        with pytest.raises(cb.UserError, match=f"cb.train is given a {name}, must be given a cb.Trainer"):
+            cb.train(wrong)
+    with pytest.raises(cb.UserError, match="emulate is '8', must be a number of devices"):
+        cb.train(trainer(tmp_path / "run", corpus), emulate="8")
+    with pytest.raises(
+        cb.UserError, match="--emulate is 3, and JAX has begun with 8 devices: emulate 8, or start another"
+    ):
+        cb.train(trainer(tmp_path / "run", corpus), emulate=3)
     assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from capibara.core.multihost import joining
-from capibara.core.types import Dataclass
+from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
     from capibara.training.loop import Outcome
@@ -32,13 +32,30 @@ def train(
       start_over: rename the run folder if it exists, and start a new run.
       joined: how this process finds the others of a run on several hosts; by default JAX does.
 
+    What Gin has parsed before in this process does not count, and is forgotten.
+
     Raises:
       UserError: the run cannot be trained as described, or Gin text cannot hold a value.
     """
+    from capibara import config
     from capibara.config import written
+    from capibara.training.trainer import Trainer
 
-    text = written.text_of(trainer, *others)
-    return run((), text.splitlines(), (), emulate, start_over=start_over, joined=joined)
+    if type(trainer) is not Trainer:
+        raise UserError(
+            f"cb.train is given a {type(trainer).__name__}, must be given a cb.Trainer: cb.train(cb.Trainer(...))"
+        )
+    if emulate is not None and type(emulate) is not int:
+        raise UserError(f"emulate is {emulate!r}, must be a number of devices, or None: try 8")
+    lines = written.text_of(trainer, *others).split("\n")
+    config.parse((), lines)
+    for one in (trainer, *others):
+        written.check_same(config.build(type(one)), one)
+    notes = [
+        f"{name} is of this script: only this process can read the run folder, unless a module of yours defines it"
+        for name in written.unnamed(trainer, *others)
+    ]
+    return run((), lines, (), emulate, start_over=start_over, joined=joined, notes=notes)
 
 
 def run(
@@ -49,8 +66,9 @@ def run(
     *,
     start_over: bool = False,
     joined: joining.Joining = joining.Joining(),
+    notes: Sequence[str] = (),
 ) -> Outcome:
-    """Trains the run that the Gin files and bindings describe."""
+    """Trains the run that the Gin files and bindings describe; prints the notes first."""
     import jax
 
     from capibara import config
@@ -62,8 +80,7 @@ def run(
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
-    from capibara.planner.search import automatic
-    from capibara.training import emulation, loop, run_folder
+    from capibara.training import loop, run_folder
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
@@ -75,18 +92,15 @@ def run(
     if start_over:
         run_folder.start_over(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
-    trainer = run_folder.own_tokenizer.of_run(trainer)
-    more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
-    if more:
-        if jax.process_index() == 0:
-            print(title, *more, sep="\n  ")
-        config.parse(gin_files, [*bindings, *more], search_paths)
-        trainer = run_folder.own_tokenizer.of_run(config.build(Trainer))
+    trainer = _of_devices(run_folder.own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)
     texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
-    notes = [*(f"note: {line}" for line in config.check_used(trainer.later)), *run_folder.changes(trainer.model_dir)]
+    notes = [
+        *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later))),
+        *run_folder.changes(trainer.model_dir),
+    ]
     print(*(f"{line}\n" for line in notes if jax.process_index() == 0), sep="", end="")
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     return loop.train(
@@ -99,3 +113,27 @@ def run(
         config=config.operative(),
         load=lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged"),
     )
+
+
+def _of_devices(
+    trainer: Trainer,
+    gin_files: Sequence[str],
+    bindings: Sequence[str],
+    search_paths: Sequence[str],
+    emulate: int | None,
+) -> Trainer:
+    """The run with a mesh for the slice that it names, or shrunk for emulated devices."""
+    import jax
+
+    from capibara import config
+    from capibara.planner.search import automatic
+    from capibara.training import emulation
+    from capibara.training.run_folder import own_tokenizer
+
+    more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
+    if not more:
+        return trainer
+    if jax.process_index() == 0:
+        print(title, *more, sep="\n  ")
+    config.parse(gin_files, [*bindings, *more], search_paths)
+    return own_tokenizer.of_run(config.build(type(trainer)))

@@ -432,9 +432,16 @@ class _Parsing:
         self._open.append(path)
         self.read.append(path)
         try:
-            self.statements(io.StringIO(path.read_text(encoding="utf-8")), str(path))
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UserError(f"{path} is not a text file in UTF-8") from None
+        try:
+            self.statements(io.StringIO(text), str(path))
+        except UserError as error:
+            missing = [module for module in gin_record.modules_named(text) if not self._is_known(module)]
+            if missing and "no configurable named" in str(error):
+                raise UserError(f"{error}; {gin_record.imports_before(missing)}") from None
+            raise
         self._open.pop()
 
     def statements(self, source: io.StringIO, name: str) -> None:
@@ -564,6 +571,8 @@ def operative() -> str:
                 # Gin leaves out defaults whose repr is not a literal; the value of an enum is one.
                 if field.init and isinstance(field.default, enum.Enum):
                     parameters.setdefault(field.name, field.default.value)
+    for parameters in gin_config._OPERATIVE_CONFIG.values():
+        parameters.update({name: gin_record.literal(value) for name, value in parameters.items()})
     imports = [*gin_config._IMPORTS]
     gin_config._IMPORTS.clear()  # a record has no imports: see record.py
     try:

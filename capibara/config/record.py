@@ -7,6 +7,7 @@ the names of the modules that the run had imported; the user can allow them with
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -38,6 +39,26 @@ def modules_named(text: str) -> Sequence[str]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return ()
     return tuple(name for names in found for name in names if isinstance(name, str))
+
+
+class _Infinity(float):
+    """Infinity as a Gin literal, which Gin writes; it leaves out values whose repr is none."""
+
+    def __repr__(self) -> str:
+        return f"{'-' * (self < 0)}1e999"
+
+
+def literal(value: object) -> object:
+    """A value whose infinities are written as literals."""
+    if isinstance(value, float) and math.isinf(value):
+        return _Infinity(value)
+    if type(value) is tuple:
+        return tuple(map(literal, value))
+    if type(value) is list:
+        return [*map(literal, value)]
+    if type(value) is dict:
+        return {key: literal(one) for key, one in value.items()}
+    return value
 
 
 def check_size(text: str, where: str) -> None:
@@ -85,6 +106,12 @@ def check_growth(where: str) -> None:
 def refused(what: str) -> str:
     """The message on a statement that is not a plain binding."""
     return f"{what} is refused in a recorded configuration: write it in a Gin file of your own (--gin_file)"
+
+
+def imports_before(modules: Sequence[str]) -> str:
+    """A hint for a recorded configuration that is named as a Gin file, and needs modules of the user."""
+    names = ", ".join(modules)
+    return f"the run imported {names}: name a Gin file before this one that imports {'it' if len(modules) == 1 else 'them'}"
 
 
 def way_in(modules: Sequence[str]) -> str:

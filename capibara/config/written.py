@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import inspect
+import itertools
 import json
 import math
 import pathlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 from capibara.core import fields
 from capibara.core.types import Dataclass, UserError
@@ -25,23 +28,48 @@ def text_of(*objects: Dataclass) -> str:
     Raises:
       UserError: Gin text cannot hold a value.
     """
-    written = _Written()
-    for one in objects:
-        written.add(one, "", type(one).__name__)
+    written = _of(objects)
     for one in objects:
         if written.scope(one):
             raise UserError(
-                f"{type(one).__name__} is there several times, and at most one of each class can be written: leave out others"
+                f"{type(one).__name__} is there several times, and at most one of each class can be configured: leave out others"
             )
     imports = "".join(f"import {module}\n" for module in sorted(written.modules))
     return imports + "\n\n".join("\n".join(part) for part in written.parts()) + "\n"
 
 
+def unnamed(*objects: Dataclass) -> list[str]:
+    """Names of the classes and functions in these objects that no module defines: those of a script, a notebook or a function."""
+    written = _of(objects)
+    collections.deque(written.parts(), maxlen=0)
+    return sorted(written.unnamed)
+
+
+def check_same(built: Dataclass, wanted: Dataclass) -> None:
+    """Raises UserError that names the first field in which an object differs from the one whose Gin text built it."""
+    for field in dataclasses.fields(wanted):
+        got, value = getattr(built, field.name), getattr(wanted, field.name)
+        if _same(got, value):
+            continue
+        if _is_object(got) and _is_object(value) and type(got) is type(value):
+            check_same(got, value)
+        raise UserError(
+            f"{type(wanted).__name__}.{field.name} is {fields.short(value)}, and Gin text makes {fields.short(got)} of it: set "
+            "another value, or train from Gin files"
+        )
+
+
 def bindings(instance: Dataclass) -> list[str]:
     """The lines that bind a dataclass and those in it, as far as they differ from the defaults, without imports."""
-    written = _Written()
-    written.add(instance, "", type(instance).__name__)
+    written = _of((instance,))
     return [line for part in written.parts() for line in ("", *part)][1:]
+
+
+def _of(objects: Iterable[Dataclass]) -> _Written:
+    written = _Written()
+    for one in objects:
+        written.add(one, "", type(one).__name__)
+    return written
 
 
 class _Written:
@@ -49,11 +77,13 @@ class _Written:
 
     Attributes:
       modules: the user's own ones that define the classes and functions.
+      unnamed: the classes and functions that no module defines.
     """
 
     def __init__(self) -> None:
         self._objects: list[tuple[Dataclass, str]] = []  # in the order of the text, with the name of their field
         self.modules: set[str] = set()
+        self.unnamed: set[str] = set()
 
     def add(self, instance: Dataclass, field: str, where: str) -> None:
         """Adds an object and those in it; equal objects are one."""
@@ -70,10 +100,13 @@ class _Written:
         of_class = [(one, field) for one, field in self._objects if type(one) is type(instance)]
         if len(of_class) == 1:
             return ""
-        (at,) = (i for i, (one, _) in enumerate(of_class) if _same(one, instance))
-        names = [field or "main" for _, field in of_class]
-        number = names[:at].count(names[at])
-        return f"{names[at]}{number + 1 if number else ''}/"
+        used: list[str] = []
+        for one, field in of_class:
+            names = (f"{field or 'main'}{'' if n == 1 else n}" for n in itertools.count(1))
+            used.append(next(name for name in names if name not in used))
+            if _same(one, instance):
+                break
+        return f"{used[-1]}/"
 
     def parts(self) -> Iterator[list[str]]:
         """The bindings of each object that has any."""
@@ -91,11 +124,13 @@ class _Written:
             case enum.Enum():
                 return self._literal(value.value, where)
             case str() | pathlib.PurePath():
-                return json.dumps(str(value), ensure_ascii=False)
-            case bool() | int() | None:
+                return _string(str(value), where)
+            case None | True | False:
                 return repr(value)
+            case int():
+                return int.__repr__(value)
             case float() if not math.isnan(value):
-                return repr(value) if math.isfinite(value) else f"{'-' * (value < 0)}1e999"
+                return float.__repr__(value) if math.isfinite(value) else f"{'-' * (value < 0)}1e999"
             case tuple():
                 inner = [self._literal(one, where) for one in value]
                 return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
@@ -106,10 +141,10 @@ class _Written:
                 return f"{{{', '.join(pairs)}}}"
             case types.FunctionType():
                 return f"@{self._selector(value, where)}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if _is_object(value):
             return f"@{self.scope(value)}{self._selector(type(value), where)}()"
         raise UserError(
-            f"{where} is {fields.short(value)}, which Gin text cannot hold: it holds numbers, strings, sequences, and objects of "
+            f"{where} is {fields.short(value)}, which Gin text cannot hold: it holds numbers but nan, strings, sequences, and objects of "
             "dataclasses and functions that are marked with @capibara.config.configurable"
         )
 
@@ -119,16 +154,27 @@ class _Written:
         if (known := gin_config._INVERSE_REGISTRY.get(found)) is None:
             raise UserError(
                 f"{where} has {found.__name__} of {found.__module__}, which Gin does not know: mark it with "
-                "@capibara.config.configurable"
+                "@capibara.config.configurable, and make the object after that"
             )
         is_bound = any(selector == known.selector for _, selector in gin_config._CONFIG)
         if is_bound and isinstance(found, types.FunctionType):
             raise UserError(
                 f"{where} has {found.__name__}, whose parameters Gin has bound, which are not part of it: train from Gin files"
             )
-        if not f"{found.__module__}.".startswith(("capibara.", "__main__.")):
+        if found.__module__ == "__main__" or "<locals>" in found.__qualname__:
+            self.unnamed.add(found.__name__)
+        elif not found.__module__.startswith("capibara."):
             self.modules.add(found.__module__)
         return str(gin_config._REGISTRY.minimal_selector(known.selector))
+
+
+def _string(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} is {value!r}, which has half a character (a surrogate): remove it") from None
+    plain = json.dumps(value)
+    return plain if plain[1:-1] == value else repr(value)  # JSON splits what is beyond 16 bits
 
 
 def _changed(instance: Dataclass) -> Iterator[tuple[str, object]]:
@@ -136,12 +182,12 @@ def _changed(instance: Dataclass) -> Iterator[tuple[str, object]]:
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if field.init and not (type(value) is type(default) and value == default):
+        if field.init and not _same(value, default):
             yield field.name, value
 
 
 def _objects_in(value: object) -> Iterator[Dataclass]:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_object(value):
         yield value
     elif isinstance(value, (list, tuple)):
         for one in value:
@@ -151,5 +197,22 @@ def _objects_in(value: object) -> Iterator[Dataclass]:
             yield from _objects_in(pair)
 
 
-def _same(one: Dataclass, other: Dataclass) -> bool:
-    return one is other or type(one) is type(other) and one == other
+def _is_object(value: object) -> TypeGuard[Dataclass]:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values are the same to the bit, whatever `==` of their classes says."""
+    if isinstance(one, float) and isinstance(other, float):  # numpy's, too
+        return float.__repr__(one) == float.__repr__(other)
+    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
+        return inspect.unwrap(one) is inspect.unwrap(other)
+    if type(one) is not type(other):
+        return False
+    if _is_object(one):
+        return all(_same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return _same([*one.items()], [*other.items()])
+    return bool(one == other)

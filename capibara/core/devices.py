@@ -34,7 +34,14 @@ def emulate(device_count: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", device_count)
+    try:
+        jax.config.update("jax_num_cpu_devices", device_count)
+    except RuntimeError:
+        if jax.device_count() != device_count:
+            raise UserError(
+                f"--emulate is {device_count}, and JAX has begun with {jax.device_count()} devices: emulate {jax.device_count()}, "
+                "or start another process"
+            ) from None
     os.environ["XLA_FLAGS"] = with_emulation_flags(os.environ.get("XLA_FLAGS", ""))
 
 

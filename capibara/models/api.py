@@ -29,7 +29,7 @@ from capibara.models.architectures.gemma3n.submodel import Submodel
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
-from capibara.models.layers.config import ComputeDtype, Head, TransformerConfig
+from capibara.models.layers.config import ComputeDtype, Head, LayerKind, TransformerConfig
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.moe import moe
@@ -55,6 +55,7 @@ __all__ = [
     "EncoderDecoderConfig",
     "Gemma3n",
     "Gemma3nConfig",
+    "LayerKind",
     "Lora",
     "Model",
     "Moe",

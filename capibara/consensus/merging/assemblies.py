@@ -17,12 +17,12 @@ from capibara.core.types import UserError
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passthrough(Method):
-    """One model as it is, scaled; or ranges of layers of several models, one after the other.
+    """One model as it is, scaled; or ranges of layers of models, one after the other.
 
     Attributes:
       scale: factor of all tensors.
-      layers: for each model the first of its layers, counted from 0, and the one after the last; empty: all layers of one
-        model. What is before the layers is the first model's, what is after them the last one's.
+      layers: for each model the first of its layers, counted from 0, and the one after the last; empty: all layers of the
+        one model. What is before the layers is the first model's, what is after them the last one's.
     """
 
     name: ClassVar[str] = "passthrough"
@@ -44,8 +44,8 @@ class Passthrough(Method):
     def check(self, models: int, *, has_base: bool) -> None:
         if self.layers and models != len(self.layers):
             raise UserError(
-                f"layers has {len(self.layers)} ranges, must have one for each of the {models} models: name a model again "
-                "for another range of its layers"
+                f"layers has {len(self.layers)} range{'s' * (len(self.layers) > 1)}, must have one for each of the {models} "
+                "models: name a model again for another range of its layers"
             )
         super().check(1 if self.layers else models, has_base=has_base)
 
@@ -65,7 +65,7 @@ class Mixture(Weighted):
     All other tensors are the base's, or the weighted mean of the models. Routers are random, so the mixture must be trained.
 
     Attributes:
-      top_k: experts of a token.
+      top_k: experts of a token, at least 2: their gates sum to 1, and a router learns nothing from a single gate.
       router_scale: standard deviation of a router's weights times the square root of the number of its inputs.
     """
 
@@ -78,8 +78,10 @@ class Mixture(Weighted):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self.weights)
-        if self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}, must be at least 1: try 2")
+        if self.top_k < 2:
+            raise UserError(
+                f"top_k is {self.top_k}, must be at least 2, because a router learns nothing from one gate, which is always 1: try 2"
+            )
         if not 0 < self.router_scale < math.inf:
             raise UserError(f"router_scale is {self.router_scale}, must be finite and greater than 0: try 1.0")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 
 from capibara.consensus.merging.assemblies import Mixture, Passthrough
@@ -14,7 +14,7 @@ from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.merge.inputs import Described
 from capibara.models import api
-from capibara.models.api import DecoderConfig, Moe
+from capibara.models.api import DecoderConfig, LayerKind, Moe
 
 _ROUTER = "layers/mlp/router"
 _AFTER = ("final_norm", "output", "transform")  # our parameters after the layers, by the beginnings of their names
@@ -33,50 +33,80 @@ class Part:
     model: int | None = None
 
 
-def result_of(method: Method, first: Described, count: int) -> api.Model:
+def result_of(method: Method, models: Sequence[Described]) -> api.Model:
     """The result's architecture.
 
     Args:
       method: of the merge.
-      first: one of the models; all are alike.
-      count: their number.
+      models: without the base; all are alike, or differ in their layers if the method takes ranges of them.
 
     Raises:
-      UserError: the method cannot put models of this architecture together.
+      UserError: the method cannot put these models together.
     """
-    config = first.model.config
-    if not isinstance(method, Mixture) and not (isinstance(method, Passthrough) and method.layers):
+    first = models[0]
+    if not isinstance(method, Mixture) and not takes_layers(method):
         return first.model
-    if type(config) is not DecoderConfig:
-        raise UserError(
-            f"{first.path} is a {type(config).__name__}, must be a DecoderConfig to be put together by {method.name}: try "
-            "--method=linear"
-        )
-    if isinstance(method, Mixture):
-        if config.moe is not None:
-            raise UserError(f"{first.path} has experts already, must have an MLP for --method=moe: try --method=linear")
-        return api.build(_mixture(config, count, method.top_k, first.path))
-    for start, end in method.layers:
-        if end > config.num_layers:
+    configs = []
+    for one in models:
+        if type(one.model.config) is not DecoderConfig:
             raise UserError(
-                f"layers has {start}:{end}, must end at {config.num_layers}, the number of layers of {first.path}, or before"
+                f"{one.path} has the architecture {type(one.model.config).__name__}, must have DecoderConfig for {method.name} of "
+                "parts: try --method=linear"
             )
-    pattern = config.layer_pattern
-    kinds = tuple(pattern[layer % len(pattern)] for _, layer in _sources(method.layers))
-    shortest = next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
-    window = config.window if "local" in kinds else None
-    return api.build(dataclasses.replace(config, num_layers=len(kinds), layer_pattern=kinds[:shortest], window=window))
+        configs.append(one.model.config)
+    if isinstance(method, Mixture):
+        return api.build(_mixture(configs[0], len(models), method.top_k, first.path))
+    assert isinstance(method, Passthrough)
+    return api.build(_deeper(method.layers, configs, [one.path for one in models]))
+
+
+def takes_layers(method: Method) -> bool:
+    """Whether a method takes ranges of layers, so that the models may differ in their number."""
+    return isinstance(method, Passthrough) and bool(method.layers)
 
 
 def _mixture(config: DecoderConfig, count: int, top_k: int, path: str) -> DecoderConfig:
+    if config.moe is not None:
+        raise UserError(f"{path} has experts already, must have an MLP for --method=moe: try --method=linear")
     mixture = dataclasses.replace(config, moe=Moe(num_experts=count, top_k=top_k))
-    with contextlib.suppress(UserError):
+    try:
         hf_config.to_hf(mixture)
-        return mixture
-    raise UserError(
-        f"{path} cannot become a mixture, because transformers has none of its architecture: --method=moe is for Llamas, and for "
-        "models with norms of queries and keys such as Qwen 3"
-    )
+    except UserError as error:
+        cause = str(error).partition(": ")[2]
+        raise UserError(
+            f"{path} cannot become a mixture, because transformers has none of its architecture ({cause}): --method=moe is for "
+            "Llamas, and for models with norms of queries and keys and without windows, such as Qwen 3"
+        ) from None
+    return mixture
+
+
+def _deeper(layers: Sequence[tuple[int, int]], configs: Sequence[DecoderConfig], paths: Sequence[str]) -> DecoderConfig:
+    kinds: list[LayerKind] = []
+    windows: dict[int | None, str] = {}
+    for (start, end), config, path in zip(layers, configs, paths, strict=True):
+        if end > config.num_layers:
+            raise UserError(
+                f"layers has {start}:{end}, must end at {config.num_layers}, the number of layers of {path}, or before"
+            )
+        pattern = config.layer_pattern
+        own = [pattern[layer % len(pattern)] for layer in range(start, end)]
+        kinds += own
+        if config.rope != configs[0].rope:
+            logging.getLogger(__name__).warning(
+                "%s has another rope than %s: the result has that of %s", path, *[paths[0]] * 2
+            )
+        if "local" in own:
+            windows[config.window] = path
+    if len(windows) > 1:
+        (first, one), (second, other), *_ = windows.items()
+        raise UserError(
+            f"the window of {other} is {second}, must be {first} as of {one}: take ranges without layers that have windows, or "
+            "models with the same"
+        )
+    shortest = next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    window = next(iter(windows), None)
+    pattern = tuple(kinds[:shortest])
+    return dataclasses.replace(configs[0], num_layers=len(kinds), layer_pattern=pattern, window=window)
 
 
 def names_of(method: Method, first: Described, model_type: str) -> str:
@@ -97,7 +127,7 @@ def parts_of(method: Method, result: api.Model, model_type: str, first: Describe
       UserError: a tensor holds several layers.
     """
     rows = open_model.hf_rows(result, model_type)
-    if isinstance(method, Passthrough) and method.layers:
+    if isinstance(method, Passthrough) and takes_layers(method):
         return _of_layers(method.layers, rows, first)
     if not isinstance(method, Mixture):
         return {name: Part(name) for name in rows}

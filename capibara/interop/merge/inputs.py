@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from capibara.storage import hashing, stores
 
 # How far a model sees: it may differ between models whose tensors fit.
 _REACH = ("rope", "window", "layer_pattern", "max_length")
+_OF_LAYERS = ("num_layers", "layer_pattern", "window", "rope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,13 @@ def described(path: str, base: str | None, runs: RunFolders) -> Described:
     return Described(path, source, model)
 
 
-def check_alike(models: Sequence[Described], *, tokenizer: str | None = None) -> None:
+def check_alike(models: Sequence[Described], *, tokenizer: str | None = None, in_layers: bool = True) -> None:
     """Compares architectures, and tokenizers unless one is named.
 
     Args:
       models: the base included.
       tokenizer: path of the model whose tokenizer the result has; None: all are the same.
+      in_layers: whether they must have as many layers, of the same kinds.
 
     Raises:
       UserError: two models differ.
@@ -85,7 +87,7 @@ def check_alike(models: Sequence[Described], *, tokenizer: str | None = None) ->
             f"--tokenizer={tokenizer} is none of the models{fields.did_you_mean(tokenizer, tokens, 'models')}"
         )
     for other in models[1:]:
-        _check_architecture(first, other)
+        _check_architecture(first, other, () if in_layers else _OF_LAYERS)
         if tokenizer is None and (how := tokenizers.difference(tokens[first.path], tokens[other.path])):
             raise UserError(
                 f"{other.path} has another tokenizer than {first.path}: {how}; merge models of one tokenizer, or set "
@@ -93,12 +95,12 @@ def check_alike(models: Sequence[Described], *, tokenizer: str | None = None) ->
             )
 
 
-def _check_architecture(first: Described, other: Described) -> None:
+def _check_architecture(first: Described, other: Described, but_for: Container[str]) -> None:
     if type(first.model.config) is not type(other.model.config):
         kinds = [type(one.model.config).__name__ for one in (other, first)]
         raise UserError(f"{other.path} is a {kinds[0]}, {first.path} a {kinds[1]}: merge models of one architecture")
     ours, theirs = hf_config.resolved(first.model.config), hf_config.resolved(other.model.config)
-    different = [name for name in ours if ours[name] != theirs.get(name)]
+    different = [name for name in ours if ours[name] != theirs.get(name) and name not in but_for]
     for name in different:
         if name in _REACH:
             logging.getLogger(__name__).warning(

@@ -160,7 +160,7 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
     what.method.check(len(what.models), has_base=what.base is not None)
     paths = [*what.models, *([what.base] if what.base is not None else [])]
     models = [inputs.described(path, what.base if path != what.base else None, runs) for path in paths]
-    inputs.check_alike(models, tokenizer=what.tokenizer)
+    inputs.check_alike(models, tokenizer=what.tokenizer, in_layers=not assembly.takes_layers(what.method))
     like = _like(models, what)
     result_type = like.config["model_type"]
     parts = assembly.parts_of(what.method, like.model, result_type, models[0])
@@ -176,7 +176,11 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
         merged = MergedModel(own, base, what.method, what.seed, like, parts, stored, show)
         summary = conversion.write(merged, target, form, dtype, runs.save)
         outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
-    return f"{summary}; {what.method.name} of {len(what.models)} models, see {report}"
+    return f"{summary}; {what.method.name} of {_count(what.models)}, see {report}"
+
+
+def _count(models: Sequence[str]) -> str:
+    return f"{len(models)} model{'s' * (len(models) > 1)}"
 
 
 def _report_path(target: str) -> str:
@@ -186,7 +190,7 @@ def _report_path(target: str) -> str:
 def _like(models: Sequence[Described], what: Merge) -> OurModel:
     """The result without values: configuration made of the first model's, tokenizer of the named one, cards of all."""
     speaks = next(one for one in models if one.path == (what.tokenizer or models[0].path))
-    model = assembly.result_of(what.method, models[0], len(what.models))
+    model = assembly.result_of(what.method, models[: len(what.models)])
     config = dict(inputs.config_of(models[0]))
     if model is not models[0].model:
         config = hf_config.to_hf(model.config, config)

@@ -147,6 +147,43 @@ def test_a_layer_keeps_its_window(tmp_path):
     assert "sliding_attention" not in json.loads((tmp_path / "full" / "config.json").read_text())["layer_types"]
 
 
+def test_layers_keep_the_kinds_of_their_own_models_and_models_may_differ_in_depth(tmp_path, capfd):
+    def sliding(name, layers, pattern, window=4):
+        of = DecoderConfig(
+            **SIZES | {"num_layers": layers, "qk_norm": "head", "head_dim": 8}, window=window, layer_pattern=pattern
+        )
+        write(tmp_path / name, 1, of=of)
+
+    sliding("a", 2, ("global", "local"))
+    sliding("b", 4, ("local", "global"))
+    argv = [tmp_path / "a", tmp_path / "b", "--method=passthrough"]
+    assert run(*argv, "--layers=0:2,0:3", f"--to={tmp_path}/out") == 0
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    full, local = "full_attention", "sliding_attention"
+    assert values["layer_types"] == [full, local, local, full, local] and values["num_hidden_layers"] == 5
+    assert f"layers has 3:5, must end at 4, the number of layers of {tmp_path}/b" in refused(
+        capfd, *argv, "--layers=0:2,3:5", f"--to={tmp_path}/no"
+    )
+    sliding("c", 2, ("global", "local"), window=8)
+    argv[1] = tmp_path / "c"
+    assert f"the window of {tmp_path}/c is 8, must be 4 as of {tmp_path}/a" in refused(
+        capfd, *argv, "--layers=0:2,0:2", f"--to={tmp_path}/no"
+    )
+    assert run(*argv, "--layers=0:2,0:1", f"--to={tmp_path}/full") == 0
+    assert json.loads((tmp_path / "full" / "config.json").read_text())["sliding_window"] == 4
+
+
+def test_a_tied_head_is_the_first_models_embedding(tmp_path):
+    for seed, name in ((1, "a"), (2, "b")):
+        write(tmp_path / name, seed, head="tied")
+    argv = [tmp_path / "a", tmp_path / "b", "--method=passthrough", "--layers=0:1,1:2", f"--to={tmp_path}/out"]
+    assert run(*argv) == 0
+    got, of_a, of_b = (weights(tmp_path / name) for name in ("out", "a", "b"))
+    np.testing.assert_array_equal(got["model.embed_tokens.weight"], of_a["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(got["model.norm.weight"], of_b["model.norm.weight"])
+    assert "lm_head.weight" not in got
+
+
 def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
     a, b, to = models / "a", models / "b", f"--to={tmp_path}/out"
     write(tmp_path / "biased", 1, bias="qkv")
@@ -161,7 +198,8 @@ def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
     moe, layers = "--method=moe", "--method=passthrough"
     assert "moe is given 1 models, must have at least 2" in refused(capfd, a, to, moe)
     assert "top_k is 3, must be at most the 2 models: try 2" in refused(capfd, a, b, to, moe, "--top_k=3")
-    assert "top_k is 0, must be at least 1" in refused(capfd, a, b, to, moe, "--top_k=0")
+    for top_k in (0, 1):
+        assert f"top_k is {top_k}, must be at least 2" in refused(capfd, a, b, to, moe, f"--top_k={top_k}")
     assert "--top_k=x must be a whole number" in refused(capfd, a, b, to, moe, "--top_k=x")
     assert "router_scale is 0" in refused(capfd, a, b, to, moe, "--gin.Mixture.router_scale=0.0")
     assert "weights are 1, -1, their sum" in refused(capfd, a, b, to, moe, "--weights=1,-1")
@@ -169,9 +207,9 @@ def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
     assert "with a base there is none" in refused(capfd, a, b, to, moe, *with_base)
     assert f"{tmp_path}/biased cannot become a mixture, because transformers has none" in twice("biased", moe)
     assert f"{tmp_path}/experts has experts already" in twice("experts", moe)
-    assert f"{tmp_path}/both is a EncoderDecoderConfig" in twice("both", moe)
-    assert f"{tmp_path}/both is a EncoderDecoderConfig" in twice("both", layers, "--layers=0:1,0:1")
-    assert "layers has 1 ranges, must have one for each of the 2 models" in refused(
+    for flags in ((moe,), (layers, "--layers=0:1,0:1")):
+        assert f"{tmp_path}/both has the architecture EncoderDecoderConfig, must have" in twice("both", *flags)
+    assert "layers has 1 range, must have one for each of the 2 models" in refused(
         capfd, a, b, to, layers, "--layers=0:1"
     )
     assert "layers has 1:3, must end at 2, the number of layers" in refused(capfd, a, to, layers, "--layers=1:3")
