@@ -156,6 +156,23 @@ def test_a_class_that_no_module_defines_is_told(corpus, tmp_path, capfd):
     assert "note: Inner is of this script: only this process can read the run folder" in capfd.readouterr().out
 
 
+@config.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growing(cb.Optimizer):
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "factor", 2 * self.factor)
+
+
+def test_an_object_that_its_text_does_not_build_again_is_refused(corpus, tmp_path):
+    own = dataclasses.replace(trainer(tmp_path / "run", corpus), optimizer=Growing(factor=2.0))
+    with pytest.raises(cb.UserError, match="Growing.factor is 4.0, and Gin text makes 8.0 of it"):
+        cb.train(own)
+    assert not (tmp_path / "run").exists()
+
+
 def test_mistakes_are_user_errors(corpus, tmp_path):
     with pytest.raises(cb.UserError, match="Trainer.steps is 0, must be from 1"):
         trainer(tmp_path, corpus, steps=0)
