@@ -77,6 +77,7 @@ def again(*objects):
         Flock(name="ponds", home=Puddle(depth=2.0), away=Puddle(depth=3.0), puddles=(Puddle(), Puddle(depth=2.0))),
         Flock(name="nested", others=((1, "a"), (), {"x": (Puddle(depth=0.25), None, True)})),
         Flock(name="lines \u2028 \x85 \x0b \x00 \u00e9", limit=-0.0, note="kept"),
+        Flock(name="zeros", puddles=(Puddle(depth=0.0), Puddle(depth=-0.0))),
         Flock(name="scopes", puddles=(Puddle(depth=1.0), Puddle(depth=2.0)), puddles2=Puddle(depth=3.0)),
         Flock(name="functions", greet=hello, others=(hello, Puddle(depth=9.0))),
     ],
