@@ -22,7 +22,8 @@ def train(
 ) -> Outcome:
     """Trains a run that Python code describes, as `capibara train` trains one of a Gin file: `capibara.train(trainer)`.
 
-    The run folder has the configuration as Gin text, so that the other verbs read it and the command line resumes it.
+    The run folder has the configuration as Gin text, so that the other verbs read it and the command line resumes it. What Gin
+    has parsed before in this process does not count, and is forgotten.
 
     Args:
       trainer: the run; if its folder exists, it resumes.
@@ -31,8 +32,6 @@ def train(
       emulate: number of emulated CPU devices, before JAX is first used; None: the devices of this machine.
       start_over: rename the run folder if it exists, and start a new run.
       joined: how this process finds the others of a run on several hosts; by default JAX does.
-
-    What Gin has parsed before in this process does not count, and is forgotten.
 
     Raises:
       UserError: the run cannot be trained as described, or Gin text cannot hold a value.

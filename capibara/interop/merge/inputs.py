@@ -24,6 +24,7 @@ from capibara.storage import hashing, stores
 
 # How far a model sees: it may differ between models whose tensors fit.
 _REACH = ("rope", "window", "layer_pattern", "max_length")
+# What models may differ in whose ranges of layers become one; assembly.py compares the layers that are taken.
 _OF_LAYERS = ("num_layers", "layer_pattern", "window", "rope")
 
 

@@ -7,7 +7,7 @@ import pathlib
 
 import numpy as np
 import tokenizers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from capibara import config
 from capibara.cli import merge as verb
@@ -73,3 +73,14 @@ def refused(capfd, *argv):
     out, err = capfd.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
     return err
+
+
+def assert_broken_is_named(capfd, models, folder, method, tensor, value):
+    """A merge of model a with one that has a value in a tensor names that model and leaves nothing."""
+    write(folder / "broken", 1)
+    values = weights(folder / "broken")
+    values[tensor][(3,) * values[tensor].ndim] = value
+    save_file(values, folder / "broken" / "model.safetensors")
+    said = refused(capfd, models / "a", folder / "broken", method, f"--to={folder}/out")
+    assert f"{tensor} of {folder}/broken has values that are not finite" in said
+    assert sorted(os.listdir(folder)) == ["broken"]

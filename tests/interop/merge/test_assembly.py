@@ -19,7 +19,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Moe
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
-from llamas import PYTHON, SIZES, assert_close, refused, run, weights, write  # noqa: E402
+from llamas import PYTHON, SIZES, assert_broken_is_named, assert_close, refused, run, weights, write  # noqa: E402
 
 MLP = "model.layers.{}.mlp.{}_proj.weight"
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
@@ -224,15 +224,7 @@ def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
 
 
 def test_an_experts_value_that_is_not_finite_names_its_model(models, tmp_path, capfd):
-    from safetensors.numpy import save_file
-
-    write(tmp_path / "broken", 1)
-    values = weights(tmp_path / "broken")
-    values[MLP.format(1, "up")][3, 2] = np.inf
-    save_file(values, tmp_path / "broken" / "model.safetensors")
-    said = refused(capfd, models / "a", tmp_path / "broken", "--method=moe", f"--to={tmp_path}/out")
-    assert f"{MLP.format(1, 'up')} of {tmp_path}/broken has values that are not finite" in said
-    assert sorted(os.listdir(tmp_path)) == ["broken"]
+    assert_broken_is_named(capfd, models, tmp_path, "--method=moe", MLP.format(1, "up"), np.inf)
 
 
 @pytest.mark.heavy

@@ -20,7 +20,7 @@ from capibara.core import exits
 from capibara.models.api import EncoderDecoderConfig, Moe
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
-from llamas import PYTHON, QUERY, assert_close, refused, run, tokenizer, weights, write  # noqa: E402
+from llamas import PYTHON, QUERY, assert_broken_is_named, assert_close, refused, run, tokenizer, weights, write  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +173,7 @@ def test_mistakes_are_one_line_and_leave_nothing(models, tmp_path, capfd):
 
 
 def test_a_model_with_values_that_are_not_finite_is_named(models, tmp_path, capfd):
-    write(tmp_path / "broken", 1)
-    values = weights(tmp_path / "broken")
-    values["model.norm.weight"][3] = np.nan
-    save_file(values, tmp_path / "broken" / "model.safetensors")
-    said = refused(capfd, models / "a", tmp_path / "broken", "--method=linear", f"--to={tmp_path}/out")
-    assert f"model.norm.weight of {tmp_path}/broken has values that are not finite" in said
-    assert sorted(os.listdir(tmp_path)) == ["broken"]
+    assert_broken_is_named(capfd, models, tmp_path, "--method=linear", "model.norm.weight", np.nan)
 
 
 @pytest.mark.heavy
