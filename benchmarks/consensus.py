@@ -1,14 +1,15 @@
 """Consensus training of a small language model: against data-parallel training, and with nodes that lie.
 
-    python benchmarks/consensus.py [--base_steps=2000] [--steps=600] [--every=50] [--attacks=alie,nan] [--rules=mean,krum]
-      [--variants=vote] [--json=OUT]
+    python benchmarks/consensus.py [--base_steps=4000] [--steps=2000] [--attacked_steps=300] [--every=50] [--attacks=alie,nan]
+      [--rules=mean,krum] [--variants=vote] [--json=OUT]
 
 Eight nodes train a decoder on the standard library's bytes, each on files of its own (non-iid): the files are sorted by path
 and every node has a run of them. The validation text is of files that no node sees. All runs begin with the same model,
 which has been trained data-parallel for some steps (as in Douillard et al. 2023, arXiv:2311.08105), have the same batches
-and learning rates, and see the same number of tokens. First data-parallel training and rounds (DiLoCo)
-without attackers, then rounds with a vote, a convex merge and each strategy, then every attack by two nodes with every
-rule. Everything is measured on emulated devices.
+and schedule, and see the same number of tokens. First data-parallel training and rounds (DiLoCo) without attackers, each with
+several learning rates, of which its best counts. Then, with fewer steps and the rounds' learning rate, rounds with a vote, a
+convex merge and each strategy, and every attack by two nodes with every rule, compared with rounds of as many steps without
+them. Everything is measured on emulated devices.
 
 Attacks, by the last two nodes, which know what the others send: sign: minus four times their own update; alie: the mean
 less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus twice the mean
@@ -61,7 +62,7 @@ from capibara.training.evaluation import evaluate, make_eval_step
 from capibara.training.state import Apart
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
 
-ROWS, LENGTH = 4, 128  # of a node and step
+ROWS, LENGTH = 8, 128  # of a node and step
 MODEL = DecoderConfig(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=176, dtype="float32")
 BEFORE = {"before": (Nnm(),), "faults": LIARS}
 AGGREGATIONS = {
@@ -203,8 +204,12 @@ def train(texts, steps, strategy=None, base=None, learning_rate=1e-3):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base_steps", type=int, default=2000, help="of the model that all runs begin with")
-    parser.add_argument("--steps", type=int, default=600, help="of each run")
+    parser.add_argument("--base_steps", type=int, default=4000, help="of the model that all runs begin with")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="of data-parallel training and of rounds, without attackers"
+    )
+    parser.add_argument("--attacked_steps", type=int, default=300, help="of each other run")
+    parser.add_argument("--learning_rates", default="1e-3,2e-3,4e-3", help="comma-separated; the best one counts")
     parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated; empty: none")
     parser.add_argument("--rules", default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '")
@@ -218,26 +223,38 @@ def main() -> None:
         for name in given:
             if name not in known:
                 parser.error(f"{name!r} is not known, must be one of {', '.join(known)}")
+    rates = [float(rate) for rate in args.learning_rates.split(",")]
     texts, outer = Texts(), OuterSgd(learning_rate=0.7, momentum=0.9)
     make = functools.partial(Attacked, every=args.every, outer=outer)
     parameters, batch_tokens = api.build(MODEL).param_count, NODES * ROWS * LENGTH
     base, loss = train(texts, args.base_steps, learning_rate=3e-3)
     print(f"the base, after {args.base_steps * batch_tokens / 1e6:.1f} M tokens: {loss:.4f} nats a byte", flush=True)
-    found = {"steps": args.steps, "every": args.every, "tokens": args.steps * batch_tokens, "loss": {"base": loss}}
+    found = {**vars(args), "tokens": args.steps * batch_tokens, "loss": {"base": loss}, "by_learning_rate": {}}
     found["bytes"] = {
         "data-parallel": 4 * parameters * args.steps,
         "rounds": 4 * parameters * (args.steps // args.every),
     }
-
-    def measured(strategy=None):
-        return train(texts, args.steps, strategy, base)[1]
-
+    best = {}
     for name, strategy in {"data-parallel": None, "rounds": make()}.items():
-        found["loss"][name] = measured(strategy)
+        losses = found["by_learning_rate"][name] = {}
+        for rate in rates:
+            losses[rate] = train(texts, args.steps, strategy, base, rate)[1]
+            print(f"{name}, learning rate {rate:g}: {losses[rate]:.4f} nats a byte", flush=True)
+            _write(args.json, found)
+        best[name] = min(losses, key=losses.get)
+        found["loss"][name] = losses[best[name]]
         sent = found["bytes"][name] / 1e6
         print(f"{name}: {found['loss'][name]:.4f} nats a byte, {sent:.1f} MB sent by each node", flush=True)
-    one, apart = found["loss"]["data-parallel"], found["loss"]["rounds"]
-    print(f"rounds / data-parallel: loss {apart / one:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}")
+    ratio = found["loss"]["rounds"] / found["loss"]["data-parallel"]
+    print(
+        f"rounds / data-parallel: loss {ratio:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}", flush=True
+    )
+
+    def measured(strategy):
+        return train(texts, args.attacked_steps, strategy, base, best["rounds"])[1]
+
+    apart = found["loss"]["rounds, fewer steps"] = measured(make())
+    print(f"rounds, {args.attacked_steps} steps: {apart:.4f}", flush=True)
     for name in variants:
         found["loss"][name] = measured(make(**VARIANTS[name]))
         print(f"rounds with {name}: {found['loss'][name]:.4f}, {found['loss'][name] / apart:.3f} of rounds", flush=True)
