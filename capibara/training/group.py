@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
+
+import jax
 
 from capibara.core.types import Params, PyTree
 from capibara.objectives.base import Metrics
@@ -25,6 +28,10 @@ class Adopted:
     line: str
 
 
+# (trained parameters) -> the loss summed over this run's newest rows, and its weight, float32 [2]
+Score = Callable[[Params], jax.Array]
+
+
 class Member(abc.ABC):
     """A run's part in its group; made once for a run, called on every process."""
 
@@ -33,7 +40,7 @@ class Member(abc.ABC):
         """Records the metrics of a step, still on the devices."""
 
     @abc.abstractmethod
-    def meet(self, step: int, params: Params) -> Adopted | None:
+    def meet(self, step: int, params: Params, score: Score | None = None) -> Adopted | None:
         """Meets the group at the start of the program, and at the end of each round; waits for the others.
 
         It may be called again for the same step, after an interruption too.
@@ -41,6 +48,7 @@ class Member(abc.ABC):
         Args:
           step: completed steps.
           params: the run's trained parameters.
+          score: of models on which the group votes; None: the run has no rows yet, and does not vote.
 
         Returns:
           The model to go on from; None: the run goes on from its own, because no round has ended.
@@ -57,8 +65,8 @@ class Alone(Member):
     def watch(self, metrics: Metrics) -> None:
         del metrics
 
-    def meet(self, step: int, params: Params) -> Adopted | None:
-        del step, params
+    def meet(self, step: int, params: Params, score: Score | None = None) -> Adopted | None:
+        del step, params, score
         return None
 
 

@@ -155,6 +155,12 @@ class Setup:
         group = self.trainer.group
         return Alone() if group is None else group.join(self.model.trained(self.spec.abstract.params), reporter)
 
+    @functools.cached_property
+    def loss(self) -> Callable[[Params, Params, Batch], jax.Array]:
+        """(trained parameters, frozen ones, batch) -> the loss summed over the rows, and its weight, float32 [2]; jitted."""
+        objective = _objective(self.trainer, self.model)
+        return jax.jit(make_node_loss(self.model, self.trainer.plan, self.mesh, objective).sums)
+
     def _parts(self, reporter: Reporter) -> RunParts:
         trainer, mesh = self.trainer, self.mesh
 

@@ -22,14 +22,17 @@ from capibara.config import configurable
 from capibara.consensus.aggregation import Mean, Monna, Report
 from capibara.consensus.outer import OuterOptimizer
 from capibara.consensus.privacy import Privacy
+from capibara.consensus.voting import Vote as VoteRule
 from capibara.core import limits
 from capibara.core.types import Params, PyTree, UserError
 from capibara.storage import hashing
 from capibara.strategies.consensus.agreement import Agreement, Combine, quality_of
-from capibara.strategies.group import arrays
+from capibara.strategies.consensus.settings import VotingStrategy
+from capibara.strategies.group import arrays, voting
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import AGREED, Agreed, Exchange, check_node, is_node
 from capibara.strategies.group.inbox import Inbox, Update
+from capibara.strategies.group.voting import Election
 
 
 @configurable
@@ -47,7 +50,12 @@ class Coordinator(Agreement):
       num_nodes: the nodes of the group.
       rounds: their number.
       nodes: their names; None: the first `num_nodes` names that appear.
-      quorum: the fewest nodes whose models make the next one; None: more than half of `num_nodes`.
+      quorum: the fewest nodes whose models make the next one; None: more than half of `num_nodes`, or with a vote as many as
+        must approve it.
+      voting_strategy: "byzantine": before a round counts, the nodes that sent an update score the model that it proposes on rows of
+        their own: exp(loss of the agreed model - loss of the proposed one), at most 1. A vote counts if the score reaches
+        `quality_threshold`, and more than (n + f) / 2 of the n = `num_nodes` must count. f is Aggregation.faults, or as many as n
+        allows.
       consensus_timeout_s: seconds from the begin of a round to its end, whoever has sent something.
       grace_s: seconds for the others once a quorum has sent its updates.
       norm_limit: an update is rejected if its norm is above so many times the median of those accepted so far; None: any.
@@ -60,6 +68,7 @@ class Coordinator(Agreement):
     rounds: int
     nodes: tuple[str, ...] | None = None
     quorum: int | None = None
+    voting_strategy: VotingStrategy = VotingStrategy.NONE
     consensus_timeout_s: float = 3600.0
     grace_s: float = 60.0
     norm_limit: float | None = 10.0
@@ -86,6 +95,8 @@ class Coordinator(Agreement):
         for name in ("consensus_timeout_s", "grace_s", "poll_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"Coordinator.{name} is {getattr(self, name)}, must be above 0 and finite")
+        if self.votes:
+            self._check_vote()
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise UserError(f"Coordinator.norm_limit is {self.norm_limit}, must be above 1, or None: try 10")
         if self.privacy is not None:
@@ -108,10 +119,35 @@ class Coordinator(Agreement):
             )
         self.aggregation.check(self.needed)  # fewer nodes are never aggregated
 
+    def _check_vote(self) -> None:
+        if self.quality_threshold is None:
+            raise UserError(
+                "Coordinator.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be approved: "
+                "try 0.85"
+            )
+        voting.check(self.num_nodes, self.needed, self.aggregation.faults)
+
+    @property
+    def votes(self) -> bool:
+        """Whether nodes vote."""
+        return self.voting_strategy is not VotingStrategy.NONE
+
+    @property
+    def vote_rule(self) -> VoteRule:
+        """The rule of the vote."""
+        faults = self.aggregation.faults or None
+        return VoteRule(num_nodes=self.num_nodes, faulty=faults, quality_threshold=self.quality_threshold)
+
+    def election(self, exchange: Exchange, pause: Callable[[str, str], None]) -> Election | None:
+        """The votes on proposed models; None: there are none. `pause` is called between two looks at the ballots."""
+        return Election(exchange, self.vote_rule, self.consensus_timeout_s, pause) if self.votes else None
+
     @property
     def needed(self) -> int:
         """The quorum."""
-        return self.num_nodes // 2 + 1 if self.quorum is None else self.quorum
+        if self.quorum is not None:
+            return self.quorum
+        return self.vote_rule.quorum if self.votes else self.num_nodes // 2 + 1
 
     def run(
         self,
@@ -174,6 +210,7 @@ class _Coordination:
         self._config, self._show, self._check, self._progress, self._lease = config, show, check, progress, lease
         self._exchange = Exchange(config.exchange)
         self._names, self._every = set(config.nodes or ()), 0
+        self._election = config.election(self._exchange, self._pause)
         self._combines: dict[int, Combine] = {}  # compiled aggregations, by the number of nodes
 
     def run(self) -> str:
@@ -223,7 +260,8 @@ class _Coordination:
         line = f"{len(names)} nodes begin: {', '.join(sorted(names))}"
         line = "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(reasons.items()))])
         outer = _leaves(config.outer.init(dict(model)))
-        agreed = self._written(0, model, outer, sorted(names), line)
+        agreed = _written(self._exchange, 0, self._every, model, outer, sorted(names))
+        agreed = dataclasses.replace(agreed, line=line)
         self._exchange.publish(agreed)
         self._show(line)
         return _Standing(agreed, model, outer, set(names), [], 0)
@@ -276,9 +314,13 @@ class _Coordination:
             if len(known) >= config.num_nodes or now_s - begin_s >= config.consensus_timeout_s:
                 return inbox
             detail = f"{len(inbox.updates)} of {config.num_nodes} updates after {now_s - begin_s:.0f} s"
-            self._progress(f"round {inbox.round_}", detail)
-            self._check()
-            time.sleep(config.poll_s)
+            self._pause(f"round {inbox.round_}", detail)
+
+    def _pause(self, topic: str, detail: str) -> None:
+        """Waits for the next look at the exchange."""
+        self._progress(topic, detail)
+        self._check()
+        time.sleep(self._config.poll_s)
 
     def _round(self, standing: _Standing) -> None:
         """Ends the next round, and changes the standing."""
@@ -323,14 +365,15 @@ class _Coordination:
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
             report["epsilon"] = config.privacy.epsilon(number)
-        found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
+        vote = None if self._election is None else self._election.vote(number, names, report)
+        found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected, vote)
         accepted = [name for name, has_part in zip(names, np.asarray(found.accepted), strict=True) if has_part]
         report["score"] = float(found.score)
         for at, name in enumerate(names):
             if name not in accepted:
                 without[name] = _reason(updates[name], float(quality[at]), config.quality_threshold)
         if not bool(found.succeeds):
-            words = f"consensus score {float(found.score):.2f}, must be at least {config.consensus_threshold:g}"
+            words = _shortfall(report, config.consensus_threshold)
             return self._failed(standing, number, report, words)
         if len(accepted) < config.needed:
             words = f"{len(accepted)} nodes have a part, must be at least the quorum ({config.needed})"
@@ -345,7 +388,8 @@ class _Coordination:
         standing.waited, standing.failures = set(accepted), 0
         standing.model = {key: np.asarray(value, np.float32) for key, value in found.params.items()}
         standing.outer = _leaves(found.outer)
-        standing.agreed = self._written(number, standing.model, standing.outer, accepted, "")
+        made = (standing.model, standing.outer, accepted)
+        standing.agreed = _written(self._exchange, number, self._every, *made)
 
     def _failed(self, standing: _Standing, number: int, report: dict[str, Any], words: str) -> None:
         """A round without an agreement: the nodes go on from the last agreed model."""
@@ -354,12 +398,15 @@ class _Coordination:
         standing.agreed = dataclasses.replace(standing.agreed, round_=number, accepted="")
         standing.waited -= report["without"].keys()
 
-    def _written(self, number: int, model: Arrays, outer: list[np.ndarray], accepted: list[str], line: str) -> Agreed:
-        stored = {f"{at:06d}": leaf for at, leaf in enumerate(outer)}
-        outer_hash = self._exchange.write_outer(number, arrays.to_bytes(stored))
-        agreed = self._exchange.write_model(number, arrays.to_bytes(model))
-        names = ",".join(accepted)
-        return dataclasses.replace(agreed, outer=outer_hash, every=self._every, accepted=names, line=line)
+
+def _written(
+    exchange: Exchange, number: int, every: int, model: Arrays, outer: Sequence[np.ndarray], accepted: Sequence[str]
+) -> Agreed:
+    """Writes an agreed model and the outer optimizer's state after it."""
+    stored = {f"{at:06d}": leaf for at, leaf in enumerate(outer)}
+    outer_hash = exchange.write_outer(number, arrays.to_bytes(stored))
+    agreed = exchange.write_model(number, arrays.to_bytes(model))
+    return dataclasses.replace(agreed, outer=outer_hash, every=every, accepted=",".join(accepted))
 
 
 def _is_awaited(exchange: Exchange, names: set[str], round_: int) -> bool:
@@ -452,6 +499,15 @@ def _reason(update: Update, quality: float, threshold: float | None) -> str:
     if threshold is not None and quality < threshold:
         return f"its quality {quality:.2f} is below {threshold:g}"
     return "its parameters are too far from all others"
+
+
+def _shortfall(report: Mapping[str, Any], threshold: float) -> str:
+    """Why a round failed."""
+    vote = report.get("vote")
+    if report["score"] >= threshold and vote is not None:
+        without = "; ".join(f"{name}: {why}" for name, why in sorted(vote["without"].items()))
+        return f"{len(vote['approve'])} votes, must be at least {vote['quorum']} ({without})"
+    return f"consensus score {report['score']:.2f}, must be at least {threshold:g}"
 
 
 def _line(report: Mapping[str, Any], rounds: int) -> str:

@@ -5,6 +5,8 @@
   rounds/000012/model.safetensors       the model that round 12 agreed on
   rounds/000012/outer.safetensors       the outer optimizer's state after it
   rounds/000012/updates/NODE.safetensors, NODE.json    what a node sends at the end of round 12, and what it says of it
+  rounds/000012/proposal.json           the model on which nodes vote before round 12 agrees on it, if they do
+  rounds/000012/ballots/NODE.json       a node's vote on it
   rounds/000012/report.json             who had a part in round 12, and why others had none
 
 Each file is written atomically and has one writer: the coordinator, or the node that it is named after. A JSON file names
@@ -22,6 +24,7 @@ from typing import Any
 
 from etils import epath
 
+from capibara.consensus.voting import Ballot
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import hashing, stores
@@ -136,15 +139,22 @@ class Exchange:
         Raises:
           UserError: the file is not the coordinator's.
         """
+        return self.record(AGREED)
+
+    def small(self, name: str) -> bytes:
+        """The content of a small file; empty if there is none."""
+        return self._store.read_version(self._folder / name, limits.SMALL_BYTES)[0]
+
+    def record(self, name: str) -> Agreed | None:
+        """A file with an `Agreed`; see `agreed`."""
         try:
-            data, _ = self._store.read_version(self._folder / AGREED, limits.SMALL_BYTES)
-            if not data:
+            if not (data := self.small(name)):
                 return None
-            found = Agreed(**_fields(data, Agreed))
+            found = Agreed(**fields_of(data, Agreed))
             if not (found.round_ >= 0 and re.fullmatch(r"rounds/\d{6,9}/model\.safetensors", found.model)):
                 raise ValueError("round or model")
         except (ValueError, OverflowError, OSError, limits.Refused) as error:
-            raise UserError(f"{self._folder / AGREED} is no record of a group ({limits.cause(error)})") from error
+            raise UserError(f"{self._folder / name} is no record of a group ({limits.cause(error)})") from error
         return found
 
     def read_model(self, agreed: Agreed) -> bytes:
@@ -160,17 +170,17 @@ class Exchange:
 
     def write_model(self, round_: int, data: bytes) -> Agreed:
         """Writes the model of a round; `publish` makes it the agreed one."""
-        name = f"{_round(round_)}/model.safetensors"
-        self._write(name, data)
+        name = f"{round_folder(round_)}/model.safetensors"
+        self.write(name, data)
         return Agreed(round_, name, hashing.hash_of(data), len(data))
 
     def publish(self, agreed: Agreed) -> None:
         """Makes a model the agreed one."""
-        self._write(AGREED, _json(agreed))
+        self.write(AGREED, as_json(agreed))
 
     def write_report(self, round_: int, report: dict[str, Any]) -> None:
         """Writes the report of a round."""
-        self._write(f"{_round(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
+        self.write(f"{round_folder(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
 
     def reports(self) -> list[dict[str, Any]]:
         """The reports of all rounds, in order, without those that cannot be read."""
@@ -208,30 +218,30 @@ class Exchange:
 
     def write_outer(self, round_: int, data: bytes) -> str:
         """Writes the outer optimizer's state after a round; returns its hash."""
-        self._write(f"{_round(round_)}/outer.safetensors", data)
+        self.write(f"{round_folder(round_)}/outer.safetensors", data)
         return hashing.hash_of(data)
 
     # --- what nodes write ---
 
     def send(self, round_: int, node: str, data: bytes, note: Note) -> None:
         """Writes a node's update and its note."""
-        self._write(f"{_round(round_)}/updates/{node}.safetensors", data)
-        self._write(f"{_round(round_)}/updates/{node}.json", _json(note))
+        self.write(f"{round_folder(round_)}/updates/{node}.safetensors", data)
+        self.write(f"{round_folder(round_)}/updates/{node}.json", as_json(note))
 
     def arrive(self, node: str, presence: Presence) -> None:
         """Writes from which round's model a node goes on."""
-        self._write(f"nodes/{node}.json", _json(presence))
+        self.write(f"nodes/{node}.json", as_json(presence))
 
     def presence(self, node: str) -> Presence | None:
         """What a node last did; None: nothing that can be read."""
         with contextlib.suppress(ValueError, OverflowError, OSError, limits.Refused):
-            data, _ = self._store.read_version(self._folder / "nodes" / f"{node}.json", limits.SMALL_BYTES)
-            return Presence(**_fields(data, Presence)) if data else None
+            data = self.small(f"nodes/{node}.json")
+            return Presence(**fields_of(data, Presence)) if data else None
         return None
 
     def senders(self, round_: int) -> list[str]:
         """The nodes that have sent an update in a round, sorted."""
-        folder = self._folder / _round(round_) / "updates"
+        folder = self._folder / round_folder(round_) / "updates"
         if not folder.exists():
             return []
         names = (name.removesuffix(".json") for name in self._store.list(folder) if name.endswith(".json"))
@@ -239,7 +249,7 @@ class Exchange:
 
     def has_sent(self, round_: int, node: str) -> bool:
         """Whether a node has sent an update in a round."""
-        return (self._folder / _round(round_) / "updates" / f"{node}.json").exists()
+        return (self._folder / round_folder(round_) / "updates" / f"{node}.json").exists()
 
     def note(self, round_: int, node: str) -> Note:
         """What a node says of its update.
@@ -247,10 +257,10 @@ class Exchange:
         Raises:
           UserError: it is no such file.
         """
-        path = self._folder / _round(round_) / "updates" / f"{node}.json"
+        path = self._folder / round_folder(round_) / "updates" / f"{node}.json"
         try:
             data, _ = self._store.read_version(path, limits.SMALL_BYTES)
-            found = Note(**_fields(data, Note))
+            found = Note(**fields_of(data, Note))
             found = dataclasses.replace(found, loss=float(found.loss), tokens=float(found.tokens))
         except (ValueError, OverflowError, OSError, limits.Refused) as error:
             raise UserError(f"its note is not one ({limits.cause(error)})") from error
@@ -269,7 +279,7 @@ class Exchange:
         if note.size > most:
             raise UserError(f"its update has {note.size} bytes, must be at most {most}")
         try:
-            data = self._store.read(self._folder / _round(round_) / "updates" / f"{node}.safetensors", note.size)
+            data = self._store.read(self._folder / round_folder(round_) / "updates" / f"{node}.safetensors", note.size)
         except limits.Refused as error:
             raise UserError(f"its update {error}") from error
         except OSError as error:
@@ -287,21 +297,24 @@ class Exchange:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({limits.cause(error)})") from error
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file, atomically."""
         path = self._folder / name
         self._store.make_folder(path.parent)
         self._store.write_atomic(path, data)
 
 
-def _round(number: int) -> str:
+def round_folder(number: int) -> str:
+    """The folder of a round in an exchange."""
     return f"rounds/{number:06d}"
 
 
-def _json(record: Agreed | Note | Presence) -> bytes:
+def as_json(record: Agreed | Ballot | Note | Presence) -> bytes:
+    """A record as the content of its file."""
     return json.dumps(dataclasses.asdict(record)).encode() + b"\n"
 
 
-def _fields(data: bytes, kind: type[Agreed] | type[Note] | type[Presence]) -> dict[str, Any]:
+def fields_of(data: bytes, kind: type[Agreed] | type[Ballot] | type[Note] | type[Presence]) -> dict[str, Any]:
     """The fields of a record; raises ValueError if one is missing, unknown or has another type."""
     found = limits.parse_json(data, finite=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}

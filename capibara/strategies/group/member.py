@@ -24,9 +24,10 @@ from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage import hashing
 from capibara.strategies.group import arrays
-from capibara.strategies.group.arrays import Packed
+from capibara.strategies.group.arrays import Arrays, Packed
 from capibara.strategies.group.exchange import Agreed, Exchange, Note, Presence, check_node
-from capibara.training.group import Adopted, Group, Member
+from capibara.strategies.group.voting import Voter
+from capibara.training.group import Adopted, Group, Member, Score
 from capibara.training.strategy import weight_of
 
 
@@ -87,12 +88,13 @@ class GroupMember(Member):
         self._lost: dict[str, np.ndarray] | None = None
         self._next_lost: dict[str, np.ndarray] | None = None
         self._seen: Agreed | None = None  # process 0: the newest agreed model
+        self._voter = Voter(self._exchange, node.name, self._stored, self._on_mesh, reporter)
         self._run, self._has_arrived = secrets.token_hex(8), False
 
     def watch(self, metrics: Metrics) -> None:
         self._losses.append(sums(metrics))
 
-    def meet(self, step: int, params: Params) -> Adopted | None:
+    def meet(self, step: int, params: Params, score: Score | None = None) -> Adopted | None:
         every = self._node.every
         round_, within = divmod(step, every)
         agreed = self._newest()
@@ -102,7 +104,7 @@ class GroupMember(Member):
                 return None
             if agreed is None or agreed.round_ < round_:
                 self._send(round_, agreed, params)
-                agreed = self._wait(round_)
+                agreed = self._wait(round_, score)
         agreed, model = self._read(agreed)
         self._losses.clear()
         if self._node.name in agreed.accepted.split(","):
@@ -200,18 +202,20 @@ class GroupMember(Member):
         """What is sent, and what that loses."""
         if self._node.compression is None or agreed is None:
             return Packed(own), None
-        start = self._agreed_arrays(agreed)
+        start = self._stored(agreed)
         lost = self._lost or {name: np.zeros_like(x) for name, x in own.items()}
         return arrays.compressed(self._node.compression, {name: start[name] - own[name] for name in own}, lost)
 
-    def _wait(self, round_: int) -> Agreed:
-        """Waits until a round has ended."""
+    def _wait(self, round_: int, score: Score | None) -> Agreed:
+        """Waits until a round has ended, and votes on the model that it proposes."""
         begin_s, looks = time.monotonic(), 0
         while True:
             agreed = self._newest(patient=True)
             if agreed is not None and agreed.round_ >= round_:
                 return agreed
             self._check(agreed, round_)
+            if agreed is not None and score is not None:
+                self._voter.vote(round_, agreed, score)
             self._reporter.check(looks)
             waited_s = hosts.of_first(lambda: time.monotonic() - begin_s)
             if waited_s > self._node.timeout_s:
@@ -228,7 +232,7 @@ class GroupMember(Member):
         while True:
             models: list[dict[str, np.ndarray]] = []
             try:
-                hosts.each(lambda: models.append(self._agreed_arrays(agreed)))
+                hosts.each(lambda: models.append(self._stored(agreed)))
             except UserError:
                 newest = self._newest()
                 if newest is None or newest.model == agreed.model:
@@ -238,7 +242,7 @@ class GroupMember(Member):
             self._base = (agreed.digest, models[0])
             return agreed, models[0]
 
-    def _agreed_arrays(self, agreed: Agreed) -> dict[str, np.ndarray]:
+    def _stored(self, agreed: Agreed) -> dict[str, np.ndarray]:
         if self._base is not None and self._base[0] == agreed.digest:
             return self._base[1]
         most = arrays.most_bytes(self._shapes)
@@ -251,7 +255,7 @@ class GroupMember(Member):
         except UserError as error:
             raise UserError(f"the model of round {agreed.round_} in {self._exchange}: {error}") from error
 
-    def _on_mesh(self, model: dict[str, np.ndarray]) -> Params:
+    def _on_mesh(self, model: Arrays) -> Params:
         def place(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             values = model[name].astype(like.dtype)
             return jax.make_array_from_callback(like.shape, like.sharding, lambda index: values[index])
