@@ -39,13 +39,17 @@ def seen_round(folder, number, within_s=240.0):
 
 
 @contextlib.contextmanager
-def group(shell, name, nodes):
-    """(the exchange's folder, the processes by name) of a group whose nodes each have data of their own."""
+def group(shell, name, nodes, *flags):
+    """(the exchange's folder, the processes by name) of a group whose nodes each have data of their own.
+
+    Args:
+      flags: of the coordinator.
+    """
     folder = shell.folder / name
     (shell.folder / "node.gin").write_text(
         "Trainer.group = @GroupNode()\nGroupNode.poll_s = 0.1\nGroupNode.every = %ROUND\nROUND = 5\n"
     )
-    processes = {"coordinator": shell.start(*COORDINATE, f"--gin.EXCHANGE='{folder}'")}
+    processes = {"coordinator": shell.start(*COORDINATE, f"--gin.EXCHANGE='{folder}'", *flags)}
     for seed, node in enumerate(nodes):
         own = (
             f"--gin.MODEL_DIR={name}-{node}",
@@ -111,3 +115,17 @@ def test_one_killed_one_stopped_and_one_sending_garbage_do_not_end_training(shel
     print(json.dumps(losses))
     assert losses["broken-a"] == pytest.approx(losses["healthy-a"], rel=0.03)
     assert losses["broken-c"] == pytest.approx(losses["broken-a"], rel=0.03)
+
+
+@pytest.mark.heavy  # 40 s; strategies/group/test_voting is in the short suite
+def test_four_nodes_vote_on_each_model(shell):
+    vote = ("voting_strategy=byzantine", "quality_threshold=0.5", "quorum=3")
+    flags = [f"--gin.Coordinator.{one}" for one in vote]
+    with group(shell, "voting", "abcd", *flags) as (folder, processes):
+        code, out, err = ended(processes["coordinator"])
+        assert code == 0 and f"finished after {ROUNDS} rounds" in out, (out, err)
+        for node in "abcd":
+            code, out, err = ended(processes[node])
+            assert code == 0 and "the proposed model has the score" in out, (out, err)
+        for report in Exchange(str(folder)).reports():
+            assert report["succeeded"] and len(report["vote"]["approve"]) >= 3, report
