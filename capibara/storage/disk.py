@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -66,7 +67,8 @@ class DiskStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_atomic(self, path: epath.Path, data: bytes) -> None:
-        partial = path.with_name(path.name + PARTIAL)
+        # A name of its own: of two processes that write the same file, one must not rename what the other is writing.
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         try:
             with open(partial, "wb") as file:
                 file.write(data)

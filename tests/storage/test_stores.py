@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import secrets
+import threading
 
 import numpy as np
 import pytest
@@ -107,6 +108,27 @@ def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path, monkeypa
         (tmp_path / "step" / name).touch()
     stores.of(tmp_path).sync(epath.Path(tmp_path / "step"))
     assert {epath.Path(path).name for path in synced} == {tmp_path.name, "step", "whole"}
+
+
+def test_what_writers_of_one_file_write_is_whole(tmp_path):
+    """Neither may rename what the other is still writing."""
+    path, errors = epath.Path(tmp_path / "file"), []
+
+    def write(content):
+        try:
+            for _ in range(20):
+                stores.of(path).write_atomic(path, content)
+                assert path.read_bytes() in contents
+        except BaseException as error:
+            errors.append(error)
+
+    contents = [letter * 100_000 for letter in (b"a", b"b", b"c")]
+    writers = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not errors and [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_cannot_be_written_to_is_no_folder_of_a_run():
