@@ -191,6 +191,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("fingerprint of weights", "decoder QLoRA", "v5e-4"),
     ("merge of adapters", "experts LoRA", "v6e-4"),
     ("loss of a group's node", "decoder", "v5e-4"),
+    ("score of a group's node", "decoder", "v5e-4"),
     ("parameter of a group's node", "decoder", "v5e-4"),
 }
 

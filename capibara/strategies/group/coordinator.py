@@ -88,6 +88,8 @@ class Coordinator(Agreement):
             raise UserError(
                 f"Coordinator.nodes has {len(set(self.nodes))} names, must be num_nodes ({self.num_nodes}): add or remove some"
             )
+        if self.votes:
+            self._check_vote()
         if not 1 <= self.needed <= self.num_nodes:
             raise UserError(
                 f"Coordinator.quorum is {self.quorum}, must be from 1 to num_nodes ({self.num_nodes}): try {self.num_nodes // 2 + 1}"
@@ -95,8 +97,6 @@ class Coordinator(Agreement):
         for name in ("consensus_timeout_s", "grace_s", "poll_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"Coordinator.{name} is {getattr(self, name)}, must be above 0 and finite")
-        if self.votes:
-            self._check_vote()
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise UserError(f"Coordinator.norm_limit is {self.norm_limit}, must be above 1, or None: try 10")
         if self.privacy is not None:
@@ -125,7 +125,7 @@ class Coordinator(Agreement):
                 "Coordinator.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be approved: "
                 "try 0.85"
             )
-        voting.check(self.num_nodes, self.needed, self.aggregation.faults)
+        voting.check(self.num_nodes, self.quorum, self.aggregation.faults)
 
     @property
     def votes(self) -> bool:
@@ -313,8 +313,8 @@ class _Coordination:
             known = self._names & heard
             if len(known) >= config.num_nodes or now_s - begin_s >= config.consensus_timeout_s:
                 return inbox
-            detail = f"{len(inbox.updates)} of {config.num_nodes} updates after {now_s - begin_s:.0f} s"
-            self._pause(f"round {inbox.round_}", detail)
+            said = f"{len(inbox.updates)} of {config.num_nodes} updates after {now_s - begin_s:.0f} s"
+            self._pause(f"round {inbox.round_}", said)
 
     def _pause(self, topic: str, detail: str) -> None:
         """Waits for the next look at the exchange."""
@@ -373,8 +373,7 @@ class _Coordination:
             if name not in accepted:
                 without[name] = _reason(updates[name], float(quality[at]), config.quality_threshold)
         if not bool(found.succeeds):
-            words = _shortfall(report, config.consensus_threshold)
-            return self._failed(standing, number, report, words)
+            return self._failed(standing, number, report, _shortfall(report, config.consensus_threshold))
         if len(accepted) < config.needed:
             words = f"{len(accepted)} nodes have a part, must be at least the quorum ({config.needed})"
             return self._failed(standing, number, report, words)
@@ -388,8 +387,7 @@ class _Coordination:
         standing.waited, standing.failures = set(accepted), 0
         standing.model = {key: np.asarray(value, np.float32) for key, value in found.params.items()}
         standing.outer = _leaves(found.outer)
-        made = (standing.model, standing.outer, accepted)
-        standing.agreed = _written(self._exchange, number, self._every, *made)
+        standing.agreed = _written(self._exchange, number, self._every, standing.model, standing.outer, accepted)
 
     def _failed(self, standing: _Standing, number: int, report: dict[str, Any], words: str) -> None:
         """A round without an agreement: the nodes go on from the last agreed model."""

@@ -28,12 +28,12 @@ from capibara.strategies.group.exchange import Agreed, Exchange, as_json, fields
 from capibara.training.group import Score
 
 
-def check(nodes: int, quorum: int, faults: int) -> None:
+def check(nodes: int, quorum: int | None, faults: int) -> None:
     """Raises UserError if a group cannot vote.
 
     Args:
       nodes: of the group.
-      quorum: the fewest nodes whose models make the next one.
+      quorum: the fewest nodes whose models make the next one; None: as many as must approve it.
       faults: nodes that may lie, Aggregation.faults; 0: as many as `nodes` allows.
     """
     least = max(4, 3 * faults + 1)
@@ -43,7 +43,7 @@ def check(nodes: int, quorum: int, faults: int) -> None:
             f"(n >= 3f + 1, and at least one may lie): set {least}"
         )
     votes = Vote(num_nodes=nodes, faulty=faults or None).quorum
-    if quorum < votes:
+    if quorum is not None and quorum < votes:
         raise UserError(
             f"Coordinator.quorum is {quorum}, must be at least the {votes} votes that a model needs: try {votes}"
         )

@@ -250,7 +250,7 @@ def test_a_coordinator_that_is_stopped_anywhere_resumes_bit_for_bit(tmp_path, mo
     coordinator(whole, outer=outer).run(check=Play(whole, three()))
     for stop_at in range(1, 12):
         folder, writes = tmp_path / str(stop_at), [0]
-        write = Exchange._write
+        write = Exchange.write
 
         def counted(self, name, data):
             if "updates/" not in name:
@@ -260,7 +260,7 @@ def test_a_coordinator_that_is_stopped_anywhere_resumes_bit_for_bit(tmp_path, mo
             write(self, name, data)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Exchange, "_write", counted)
+            patched.setattr(Exchange, "write", counted)
             with pytest.raises(Stopped):
                 coordinator(folder, outer=outer).run(check=Play(folder, three()))
         coordinator(folder, outer=outer).run(check=Play(folder, three()))

@@ -157,8 +157,8 @@ class TestVoter:
         exchange, scored, lines = Exchange(str(folder)), [], []
 
         def score(model):
-            scored.append(float(model["x"]))
-            return jnp.array([losses[float(model["x"])] * 8.0, 8.0])
+            scored.append(float(model["x"][0]))
+            return jnp.array([losses[scored[-1]] * 8.0, 8.0])
 
         def read(agreed):
             data = exchange.read_model(agreed)
@@ -169,7 +169,7 @@ class TestVoter:
         return exchange, voter, score, scored, lines
 
     def model(self, exchange, round_, value):
-        return exchange.write_model(round_, arrays.to_bytes({"x": np.float32(value)}))
+        return exchange.write_model(round_, arrays.to_bytes({"x": np.array([value], np.float32)}))
 
     def ballot(self, folder):
         path = pathlib.Path(folder) / path_of(1, "ballots/a")
