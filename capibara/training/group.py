@@ -6,8 +6,6 @@ import abc
 import dataclasses
 from collections.abc import Callable
 
-import jax
-
 from capibara.core.types import Params, PyTree
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
@@ -28,8 +26,7 @@ class Adopted:
     line: str
 
 
-# (trained parameters) -> the loss summed over this run's newest rows, and its weight, float32 [2]
-Score = Callable[[Params], jax.Array]
+Score = Callable[[Params], float]  # trained parameters -> the loss on the run's validation data; raises Interrupted
 
 
 class Member(abc.ABC):
@@ -48,7 +45,7 @@ class Member(abc.ABC):
         Args:
           step: completed steps.
           params: the run's trained parameters.
-          score: of models on which the group votes; None: the run has no rows yet, and does not vote.
+          score: of models on which the group votes; None: the run has no validation data.
 
         Returns:
           The model to go on from; None: the run goes on from its own, because no round has ended.

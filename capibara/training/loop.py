@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 
+from capibara.core import tree
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params, TryAgain, UserError
@@ -122,11 +123,10 @@ class _Loop:
         trainer, recovery = self.setup.trainer, self.setup.recovery
         state, step, score = start.state, start.step, None
         metrics: Metrics = {}
-        batch: Batch | None = None
         first_step = saved = step
         while True:
             try:
-                state, step = self._meet(step, state, batch, is_first=step == first_step)
+                state, step = self._meet(step, state, is_first=step == first_step)
             except (UserError, TryAgain):
                 if step > saved:
                     self._save(step, state, metrics, None, owes_evaluation=False)
@@ -166,14 +166,14 @@ class _Loop:
                     first_step = saved = step
             self.dog.beat(step)
 
-    def _meet(self, step: int, state: TrainState, batch: Batch | None, is_first: bool) -> tuple[TrainState, int]:
+    def _meet(self, step: int, state: TrainState, is_first: bool) -> tuple[TrainState, int]:
         """The state from which the run goes on after meeting its group, if it is in one and a round has ended."""
         group = self.setup.trainer.group
         if group is None or not (is_first or is_due(step, group.round_steps)):
             return state, step
         watched = self.dog.left_out("the round", "evaluation_s")
         with self.meter.paused("round"), watched, contextlib.suppress(Interrupted):
-            adopted = self.member.meet(step, self.setup.model.trained(state.params), self._score(state, batch))
+            adopted = self.member.meet(step, self.setup.model.trained(state.params), self._score(state))
             self.callbacks.on_progress("")
             if adopted is not None and adopted.step > self.setup.trainer.steps:
                 raise UserError(
@@ -184,12 +184,12 @@ class _Loop:
                 return state.with_params(adopted.params, adopted.step), adopted.step
         return state, step
 
-    def _score(self, state: TrainState, batch: Batch | None) -> Score | None:
-        """The loss of models on the rows of the last step, by which a group votes."""
-        if batch is None:
+    def _score(self, state: TrainState) -> Score | None:
+        """The loss of models on the validation split, by which a group votes."""
+        if not self.setup.trainer.evaluation.every:
             return None
         frozen = self.setup.model.frozen(state.params)
-        return lambda trained: self.setup.loss(trained, frozen, batch)
+        return lambda trained: self.evaluator.metrics(tree.joined(trained, frozen))["loss"]
 
     def _remark(self, step: int) -> None:
         """Passes on what the strategy says of the steps up to this one; raises UserError if the run must end."""

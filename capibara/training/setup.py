@@ -155,11 +155,6 @@ class Setup:
         group = self.trainer.group
         return Alone() if group is None else group.join(self.model.trained(self.spec.abstract.params), reporter)
 
-    @functools.cached_property
-    def loss(self) -> Callable[[Params, Params, Batch], jax.Array]:
-        """As `make_loss` makes it."""
-        return make_loss(self.trainer, self.model, self.mesh)
-
     def _parts(self, reporter: Reporter) -> RunParts:
         trainer, mesh = self.trainer, self.mesh
 
@@ -369,11 +364,6 @@ def _objective(trainer: Trainer, model: api.Model) -> Objective:
     if trainer.loss is not None:
         return trainer.loss.checked_objective(model, trainer.dataset)
     return of_cross_entropy(model, trainer.z_loss, trainer.label_smoothing, trainer.loss_normalization)
-
-
-def make_loss(trainer: Trainer, model: api.Model, mesh: Mesh) -> Callable[[Params, Params, Batch], jax.Array]:
-    """(trained parameters, frozen ones, batch) -> the loss summed over the rows, and its weight, float32 [2]; jitted."""
-    return jax.jit(make_node_loss(model, trainer.plan, mesh, _objective(trainer, model)).sums)
 
 
 def compile_step(

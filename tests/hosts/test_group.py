@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 
+from capibara.consensus.voting import Ballot
 from capibara.monitoring.trackers.loggers import read_metrics
 from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
-from capibara.strategies.group.exchange import Exchange
+from capibara.strategies.group.exchange import Exchange, as_json
 
 NODE = """
 Trainer.group = @GroupNode()
@@ -26,17 +27,18 @@ class Ended(Exception):
 
 
 @contextlib.contextmanager
-def coordinated(folder):
-    """A coordinator of one node for two rounds, in a thread."""
+def coordinated(folder, others=lambda: None, **fields):
+    """A coordinator for two rounds, of one node unless fields say more, in a thread that also plays the other nodes."""
     ended = threading.Event()
 
     def check():
         if ended.is_set():
             raise Ended
+        others()
 
     def run():
         with contextlib.suppress(Ended):
-            Coordinator(exchange=str(folder), num_nodes=1, rounds=2, poll_s=0.05).run(check=check)
+            Coordinator(exchange=str(folder), **{"num_nodes": 1, "rounds": 2, "poll_s": 0.05} | fields).run(check=check)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -76,3 +78,30 @@ def test_what_is_wrong_is_one_line_on_each_host(cluster, shell, fields):
         lines = [line for line in one.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and "Traceback" not in one.err, one.err
         assert ("must be a multiple of the 4 steps" if "every" in fields else "cannot be used") in lines[0]
+
+
+def test_a_node_of_two_hosts_votes(cluster, shell):
+    """Two of the other three approve, so that the third vote is this node's."""
+    folder, seen = shell.folder / "exchange", set()
+    exchange = Exchange(str(folder))
+
+    def others():
+        number = 0 if (agreed := exchange.agreed()) is None else agreed.round_ + 1
+        if number not in seen and exchange.has_sent(number, "a"):
+            seen.add(number)
+            note = exchange.note(number, "a")
+            for name in "bcd":
+                exchange.send(number, name, exchange.update(number, "a", note, 10**9), note)
+        proposal = exchange.record(f"rounds/{number:06d}/proposal.json")
+        for name in "bc" if proposal is not None and proposal.digest not in seen else "":
+            ballot = as_json(Ballot(digest=proposal.digest, score=1.0))
+            exchange.write(f"rounds/{number:06d}/ballots/{name}.json", ballot)
+
+    (shell.folder / "node.gin").write_text(NODE)
+    flags = ("--gin_file=tiny.gin", "--gin_file=node.gin", "--gin.MODEL_DIR=two", f"--gin.GroupNode.exchange={folder}")
+    flags = (*flags, "--gin.Evaluation.every=6", "--gin.Evaluation.max_batches=2")
+    with coordinated(folder, others, num_nodes=4, voting_strategy="byzantine", quality_threshold=0.5):
+        ends = cluster("flags", 2).run("train", *flags)
+    assert [one.code for one in ends] == [0, 0], [(one.out[-500:], one.err[-2000:]) for one in ends]
+    assert [report["vote"]["approve"] for report in exchange.reports()] == 2 * [["a", "b", "c"]]
+    assert "round 2: the proposed model has the score" in ends[0].out

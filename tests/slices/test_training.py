@@ -101,12 +101,6 @@ def group_sums(case):
     return member.sums.lower(dict.fromkeys(("loss", "grad_norm", "tokens", "skipped"), scalar))
 
 
-def group_score(case):
-    params = case.state.abstract.params
-    made = setup.make_loss(case.trainer, case.model, case.mesh)
-    return made.lower(case.model.trained(params), case.model.frozen(params), case.batch())
-
-
 def group_whole(case):
     largest = max(jax.tree.leaves(case.state.abstract.params), key=lambda x: x.size)
     return member.replicating(case.mesh).lower(largest)
@@ -161,7 +155,6 @@ PROGRAMS = {
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("objectives/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "loss of a group's node": Program("strategies/group/member.py sums", group_sums, ("decoder",)),
-    "score of a group's node": Program("training/setup.py make_loss", group_score, ("decoder", "decoder QLoRA")),
     "parameter of a group's node": Program(
         "strategies/group/member.py replicating", group_whole, ("decoder", "experts")
     ),
@@ -191,7 +184,6 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("fingerprint of weights", "decoder QLoRA", "v5e-4"),
     ("merge of adapters", "experts LoRA", "v6e-4"),
     ("loss of a group's node", "decoder", "v5e-4"),
-    ("score of a group's node", "decoder", "v5e-4"),
     ("parameter of a group's node", "decoder", "v5e-4"),
 }
 

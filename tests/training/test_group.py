@@ -15,6 +15,7 @@ import pytest
 from capibara.checkpoints.manager import Checkpointing
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterSgd
+from capibara.consensus.voting import Ballot
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.models.api import Lora
@@ -23,10 +24,10 @@ from capibara.storage import hashing
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
-from capibara.strategies.group.exchange import Exchange, Note, Presence
+from capibara.strategies.group.exchange import Exchange, Note, Presence, as_json
 from capibara.strategies.group.member import GroupNode
 from capibara.training.stability.anomalies import Anomalies
-from capibara.training.trainer import InitWith
+from capibara.training.trainer import Evaluation, InitWith
 
 
 class Ended(Exception):
@@ -316,3 +317,60 @@ def test_bad_options_of_a_node_are_one_line(fields):
     (name,) = fields
     with pytest.raises(UserError, match=f"GroupNode.{name} is"):
         GroupNode(**{"exchange": "x", "name": "a"} | fields)
+
+
+class Others:
+    """Nodes b, c and d, which send what a sends; some of them cast ballots."""
+
+    def __init__(self, folder, scores):
+        self.exchange, self.scores, self.seen = Exchange(str(folder)), scores, set()
+
+    def __call__(self):
+        agreed = self.exchange.agreed()
+        number = 0 if agreed is None else agreed.round_ + 1
+        if number not in self.seen and self.exchange.has_sent(number, "a"):
+            self.seen.add(number)
+            note = self.exchange.note(number, "a")
+            for name in "bcd":
+                self.exchange.send(number, name, self.exchange.update(number, "a", note, 10**9), note)
+        proposal = self.exchange.record(f"rounds/{number:06d}/proposal.json")
+        if proposal is not None and proposal.digest not in self.seen:
+            self.seen.add(proposal.digest)
+            for name, score in self.scores.items():
+                ballot = as_json(Ballot(digest=proposal.digest, score=score))
+                self.exchange.write(f"rounds/{number:06d}/ballots/{name}.json", ballot)
+
+
+VOTES = {"num_nodes": 4, "voting_strategy": "byzantine", "quality_threshold": 0.5, "consensus_timeout_s": 60.0}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "adapters"])
+def test_a_node_votes_by_its_validation_loss(make_trainer, train, tmp_path, lora):
+    """Two of the other three approve, so that the third vote is this node's."""
+    changes = {"evaluation": Evaluation(every=100, max_batches=2)}
+    if lora:
+        train(make_trainer(steps=4, model_dir=str(tmp_path / "base"), checkpointing=Checkpointing(every=4)))
+        model = dataclasses.replace(make_trainer().model, lora=Lora(rank=2))
+        changes |= {"model": model, "init_from": str(tmp_path / "base")}
+    with coordinated(tmp_path / "x", Others(tmp_path / "x", {"b": 1.0, "c": 1.0}), **VOTES):
+        seen = train(in_group(make_trainer, tmp_path / "x", **changes))
+    found = Exchange(str(tmp_path / "x")).reports()
+    assert [report["vote"]["approve"] for report in found] == 2 * [["a", "b", "c"]]
+    scores = [float(line.rpartition(" ")[2]) for line in seen.statuses if "the proposed model has the score" in line]
+    assert len(scores) == 2 and all(0.5 <= score <= 1.0 for score in scores)
+
+
+def test_a_node_that_resumes_votes_in_the_round_that_is_open(make_trainer, train, tmp_path):
+    exchange, others = Exchange(str(tmp_path / "x")), Others(tmp_path / "x", {"b": 1.0, "c": 1.0})
+
+    def ends():
+        others()
+        if (agreed := exchange.agreed()) is not None and agreed.round_ == 1:
+            raise Ended
+
+    trainer = in_group(make_trainer, tmp_path / "x", evaluation=Evaluation(every=100, max_batches=2))
+    with coordinated(tmp_path / "x", ends, **VOTES):
+        assert train(trainer, signal_at="round 2: waiting for the others, 0 s").outcome.reason == "interrupted"
+    with coordinated(tmp_path / "x", others, **VOTES):
+        assert train(trainer).outcome.step == 8
+    assert [report["vote"]["approve"] for report in exchange.reports()] == 2 * [["a", "b", "c"]]

@@ -23,6 +23,7 @@ from capibara.consensus.aggregation import Mean, Monna, Report
 from capibara.consensus.outer import OuterOptimizer
 from capibara.consensus.privacy import Privacy
 from capibara.consensus.voting import Vote as VoteRule
+from capibara.consensus.voting import tolerance
 from capibara.core import limits
 from capibara.core.types import Params, PyTree, UserError
 from capibara.storage import hashing
@@ -92,7 +93,7 @@ class Coordinator(Agreement):
             self._check_vote()
         if not 1 <= self.needed <= self.num_nodes:
             raise UserError(
-                f"Coordinator.quorum is {self.quorum}, must be from 1 to num_nodes ({self.num_nodes}): try {self.num_nodes // 2 + 1}"
+                f"Coordinator.quorum is {self.quorum}, must be from 1 to num_nodes ({self.num_nodes}): try {self._usual_quorum}"
             )
         for name in ("consensus_timeout_s", "grace_s", "poll_s"):
             if not 0 < getattr(self, name) < math.inf:
@@ -120,6 +121,11 @@ class Coordinator(Agreement):
         self.aggregation.check(self.needed)  # fewer nodes are never aggregated
 
     def _check_vote(self) -> None:
+        if self.privacy is not None:
+            raise UserError(
+                "Coordinator.voting_strategy is 'byzantine', and the nodes' scores reveal what Coordinator.privacy hides: leave "
+                "one of them out"
+            )
         if self.quality_threshold is None:
             raise UserError(
                 "Coordinator.quality_threshold is None, and with voting_strategy = 'byzantine' any finite model would be approved: "
@@ -138,15 +144,22 @@ class Coordinator(Agreement):
         faults = self.aggregation.faults or None
         return VoteRule(num_nodes=self.num_nodes, faulty=faults, quality_threshold=self.quality_threshold)
 
+    @property
+    def tolerance(self) -> int:
+        """The nodes that may be faulty in a round: the least of what the vote and the aggregation withstand."""
+        return tolerance(self.vote_rule, self.aggregation.faults) if self.votes else self.aggregation.faults
+
     def election(self, exchange: Exchange, pause: Callable[[str, str], None]) -> Election | None:
         """The votes on proposed models; None: there are none. `pause` is called between two looks at the ballots."""
-        return Election(exchange, self.vote_rule, self.consensus_timeout_s, pause) if self.votes else None
+        return Election(exchange, self.vote_rule, self.grace_s, pause) if self.votes else None
 
     @property
     def needed(self) -> int:
         """The quorum."""
-        if self.quorum is not None:
-            return self.quorum
+        return self._usual_quorum if self.quorum is None else self.quorum
+
+    @property
+    def _usual_quorum(self) -> int:
         return self.vote_rule.quorum if self.votes else self.num_nodes // 2 + 1
 
     def run(
@@ -218,6 +231,8 @@ class _Coordination:
         privacy = config.privacy
         most = config.rounds if privacy is None else min(config.rounds, privacy.releases_within())
         standing = self._begun() if agreed is None else self._resumed(agreed)
+        if config.votes:
+            self._show(f"a round withstands {config.tolerance} faulty of {config.num_nodes} nodes")
         if privacy is not None and (
             line := privacy.warning(config.num_nodes, sum(x.size for x in standing.model.values()))
         ):
@@ -244,21 +259,8 @@ class _Coordination:
             )
         most = limits.host_bytes() // (2 * config.num_nodes)
         inbox = self._collected(Inbox(self._exchange, 0, self._may_join, None, most), set())
-        names = _alike(inbox.updates)
-        reasons = inbox.rejected | {
-            name: "it begins with other weights, or has another GroupNode.every"
-            for name in inbox.updates
-            if name not in names
-        }
-        if len(names) < config.needed:
-            said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
-            raise UserError(
-                f"{len(names)} nodes begin with the same weights, must be at least the quorum ({config.needed}): start more, "
-                f"with the same Trainer.seed and init_from{f' ({said})' if said else ''}"
-            )
+        names, line = _beginners(inbox, config.needed)
         model, self._every = inbox.updates[names[0]].arrays, inbox.updates[names[0]].every
-        line = f"{len(names)} nodes begin: {', '.join(sorted(names))}"
-        line = "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(reasons.items()))])
         outer = _leaves(config.outer.init(dict(model)))
         agreed = _written(self._exchange, 0, self._every, model, outer, sorted(names))
         agreed = dataclasses.replace(agreed, line=line)
@@ -335,12 +337,14 @@ class _Coordination:
         silent = f"it sent nothing within {time.monotonic() - begin_s:.1f} s"
         without |= {name: inbox.doubts.get(name, silent) for name in late}
         report = {"round": number, "succeeded": False, "score": 0.0, "accepted": {}, "without": without}
+        if self._config.votes:
+            report["tolerance"] = self._config.tolerance
         report["bytes_received"] = sum(update.size for update in updates.values())
         if len(updates) < self._config.needed:
             words = f"{len(updates)} nodes have sent an update that counts, must be at least the quorum ({self._config.needed})"
             self._failed(standing, number, report, words)
         else:
-            self._settled(standing, number, updates, report)
+            self._settled(standing, number, updates, report, begin_s)
         report["seconds"] = round(time.monotonic() - begin_s, 3)
         standing.agreed = dataclasses.replace(standing.agreed, line=_line(report, self._config.rounds))
         self._exchange.write_report(number, report)
@@ -354,8 +358,10 @@ class _Coordination:
         self._exchange.publish(standing.agreed)
         self._show(standing.agreed.line)
 
-    def _settled(self, standing: _Standing, number: int, updates: dict[str, Update], report: dict[str, Any]) -> None:
-        """Makes the next model of the updates."""
+    def _settled(
+        self, standing: _Standing, number: int, updates: dict[str, Update], report: dict[str, Any], begin_s: float
+    ) -> None:
+        """Makes the next model of the updates of a round that has begun at `begin_s`."""
         config, names, without = self._config, sorted(updates), report["without"]
         sent = {key: np.stack([updates[name].arrays.pop(key) for name in names]) for key in standing.model}
         quality = _quality([updates[name] for name in names])
@@ -365,18 +371,25 @@ class _Coordination:
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
             report["epsilon"] = config.privacy.epsilon(number)
-        vote = None if self._election is None else self._election.vote(number, names, report)
-        found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected, vote)
+        found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
         accepted = [name for name, has_part in zip(names, np.asarray(found.accepted), strict=True) if has_part]
         report["score"] = float(found.score)
         for at, name in enumerate(names):
             if name not in accepted:
                 without[name] = _reason(updates[name], float(quality[at]), config.quality_threshold)
         if not bool(found.succeeds):
-            return self._failed(standing, number, report, _shortfall(report, config.consensus_threshold))
+            words = f"consensus score {report['score']:.2f}, must be at least {config.consensus_threshold:g}"
+            return self._failed(standing, number, report, words)
         if len(accepted) < config.needed:
             words = f"{len(accepted)} nodes have a part, must be at least the quorum ({config.needed})"
             return self._failed(standing, number, report, words)
+        model, outer = {key: np.asarray(value, np.float32) for key, value in found.params.items()}, _leaves(found.outer)
+        agreed = _written(self._exchange, number, self._every, model, outer, accepted)
+        if self._election is not None:
+            left_s = config.consensus_timeout_s - (time.monotonic() - begin_s)
+            if (refusal := self._election.refusal(agreed, names, left_s, report)) is not None:
+                self._exchange.discard(agreed)
+                return self._failed(standing, number, report, refusal)
         report["accepted"] = {
             name: _about(updates[name], found.distances[at], quality[at])
             for at, name in enumerate(names)
@@ -385,9 +398,7 @@ class _Coordination:
         report["succeeded"], report["spare_faults"] = True, int(found.spare_faults)
         standing.norms += [updates[name].norm for name in accepted]
         standing.waited, standing.failures = set(accepted), 0
-        standing.model = {key: np.asarray(value, np.float32) for key, value in found.params.items()}
-        standing.outer = _leaves(found.outer)
-        standing.agreed = _written(self._exchange, number, self._every, standing.model, standing.outer, accepted)
+        standing.agreed, standing.model, standing.outer = agreed, model, outer
 
     def _failed(self, standing: _Standing, number: int, report: dict[str, Any], words: str) -> None:
         """A round without an agreement: the nodes go on from the last agreed model."""
@@ -395,6 +406,20 @@ class _Coordination:
         standing.failures += 1
         standing.agreed = dataclasses.replace(standing.agreed, round_=number, accepted="")
         standing.waited -= report["without"].keys()
+
+
+def _beginners(inbox: Inbox, quorum: int) -> tuple[list[str], str]:
+    """The nodes that begin with the same weights, and a line about them; raises UserError if they are less than a quorum."""
+    names, why_not = _alike(inbox.updates), "it begins with other weights, or has another GroupNode.every"
+    reasons = inbox.rejected | {name: why_not for name in inbox.updates if name not in names}
+    if len(names) < quorum:
+        said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
+        raise UserError(
+            f"{len(names)} nodes begin with the same weights, must be at least the quorum ({quorum}): start more, "
+            f"with the same Trainer.seed and init_from{f' ({said})' if said else ''}"
+        )
+    line = f"{len(names)} nodes begin: {', '.join(sorted(names))}"
+    return names, "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(reasons.items()))])
 
 
 def _written(
@@ -497,15 +522,6 @@ def _reason(update: Update, quality: float, threshold: float | None) -> str:
     if threshold is not None and quality < threshold:
         return f"its quality {quality:.2f} is below {threshold:g}"
     return "its parameters are too far from all others"
-
-
-def _shortfall(report: Mapping[str, Any], threshold: float) -> str:
-    """Why a round failed."""
-    vote = report.get("vote")
-    if report["score"] >= threshold and vote is not None:
-        without = "; ".join(f"{name}: {why}" for name, why in sorted(vote["without"].items()))
-        return f"{len(vote['approve'])} votes, must be at least {vote['quorum']} ({without})"
-    return f"consensus score {report['score']:.2f}, must be at least {threshold:g}"
 
 
 def _line(report: Mapping[str, Any], rounds: int) -> str:

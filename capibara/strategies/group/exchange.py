@@ -28,6 +28,7 @@ from capibara.consensus.voting import Ballot
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import hashing, stores
+from capibara.storage.store import PARTIAL
 
 AGREED = "agreed.json"
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -193,15 +194,18 @@ class Exchange:
                         found.append(report)
         return found
 
+    def discard(self, model: Agreed) -> None:
+        """Removes a model that was not agreed, and the outer optimizer's state after it."""
+        for name in (model.model, model.model.replace("model.", "outer.")):
+            self._store.remove(self._folder / name)
+
     def tidy(self, agreed: Agreed) -> None:
         """Removes updates and models of earlier rounds that nobody needs any more."""
         for name in self._store.list(self._folder):
-            found = re.match(r"rounds/(\d+)/(?!report\.json)", name)
-            if (
-                found
-                and int(found[1]) <= agreed.round_ - _KEPT
-                and not name.startswith(agreed.model.rpartition("/")[0])
-            ):
+            found = re.match(r"rounds/(\d+)/(?!report\.json$)", name)
+            is_old = found is not None and int(found[1]) <= agreed.round_ - _KEPT
+            is_partial = name.startswith(f"{AGREED}.") and name.endswith(PARTIAL)  # of a coordinator that was killed
+            if is_partial or (is_old and not name.startswith(agreed.model.rpartition("/")[0])):
                 self._store.remove(self._folder / name)
 
     def read_outer(self, agreed: Agreed, most: int) -> bytes:

@@ -214,7 +214,7 @@ class GroupMember(Member):
             if agreed is not None and agreed.round_ >= round_:
                 return agreed
             self._check(agreed, round_)
-            if agreed is not None and score is not None:
+            if agreed is not None:
                 self._voter.vote(round_, agreed, score)
             self._reporter.check(looks)
             waited_s = hosts.of_first(lambda: time.monotonic() - begin_s)

@@ -1,4 +1,4 @@
-"""The vote of a group: before a round counts, the nodes score the model that it proposes on rows of their own.
+"""The vote of a group: before a round counts, the nodes score the model that it proposes on their validation data.
 
 The proposal and the ballots are files of the exchange, beside the updates of the round.
 """
@@ -12,17 +12,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from capibara.consensus.voting import Ballot, Verdict, Vote
 from capibara.core import limits
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, TryAgain, UserError
 from capibara.objectives.batches import Reporter
-from capibara.strategies.consensus import agreement
-from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import Agreed, Exchange, as_json, fields_of, round_folder
 from capibara.training.group import Score
@@ -56,56 +50,57 @@ class Election:
     Attributes:
       exchange: where proposals and ballots are.
       rule: of the vote.
-      timeout_s: seconds after which missing votes are not waited for.
+      grace_s: seconds for the others once as many nodes as must approve have voted; a vote always has so many.
       wait: called with (topic, detail) between two looks at the ballots.
     """
 
     exchange: Exchange
     rule: Vote
-    timeout_s: float
+    grace_s: float
     wait: Callable[[str, str], None]
 
-    def vote(self, number: int, nodes: Sequence[str], report: dict[str, Any]) -> agreement.Vote:
-        """How nodes vote in a round.
+    def refusal(self, proposal: Agreed, nodes: Sequence[str], left_s: float, report: dict[str, Any]) -> str | None:
+        """Lets nodes vote on a model that has been written; why they refuse it, or None.
 
         Args:
-          number: of the round.
+          proposal: the model.
           nodes: those that may vote.
+          left_s: seconds that are left of the round.
           report: of the round, to which the vote is added.
         """
-        return agreement.Vote(lambda proposed, _: self._approvals(number, nodes, report, proposed), self.rule.quorum)
+        self.exchange.write(_proposal(proposal.round_), as_json(proposal))
+        verdict, approve = self._verdict(proposal, nodes, max(left_s, self.grace_s))
+        silent = "its vote was not needed" if len(approve) >= verdict.quorum else "it did not vote"
+        without = {name: str(verdict.dissent.get(name, silent)) for name in nodes if name not in approve}
+        report["vote"] = {"quorum": verdict.quorum, "approve": approve, "without": without}
+        if len(approve) >= verdict.quorum:
+            return None
+        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(without.items()))
+        return f"{len(approve)} votes, must be at least {verdict.quorum} ({reasons})"
 
-    def _approvals(self, number: int, nodes: Sequence[str], report: dict[str, Any], proposed: Params) -> jax.Array:
-        """The nodes that approve a model, bool [nodes]."""
-        model = {key: np.asarray(value, np.float32) for key, value in proposed.items()}
-        proposal = self.exchange.write_model(number, arrays.to_bytes(model))
-        self.exchange.write(_proposal(number), as_json(proposal))
-        verdict = self._verdict(proposal, nodes)
-        approve = verdict.votes.get(proposal.digest, ())
-        without = {name: str(verdict.dissent.get(name, "it did not vote")) for name in nodes if name not in approve}
-        report["vote"] = {"quorum": verdict.quorum, "approve": sorted(approve), "without": without}
-        return jnp.array([name in approve for name in nodes])
-
-    def _verdict(self, proposal: Agreed, nodes: Collection[str]) -> Verdict:
-        """Waits until enough nodes have approved, or too few can."""
-        begin_s = time.monotonic()
+    def _verdict(self, proposal: Agreed, nodes: Collection[str], most_s: float) -> tuple[Verdict, list[str]]:
+        """Waits until enough nodes have approved, or too few can; also returns those that approve, sorted."""
+        begin_s, quorum_s = time.monotonic(), math.inf
         while True:
             found = {name: self._ballot(proposal, name) for name in nodes}
             ballots = {name: ballot for name, ballot in found.items() if ballot is not None}
             verdict = self.rule.decide([ballots])
-            approvals = len(verdict.votes.get(proposal.digest, ()))
-            spent_s = time.monotonic() - begin_s
-            if approvals >= verdict.quorum or approvals + len(nodes) - len(ballots) < verdict.quorum:
-                return verdict
-            if spent_s >= self.timeout_s:
-                return verdict
-            self.wait(f"round {proposal.round_}", f"{approvals} of {verdict.quorum} votes after {spent_s:.0f} s")
+            approve = sorted(verdict.votes.get(proposal.digest, ()))
+            now_s = time.monotonic()
+            if len(ballots) >= verdict.quorum:
+                quorum_s = min(quorum_s, now_s)
+            is_decided = len(approve) >= verdict.quorum or len(approve) + len(nodes) - len(ballots) < verdict.quorum
+            if is_decided or now_s - begin_s >= most_s or now_s - quorum_s >= self.grace_s:
+                return verdict, approve
+            said = f"{len(approve)} of {verdict.quorum} votes after {now_s - begin_s:.0f} s"
+            self.wait(f"round {proposal.round_}", said)
 
     def _ballot(self, proposal: Agreed, node: str) -> Ballot | None:
         """A node's vote on this proposal; None: it has none that can be read."""
         with contextlib.suppress(ValueError, OverflowError, OSError, TryAgain, limits.Refused):
             if data := self.exchange.small(_ballot(proposal.round_, node)):
                 found = Ballot(**fields_of(data, Ballot))
+                found = dataclasses.replace(found, score=float(found.score))  # JSON has whole numbers of any size
                 return found if found.digest == proposal.digest else None
         return None
 
@@ -130,34 +125,47 @@ class Voter:
         reporter: Reporter,
     ):
         self._exchange, self._name, self._read, self._on_mesh, self._reporter = exchange, name, read, on_mesh, reporter
-        self._voted = ""  # the hash of the model on which the node has voted last
+        self._voted: tuple[int, str] | None = None  # the round, and the hash of the model on which the node has voted
+        self._losses: dict[str, float] = {}  # of the models of the last vote, by hash
 
-    def vote(self, round_: int, agreed: Agreed, score: Score) -> None:
+    def vote(self, round_: int, agreed: Agreed, score: Score | None) -> None:
         """Votes on the model that a round proposes, once; called on every process.
 
-        A node that cannot read the model does not vote; it looks again.
+        A node that cannot read the model, or cannot write its ballot, tries again when it is called again.
 
         Args:
           round_: the round that has not ended.
           agreed: the model of the last round.
-          score: of a model on this node's rows.
+          score: the loss of a model; None: the run has no validation data, and abstains, so that nobody waits for its vote.
+
+        Raises:
+          Interrupted: the run must stop.
         """
         found = hosts.of_first(lambda: self._look(round_))
         proposal = None if found is None else Agreed(**found)
-        if proposal is None or proposal.digest == self._voted:
+        if proposal is None or (round_, proposal.digest) == self._voted:
             return
-        models: list[Arrays] = []
-        try:
-            hosts.each(lambda: models.extend(self._read(one) for one in (agreed, proposal)))
-        except UserError:
+        quality = math.nan
+        if score is not None:
+            models: list[Arrays] = []
+            try:
+                hosts.each(lambda: models.extend(self._read(one) for one in (agreed, proposal)))
+            except UserError:
+                return
+            for one, model in zip((agreed, proposal), models, strict=True):
+                if one.digest not in self._losses:
+                    self._losses[one.digest] = score(self._on_mesh(model))
+            old, new = self._losses[agreed.digest], self._losses[proposal.digest]
+            self._losses = {agreed.digest: old, proposal.digest: new}
+            gain = (old if math.isfinite(old) else math.inf) - new
+            quality = math.exp(min(gain, 0.0)) if math.isfinite(new) else math.nan
+        if not hosts.of_first(lambda: self._cast(round_, Ballot(digest=proposal.digest, score=quality))):
             return
-        old, new = (_loss(score(self._on_mesh(model))) for model in models)
-        gain = (old if math.isfinite(old) else math.inf) - new
-        quality = math.exp(min(gain, 0.0)) if math.isfinite(new) else math.nan
-        ballot = as_json(Ballot(digest=proposal.digest, score=quality))
-        hosts.of_first(lambda: self._exchange.write(_ballot(round_, self._name), ballot))
-        self._voted = proposal.digest
-        self._reporter.status(f"round {round_}: the proposed model has the score {quality:.3f}")
+        self._voted = (round_, proposal.digest)
+        said = f"the proposed model has the score {quality:.3f}"
+        if score is None:
+            said = "this node abstains from the vote: it has no validation data (Evaluation.every is 0)"
+        self._reporter.status(f"round {round_}: {said}")
 
     def _look(self, round_: int) -> dict[str, Any] | None:
         with contextlib.suppress(TryAgain, OSError, UserError):
@@ -165,11 +173,12 @@ class Voter:
             return None if found is None else dataclasses.asdict(found)
         return None
 
-
-def _loss(sums: jax.Array) -> float:
-    """The mean of a loss over rows, of its sum and weight [2]."""
-    loss, weight = np.asarray(jax.device_get(sums), np.float64)
-    return float(loss / max(weight, 1.0))
+    def _cast(self, round_: int, ballot: Ballot) -> bool:
+        """Writes a ballot; False: the store does not answer."""
+        with contextlib.suppress(TryAgain, OSError):
+            self._exchange.write(_ballot(round_, self._name), as_json(ballot))
+            return True
+        return False
 
 
 def _proposal(round_: int) -> str:
