@@ -1,7 +1,8 @@
-"""Differential privacy of nodes: each one's update is clipped, the mean gets noise, and a ledger counts what that has cost.
+"""Differential privacy: what each unit adds to a sum is clipped, the sum gets noise, and a ledger counts what that has cost.
 
-User-level privacy as in McMahan et al. 2018 (arXiv:1710.06963): a user is a node with all its data. The ledger is
-dp-accounting's (github.com/google/differential-privacy).
+A unit is a node of a group with all its data (user-level privacy as in McMahan et al. 2018, arXiv:1710.06963), or a document
+(example-level privacy, DP-SGD of Abadi et al. 2016, arXiv:1607.00133). The ledger is dp-accounting's
+(github.com/google/differential-privacy).
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ class Accounting(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """What is promised: how little the presence of one node changes the distribution of what comes out of the rounds.
+    """What is promised: how little one unit changes the distribution of the models that come out.
+
+    A unit is a node with its data for `Coordinator.privacy`, and a document for `Trainer.privacy`.
 
     Attributes:
-      clip_norm: the largest norm of a node's update; longer ones are scaled down.
-      noise_multiplier: the noise's standard deviation in the sum of the updates, over `clip_norm`.
-      delta: the probability with which the promise may fail; below one over the number of nodes.
+      clip_norm: the largest norm of a unit's update or gradient; longer ones are scaled down.
+      noise_multiplier: the noise's standard deviation in the sum over units, over `clip_norm`.
+      delta: the probability with which the promise may fail; below one over the number of units.
       budget: the largest epsilon; training ends before it is exceeded. None: it is only reported.
       accounting: how epsilon is computed.
     """
@@ -70,13 +73,17 @@ class Privacy:
         """What so many noisy means have cost.
 
         Args:
-          releases: their number.
-          sampling: the probability with which each node has a part in one, drawn anew for each; 1: all always have.
+          releases: the number of those in which a unit has a part.
+          sampling: the probability with which each unit has a part in one, drawn anew for each; 1: all always have.
         """
         return epsilon(self.noise_multiplier, sampling, releases, self.delta, self.accounting) if releases else 0.0
 
-    def releases_within(self, sampling: float = 1.0) -> int:
+    def releases_within(self, sampling: float = 1.0, noun: str = "round") -> int:
         """The largest number of noisy means that the budget allows.
+
+        Args:
+          sampling: as for `epsilon`.
+          noun: what they are, for the error.
 
         Raises:
           UserError: it does not allow the first.
@@ -86,7 +93,7 @@ class Privacy:
         budget = self.budget
         if (first := self.epsilon(1, sampling)) > budget:
             raise UserError(
-                f"Privacy.budget is {budget:g}, and the first round costs epsilon {first:.3g}: raise it, or "
+                f"Privacy.budget is {budget:g}, and the first {noun} costs epsilon {first:.3g}: raise it, or "
                 f"noise_multiplier ({self.noise_multiplier:g})"
             )
         most = 1
@@ -124,32 +131,36 @@ class Privacy:
 
         return jax.tree.map(mean, start, updates, keys)
 
-    def warning(self, nodes: int, params: int) -> str | None:
+    def warning(
+        self, units: int, params: int, nouns: tuple[str, str, str] = ("round", "update", "nodes")
+    ) -> str | None:
         """A line if the noise drowns the largest possible mean update; None: it does not.
 
         Args:
-          nodes: of the group.
+          units: in a mean.
           params: parameters that are trained.
+          nouns: the mean, what is added up in it, and the units.
         """
-        noise = self.noise_multiplier * self.clip_norm * math.sqrt(params) / nodes
+        noise = self.noise_multiplier * self.clip_norm * math.sqrt(params) / units
         if noise <= self.clip_norm:
             return None
         needed = math.ceil(self.noise_multiplier * math.sqrt(params))
+        mean, part, noun = nouns
         return (
-            f"the noise of a round has the norm {noise:.3g}, {noise / self.clip_norm:.3g} times the largest update's "
-            f"({self.clip_norm:g}): with {nodes} nodes and {params:,} parameters it drowns what they learn; with {needed:,} "
-            "nodes it would be as large, and adapters have fewer parameters"
+            f"the noise of a {mean} has the norm {noise:.3g}, {noise / self.clip_norm:.3g} times the largest {part}'s "
+            f"({self.clip_norm:g}): with {units} {noun} and {params:,} parameters it drowns what they learn; with {needed:,} "
+            f"{noun} it would be as large, and adapters have fewer parameters"
         )
 
 
 def epsilon(
     noise_multiplier: float, sampling: float, releases: int, delta: float, accounting: Accounting = Accounting.PLD
 ) -> float:
-    """The epsilon of Gaussian mechanisms, each on a Poisson sample, for neighbours that differ in one node.
+    """The epsilon of Gaussian mechanisms, each on a Poisson sample, for neighbours that differ in one unit.
 
     Args:
       noise_multiplier: the noise's standard deviation over the sensitivity.
-      sampling: the probability with which a node is in a sample.
+      sampling: the probability with which a unit is in a sample.
       releases: the number of mechanisms.
       delta: the probability with which the promise may fail.
       accounting: how it is computed.

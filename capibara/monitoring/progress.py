@@ -108,7 +108,7 @@ class ProgressLine(Callback):
         if not (done or self._evaluated) and reason != "interrupted":
             self._print(_nothing_left(self._run, reason), style="bold")
             return
-        words = {"finished": "finished", "early_stopping": "stopped early", "interrupted": "interrupted"}
+        words = {"early_stopping": "stopped early", "privacy_budget": "privacy budget spent"}
         with contextlib.suppress(UserError):  # a run without a metrics file
             if shares := goodput.line(goodput.account(all_records(metrics_path(self._run.model_dir)))):
                 self._print(shares, style="dim")
@@ -127,6 +127,8 @@ class ProgressLine(Callback):
             parts.append(f"lr {metrics['learning_rate']:.2e}")
         if "grad_norm" in metrics:
             parts.append(f"grad {metrics['grad_norm']:.3g}")
+        if "epsilon" in metrics:
+            parts.append(f"epsilon {metrics['epsilon']:.3g}")
         if metrics.get("skipped"):
             parts.append(f"{_count(int(metrics['skipped']), 'update')} skipped")
         if "tokens_per_s" in metrics:
@@ -219,6 +221,8 @@ def _live_line(console: Console) -> Live:
 
 
 def _nothing_left(run: RunInfo, reason: str) -> str:
+    if reason == "privacy_budget":
+        return f"nothing to do: the privacy budget is spent at step {run.start_step}; raise Privacy.budget to continue"
     if reason == "early_stopping":
         return f"nothing to do: the run stopped early at step {run.start_step}; raise Evaluation.patience to continue"
     return (

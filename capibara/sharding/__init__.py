@@ -101,6 +101,11 @@ class Rules:
                         f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
                     )
 
+    def without(self, mesh_axes: Sequence[str]) -> Rules:
+        """The rules that map nothing to these mesh axes."""
+        names = (field.name for field in dataclasses.fields(self))
+        return Rules(**{name: tuple(a for a in getattr(self, name) if a not in mesh_axes) for name in names})
+
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of an array whose dimensions have these logical names.
 
@@ -350,12 +355,12 @@ def batch_axes(sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
     return (NODE_AXIS, *rules.batch) if NODE_AXIS in sizes else rules.batch
 
 
-def node_axes(mesh: Mesh) -> set[str]:
-    """The axes that are manual in the program of one node: of nodes, or all if a node is a single device.
+def manual_axes(mesh: Mesh, apart: Sequence[str] = (NODE_AXIS,)) -> set[str]:
+    """The axes that are manual where each position of the axes `apart` runs a program of its own: these, or all.
 
-    Kernels cannot be partitioned, not even over automatic axes of one device.
+    They are all if such a program has a single device: kernels cannot be partitioned, not even over automatic axes of one.
     """
-    return {NODE_AXIS} if mesh.size > mesh.shape[NODE_AXIS] else set(mesh.axis_names)
+    return set(apart) if mesh.size > math.prod(mesh.shape[axis] for axis in apart) else set(mesh.axis_names)
 
 
 def _of_all_nodes(mesh: Mesh, rules: Rules) -> Rules:
@@ -420,15 +425,23 @@ class _Active:
     mesh: Mesh
     rules: Rules
     pipeline: Pipeline | None
+    apart: tuple[str, ...] = (NODE_AXIS,)
 
 
 _current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("active", default=None)
 
 
 @contextlib.contextmanager
-def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iterator[None]:
-    """A context, for trace time, in which `constrain` uses this mesh and layers run in this pipeline."""
-    token = _current.set(_Active(mesh, rules, pipeline))
+def activate(
+    mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None, apart: Sequence[str] = (NODE_AXIS,)
+) -> Iterator[None]:
+    """A context, for trace time, in which `constrain` uses this mesh and layers run in this pipeline.
+
+    Args:
+      mesh, rules, pipeline: what they use.
+      apart: the axes whose positions each run a program of their own, inside a shard_map over them.
+    """
+    token = _current.set(_Active(mesh, rules, pipeline, tuple(apart)))
     try:
         yield
     finally:
@@ -438,14 +451,14 @@ def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iter
 def active() -> tuple[ActiveMesh, Rules] | None:
     """The mesh and rules of the `activate` context; None outside it and on a single device.
 
-    In the program of one of several nodes the mesh's axis of nodes is manual already: then the mesh is the
-    abstract one that shard_map and shardings take there.
+    In the program of one of several nodes, or of rows apart, the mesh's axis of these is manual already: then the mesh is
+    the abstract one that shard_map and shardings take there.
     """
     current = _current.get()
     if current is None or current.mesh.size == 1:
         return None
     inside = jax.sharding.get_abstract_mesh()
-    if NODE_AXIS not in inside.manual_axes:
+    if not set(current.apart) <= set(inside.manual_axes):
         return current.mesh, _of_all_nodes(current.mesh, current.rules)
     return None if len(inside.manual_axes) == len(inside.axis_names) else (inside, current.rules)
 

@@ -73,7 +73,7 @@ class Callback:
         """After a loss spike made the run roll back to `step`: metrics of later steps are void."""
 
     def on_train_end(self, step: int, reason: str) -> None:
-        """After the last step; `reason` is "finished", "early_stopping" or "interrupted"."""
+        """After the last step; `reason` is that of `loop.Outcome`."""
 
 
 class Callbacks(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ class BatchFeed:
       batch_sharding: of every array of a batch.
       provider: makes the batches, if the loss needs more than the data.
       spec: shape and dtype of every array of a provider's batch.
+      constants: arrays that every batch has besides.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class BatchFeed:
         batch_sharding: NamedSharding,
         provider: BatchProvider | None,
         spec: Mapping[str, tuple[tuple[int, int], np.dtype]],
+        constants: Mapping[str, jax.Array] | None = None,
     ):
+        self._constants = dict(constants or {})
         self._batches, self._batch_sharding, self.provider, self._spec = batches, batch_sharding, provider, spec
         self._unused: dict[str, Any] | None = None  # the data's state before a batch that was abandoned
         self.position: Position = None  # the data's position before the current batch
@@ -67,7 +71,7 @@ class BatchFeed:
         """
         if self.provider is None:
             self.position = self._batches.position
-            return sharding.global_batch(self._batch_sharding, next(self._batches))
+            return sharding.global_batch(self._batch_sharding, next(self._batches)) | self._constants
         before, count = self._batches.position, self._batches.batches
         self._unused = self._batches.get_state() if self.takes_long(step) else None
         batch = self.provider.next_batch(step, params)
@@ -106,6 +110,10 @@ def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int
     """This process's part of a split, in global batches of `rows` rows."""
     shards = sharding.host_shards(mesh, trainer.plan.rules)
     open_one = make_loader if trainer.loss is None else trainer.loss.open
+    privacy = trainer.privacy
+    if privacy is not None and epochs is None:
+        promised = {"clip_norm": privacy.clip_norm, "noise_multiplier": privacy.noise_multiplier}
+        open_one = functools.partial(make_loader, privacy=promised)
     return open_one(
         trainer.dataset,
         split=split,

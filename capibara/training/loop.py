@@ -34,7 +34,7 @@ class Outcome:
 
     Attributes:
       step: steps done.
-      reason: "finished", "early_stopping" or "interrupted".
+      reason: "finished", "early_stopping", "privacy_budget" (it allows no more steps) or "interrupted".
       signal_number: of the signal that interrupted it.
     """
 
@@ -75,7 +75,8 @@ def train(
         stack.callback(dog.ending)
         spent = dict(setup.spent)
         reporter = _reporter(stop, dog, callbacks, spent)
-        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.batch_provider(reporter), trainer.batch_spec)
+        provider = setup.batch_provider(reporter)
+        feed = BatchFeed(setup.batches, setup.batch_sharding, provider, trainer.batch_spec, setup.constants)
         evaluator = setup.evaluator(reporter, feed.provider, callbacks, sampler, judge)
         begins, reason = initial.step, None
         try:
@@ -133,7 +134,7 @@ class _Loop:
                 raise
 
             signal_number = self.stop.agreed(step)
-            done = step >= trainer.steps or signal_number is not None
+            done = step >= self.setup.last_step or signal_number is not None
 
             due = score is None and self.evaluator.due(step, first_step, recovery.owes_evaluation)
             if due and signal_number is None:  # after a signal only seconds may be left: save first
@@ -157,8 +158,9 @@ class _Loop:
 
             self.meter.add(metrics)
             self.member.watch(metrics)
-            if step % trainer.log_every == 0 or step == trainer.steps:
-                self.callbacks.on_step(step, self.meter.read() | recovery.counters() | self.feed.metrics())
+            if step % trainer.log_every == 0 or step == self.setup.last_step:
+                metrics_of_step = self.meter.read() | recovery.counters() | self.feed.metrics()
+                self.callbacks.on_step(step, metrics_of_step | self.setup.spent_privacy(step))
                 self._remark(step)
                 if (spike := recovery.spike()) is not None:
                     start = self._roll_back(step, spike, state)
@@ -249,7 +251,11 @@ class _Loop:
         with self.meter.paused("save"):
             self.setup.checkpoints.wait()
         stopped = self.setup.recovery.early.stop
-        reason = "interrupted" if signal_number else "early_stopping" if stopped else "finished"
+        spends = self.setup.last_step < self.setup.trainer.steps
+        ends = "privacy_budget" if spends else "finished"
+        reason = "interrupted" if signal_number else "early_stopping" if stopped else ends
+        if self.setup.ledger is not None:
+            self.callbacks.on_status(self.setup.ledger.line(step))
         self.callbacks.on_spent(step, self.meter.spent())
         self.callbacks.on_train_end(step, reason)
         return Outcome(step, reason, signal_number)

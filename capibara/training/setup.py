@@ -39,6 +39,7 @@ from capibara.training.feed import open_loader, validation_loader
 from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
+from capibara.training.private import NOISE_KEY, PASS, Ledger, key_sharding, make_private_gradient, noise_key
 from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
@@ -65,6 +66,7 @@ class Setup:
       recovery: saves checkpoints, and rolls back.
       load: checks a foreign model at `trainer.init_from`.
       spent: seconds by cause.
+      ledger: of the run's privacy; None: it has none.
     """
 
     trainer: Trainer
@@ -80,6 +82,7 @@ class Setup:
     recovery: Recovery
     load: Load | None
     spent: Mapping[str, float]
+    ledger: Ledger | None
 
     def __enter__(self) -> Setup:
         return self
@@ -100,6 +103,11 @@ class Setup:
 
         return self.recovery.begin(initial, new)
 
+    @property
+    def last_step(self) -> int:
+        """The step at which the run ends, unless it is stopped earlier."""
+        return self.trainer.steps if self.ledger is None else min(self.trainer.steps, self.ledger.last_step)
+
     def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
         """The batch provider of the loss; None: batches come from the data alone."""
         loss = self.trainer.loss
@@ -108,6 +116,15 @@ class Setup:
         return returned(
             loss.batch_provider(self._parts(reporter)), BatchProvider, f"{type(loss).__name__}.batch_provider"
         )
+
+    @functools.cached_property
+    def constants(self) -> dict[str, jax.Array]:
+        """Arrays that every batch of this start has besides those of the data."""
+        return {} if self.ledger is None else {NOISE_KEY: noise_key(self.mesh)}
+
+    def spent_privacy(self, step: int) -> dict[str, float]:
+        """The epsilon so far, if the run has privacy, as a metric."""
+        return {} if self.ledger is None else self.ledger.metrics(step)
 
     def step(self, step: int, state: TrainState, batch: Batch, position: Position) -> tuple[TrainState, Metrics]:
         """Runs a train step, with implicit transfers to and from the devices forbidden.
@@ -239,6 +256,10 @@ def set_up(
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
         _check_vocabulary(trainer)
+        ledger = None if trainer.privacy is None else Ledger(trainer.privacy, batches.pass_steps)
+        if ledger is not None:
+            for line in ledger.remarks(trainer.steps, trainer.plan.batch_size, _trained_count(model)):
+                status(line)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
@@ -256,8 +277,13 @@ def set_up(
         recovery=Recovery(trainer, checkpoints, batches, spec.abstract),
         load=load,
         spent=spent,
+        ledger=ledger,
     )
     return setup, initial
+
+
+def _trained_count(model: api.Model) -> int:
+    return sum(x.size for x in jax.tree.leaves(model.trained(model.abstract_params)))
 
 
 def _temp_bytes(program: jax.stages.Compiled) -> int:
@@ -383,6 +409,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
     _check_rows(trainer, mesh)
     plan, spec = trainer.plan, spec or describe_state(trainer, model, mesh)
     batch_sharding, objective = sharding.batch_sharding(mesh, plan.rules), _objective(trainer, model)
+    private = None if trainer.privacy is None else make_private_gradient(objective, plan, mesh, trainer.privacy)
     step = make_train_step(
         model,
         spec.tx,
@@ -393,6 +420,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         loss_scaling=spec.options["loss_scaling"],
         anomalies=trainer.anomalies,
         objective=objective,
+        private=private,
     )
     if trainer.strategy is not None:
         step = make_nodes_step(
@@ -403,6 +431,8 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for key, (shape, dtype) in trainer.batch_spec.items()
     }
+    if private is not None:
+        batch[NOISE_KEY] = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=key_sharding(mesh))
     parts = (trainer.model, api.module_of(trainer.model), trainer.loss, trainer.optimizer, trainer.strategy)
     with user_modules.attributed("the train step", *parts):
         lowered = jitted.lower(spec.abstract, batch)
@@ -456,6 +486,8 @@ def _check(trainer: Trainer, mesh: Mesh) -> None:
     _check_evaluation(trainer, mesh)
     if trainer.group is not None:
         trainer.group.check()
+    if trainer.privacy is not None:
+        trainer.privacy.releases_within(noun=PASS)
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported

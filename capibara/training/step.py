@@ -17,6 +17,7 @@ from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.sharding import Plan
+from capibara.training.private import PrivateGradient
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState
@@ -37,6 +38,7 @@ def make_train_step(
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
     objective: Objective | None = None,
+    private: PrivateGradient | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Makes the train step of a run, not jitted.
 
@@ -51,20 +53,15 @@ def make_train_step(
       loss_scaling: for float16: scales the loss, and skips updates whose gradients are not all finite.
       anomalies: which other updates are skipped; None: none.
       objective: the objective; None: the cross entropy.
+      private: the gradient of the objective with differential privacy; None: without.
     """
     objective = of_cross_entropy(model, z_loss) if objective is None else objective
-    pipeline, loss_sum = plan.pipeline(mesh), _differentiated(objective, plan)
+    gradient = _gradient(objective, plan, mesh) if private is None else private
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = model.trained(state.params), model.frozen(state.params)
         scale = None if loss_scaling is None else _kept(state.loss_scale).scale / batch["targets"].size
-        with sharding.activate(mesh, plan.rules, pipeline):
-            grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, state.step, scale), has_aux=True)
-            grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
-        weight = jnp.maximum(sums.weight, 1.0)
-        divisor = weight if objective.divisor is None else objective.divisor(weight, batch)
-        divisor = divisor if scale is None else divisor * scale
-        grads = jax.tree.map(lambda g: g / divisor, grads)
+        grads, sums, stats, more = gradient(trained, frozen, batch, state.step, scale)
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, trained)
             trained = optax.apply_updates(trained, updates)
@@ -74,7 +71,8 @@ def make_train_step(
             decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
-            **objective.checked_metrics(sums, weight),
+            **objective.checked_metrics(sums, jnp.maximum(sums.weight, 1.0)),
+            **more,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             **model.layer_metrics(stats),
@@ -84,6 +82,24 @@ def make_train_step(
         return _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
 
     return step
+
+
+def _gradient(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[..., tuple[Params, PyTree, Stats, Metrics]]:
+    """Makes the gradient of a step, as a PrivateGradient; its scale is that of the loss, or None."""
+    pipeline, loss_sum = plan.pipeline(mesh), _differentiated(objective, plan)
+
+    def gradient(
+        trained: Params, frozen: Params, batch: Batch, step: jax.Array, scale: jax.Array | None
+    ) -> tuple[Params, PyTree, Stats, Metrics]:
+        with sharding.activate(mesh, plan.rules, pipeline):
+            grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, step, scale), has_aux=True)
+            grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
+        weight = jnp.maximum(sums.weight, 1.0)
+        divisor = weight if objective.divisor is None else objective.divisor(weight, batch)
+        divisor = divisor if scale is None else divisor * scale
+        return jax.tree.map(lambda g: g / divisor, grads), sums, stats, {}
+
+    return gradient
 
 
 class NodeLoss(NamedTuple):
@@ -159,7 +175,7 @@ def make_nodes_step(
         return by_node(on_node, nodes, everywhere, nodes)
 
     def by_node(call: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
-        axes = sharding.node_axes(mesh)
+        axes = sharding.manual_axes(mesh)
         return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=nodes, axis_names=axes, check_vma=False)
 
     nodes_step = by_node(on_node, nodes, nodes, everywhere, everywhere, nodes)

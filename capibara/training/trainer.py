@@ -13,7 +13,9 @@ import numpy as np
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
+from capibara.consensus.privacy import Privacy
 from capibara.core.types import UserError
+from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Dataset
 from capibara.data.sources.sources import DataFormat
 from capibara.models import api
@@ -94,6 +96,7 @@ class Trainer:
       loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
       strategy: how nodes that train apart (Plan.node) become one model, such as @ConsensusConfig(); None: there is one.
       group: where this run's model meets those of other runs, each a job of its own, such as @GroupNode(); None: nowhere.
+      privacy: differential privacy of the documents, such as @Privacy(): DP-SGD, until its budget is spent; None: without.
       log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
@@ -122,6 +125,7 @@ class Trainer:
     loss: Loss | None = None
     strategy: Strategy | None = None
     group: Group | None = None
+    privacy: Privacy | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -173,6 +177,7 @@ class Trainer:
         self._check_loss()
         _check_strategy(self)
         self._check_group()
+        _check_privacy(self)
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
             raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")
@@ -283,6 +288,32 @@ def _check_strategy(trainer: Trainer) -> None:
             f"Evaluation.every ({trainer.evaluation.every}) must be a multiple of the {every} steps of a round "
             f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
         )
+
+
+def _check_privacy(trainer: Trainer) -> None:
+    """Raises UserError if the run's other settings break what `Trainer.privacy` promises."""
+    if trainer.privacy is None:
+        return
+    if trainer.dataset.packing is not Packing.NONE:
+        raise UserError(
+            f"Dataset.packing is {str(trainer.dataset.packing)!r}, must be 'none' with Trainer.privacy, which clips the gradient of "
+            "each document: set Dataset.packing = 'none'"
+        )
+    unsupported = {
+        "Dataset.mixture_or_task_name": trainer.dataset.is_seqio,
+        "Trainer.loss": trainer.loss is not None,
+        "Trainer.loss_normalization": trainer.loss_normalization is not Normalization.TOKENS,
+        "Trainer.strategy": trainer.strategy is not None,
+        "Trainer.group": trainer.group is not None,
+        "Trainer.init_with = 'state'": trainer.init_with is InitWith.STATE,
+        "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
+        "Evaluation.unigram_batches": bool(trainer.evaluation.unigram_batches),
+        f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
+        "Plan.accumulation": trainer.plan.accumulation != 1,
+        "Plan.stage": trainer.plan.stage != 1,
+    }
+    for option in (option for option, is_set in unsupported.items() if is_set):
+        raise UserError(f"{option} is not supported with Trainer.privacy (@Privacy()): leave it out")
 
 
 def _check_starts(trainer: Trainer, strategy: Strategy) -> None:

@@ -14,7 +14,7 @@ from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.examples import Tally
 from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
 from capibara.data.sources.sources import Blocks, DataFormat
-from capibara.data.sources.stream import Layout, Row, RowStream, State
+from capibara.data.sources.stream import DocumentRows, Layout, Row, RowStream, State
 
 _NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
 
@@ -28,6 +28,7 @@ class Share:
     shard_index: int
     shard_count: int
     epochs: int | None
+    privacy: Mapping[str, float] | None = None
 
     @property
     def rows(self) -> int:
@@ -85,6 +86,7 @@ class Feed(abc.ABC):
             "window": [dataset.window_rows, dataset.window_documents],
             "vocabulary": dataset.get_vocabulary().fingerprint(),
             "data": self.data_fingerprint(),
+            **({} if share.privacy is None else {"privacy": dict(share.privacy)}),
             **_objective_settings(dataset),
         }
 
@@ -110,6 +112,11 @@ class SourceFeed(Feed):
         self._fingerprint = self.documents.fingerprint()
         self.tally = Tally(_NOUNS[dataset.data_format])
         self._endless = share.epochs is None
+        if share.privacy is not None and isinstance(self.documents, Blocks):
+            raise UserError(
+                "Trainer.privacy needs documents with random access, and Dataset.source reads its shards block by block: take "
+                "another source, such as @JsonlSource()"
+            )
         self.first_row = share.first_row if self._endless else 0
         if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
             raise UserError(
@@ -136,13 +143,21 @@ class SourceFeed(Feed):
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         return self._reader(0, 1).name(position)
 
-    def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
+    def row_streams(self, first: int, states: Sequence[State]) -> list[Iterator[Row]]:
         """Opens the streams of the global rows from `first` on, at `states`."""
         return [self.stream(first + i, self.share.batch_size, state) for i, state in enumerate(states)]
 
-    def stream(self, index: int, count: int, state: State) -> RowStream:
+    @property
+    def pass_steps(self) -> int:
+        """Batches of a pass in which each document has a row of its own; the last one is padded."""
+        assert not isinstance(self.documents, Blocks)
+        return math.ceil(len(self.documents) / self.share.batch_size)
+
+    def stream(self, index: int, count: int, state: State) -> Iterator[Row]:
         """Opens stream `index` of `count`."""
         layout = layout_of(self.dataset, count, (self.dataset.seed, index) if self.shuffles else None)
+        if self.share.privacy is not None:
+            return DocumentRows(self._reader(index, count).read, layout, state)
         first_rows = math.ceil(layout.window_rows * (index + 1) / count)
         return RowStream(self._reader(index, count).read, layout, first_rows=first_rows, state=state)
 
@@ -152,7 +167,8 @@ class SourceFeed(Feed):
         need, shuffles = layout_of(dataset, count, None).need, self.shuffles
         if isinstance(documents, Blocks):
             return BlockReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need)
-        return DocumentReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need)
+        size = len(documents) if self.share.privacy is None else self.pass_steps * count
+        return DocumentReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need, size=size)
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:
@@ -188,7 +204,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
     )
 
 
-def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
+def stream_a_row(streams: Sequence[Iterator[Row]], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
     """Yields batches whose rows have one stream each; endless."""
     while True:
         batch = dataset.empty_batch(len(streams))
@@ -201,7 +217,7 @@ def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tup
 
 
 def in_turn(
-    streams: Sequence[RowStream], each: int, skip: int, rows: int, dataset: Dataset
+    streams: Sequence[Iterator[Row]], each: int, skip: int, rows: int, dataset: Dataset
 ) -> Iterator[tuple[Batch, Sequence[State]]]:
     """Yields batches with the same number of rows of each stream; pads the last one with rows of weight 0.
 
@@ -224,7 +240,7 @@ def in_turn(
         yield batch, [states[s] for s in range(len(streams))]
 
 
-def round_of(streams: Sequence[RowStream], each: int) -> Iterator[tuple[int, Row]]:
+def round_of(streams: Sequence[Iterator[Row]], each: int) -> Iterator[tuple[int, Row]]:
     """Yields `each` rows of every stream, fewer at its end, after their index among the rows of all streams."""
     for s, stream in enumerate(streams):
         for i, row in enumerate(itertools.islice(stream, each)):

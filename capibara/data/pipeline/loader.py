@@ -39,6 +39,7 @@ _PARAMETERS = {
         + ("span_corruption", "masking", "too_long", "domains", "pairs_per_row", "task_shards")
         + ("cached_order", "inputs_length")
     },
+    "privacy": "Trainer.privacy",
 }
 
 
@@ -50,6 +51,7 @@ def make_loader(
     shard_index: int = 0,
     shard_count: int = 1,
     epochs: int | None = None,
+    privacy: Mapping[str, float] | None = None,
 ) -> Loader:
     """Opens one host's part of a split.
 
@@ -61,6 +63,8 @@ def make_loader(
       shard_count: number of hosts.
       epochs: passes over the data; None: endless. With a finite number every host reads the whole split, pads the last
         batch with rows of weight 0, and ends after the same batch.
+      privacy: settings of differential privacy that a state must have to be resumed. Each document then has a row of its own
+        in each pass, and passes begin with a batch. None: documents are packed as the dataset says.
 
     Raises:
       UserError: the source cannot be opened, or the rows do not divide over the hosts.
@@ -75,7 +79,12 @@ def make_loader(
     if epochs is None:
         check_task_shards(dataset, batch_size, shard_count)
     share = feeds.Share(
-        split=split, batch_size=batch_size, shard_index=shard_index, shard_count=shard_count, epochs=epochs
+        split=split,
+        batch_size=batch_size,
+        shard_index=shard_index,
+        shard_count=shard_count,
+        epochs=epochs,
+        privacy=privacy,
     )
     if dataset.is_seqio:
         return Loader(dataset, share, lambda: _task_feed(dataset, share))
@@ -160,6 +169,13 @@ class Loader:
             self._wait_s += time.perf_counter() - begin_s
         self.batches += 1
         return batch
+
+    @property
+    def pass_steps(self) -> int:
+        """Batches of a pass; only with `privacy`."""
+        feed = self._opened()
+        assert isinstance(feed, feeds.SourceFeed)
+        return feed.pass_steps
 
     def wait_s(self) -> float:
         """Seconds that the consumer has waited for batches since the last call."""

@@ -150,22 +150,28 @@ def _checked(example: Example, documents: Documents) -> Example:
 
 
 class DocumentReader(Reader):
-    """Reads documents number index, index + count, ... of the concatenated epochs."""
+    """Reads documents number index, index + count, ... of the concatenated epochs.
 
-    def __init__(self, documents: Documents, *arguments: Any, **options: Any):
+    Args:
+      size: numbers of an epoch, at least as many as documents; those that are left are skipped.
+    """
+
+    def __init__(self, documents: Documents, *arguments: Any, size: int | None = None, **options: Any):
         super().__init__(documents, *arguments, **options)
-        self._documents = documents
+        self._documents, self._size = documents, len(documents) if size is None else size
 
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
-        epoch, number = position_in_epoch(len(self._documents), position[0], self._seed)
+        epoch, number = position_in_epoch(self._size, position[0], self._seed)
         return {"document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
         first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
-        while at_positions := positions_of(self._index, self._count, first, group, self._epochs, len(self._documents)):
+        while at_positions := positions_of(self._index, self._count, first, group, self._epochs, self._size):
             found = []
             for number, at in enumerate(at_positions, first):
-                inner = position_in_epoch(len(self._documents), at, self._seed)[1]
+                inner = position_in_epoch(self._size, at, self._seed)[1]
+                if inner >= len(self._documents):
+                    continue
                 example = self._documents.example(inner)
                 found.append(Found(number, (at,), inner + 1, _checked(example, self._documents) if is_own else example))
             yield found

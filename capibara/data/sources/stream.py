@@ -39,19 +39,26 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row that is not copied yet, and the state of its stream after it."""
+    """A packed row that is not copied yet, and the state of its stream after it.
 
-    window: AnyWindow
+    Attributes:
+      window: the window that has the row; None: the row is padding.
+      number: of the row in the window.
+      state: of the stream after the row.
+    """
+
+    window: AnyWindow | None
     number: int
     state: State
 
     def positions(self) -> list[tuple[int, ...]]:
         """The positions in the data of the row's documents."""
-        return self.window.positions(self.number)
+        return [] if self.window is None else self.window.positions(self.number)
 
     def fill(self, batch: Batch, b: int) -> None:
-        """Copies the row into row `b` of a batch."""
-        self.window.fill(batch, b, self.number)
+        """Copies the row into row `b` of an empty batch."""
+        if self.window is not None:
+            self.window.fill(batch, b, self.number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,3 +208,30 @@ class RowStream:
                 f"the data has changed since the state was saved: the window at document {begin.document} has checksum "
                 f"{self._checksum}, not {begin.checksum}: restore the data, or start a new run"
             )
+
+
+class DocumentRows:
+    """Iterator of `Row` in which each document has one row, in the documents' order; its state is the next one's number.
+
+    A number without a document, or with an empty one, is a row of padding: what a document holds does not move the others.
+    """
+
+    def __init__(self, read: Callable[[int], Iterator[Numbered]], layout: Layout, state: State = State()):
+        """Opens the stream; the arguments are those of `RowStream`."""
+        self._layout, self._number, self._documents = layout, state.document, read(state.document)
+        self._ahead: Numbered | None = None
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        if self._ahead is None:
+            self._ahead = next(self._documents)
+        number, document = self._ahead
+        state = State(document=self._number + 1)
+        if number > self._number:
+            self._number += 1
+            return Row(None, 0, state)
+        self._number, self._ahead = self._number + 1, None
+        window = self._layout.window([document])
+        return Row(window if len(window) else None, 0, state)
