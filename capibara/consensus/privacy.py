@@ -170,11 +170,33 @@ def epsilon(
     from dp_accounting.pld import PLDAccountant
     from dp_accounting.rdp import RdpAccountant
 
-    event = GaussianDpEvent(noise_multiplier)
-    event = event if sampling == 1 else PoissonSampledDpEvent(sampling, event)
-    accountant: PrivacyAccountant = PLDAccountant() if accounting is Accounting.PLD else RdpAccountant()
-    accountant.compose(event, releases)
+    accountant: PrivacyAccountant
+    if sampling == 1:
+        together = noise_multiplier / math.sqrt(releases)  # without sampling they are one Gaussian mechanism
+        if accounting is Accounting.PLD:
+            return _of_gaussian(together, delta)
+        accountant = RdpAccountant()
+        accountant.compose(GaussianDpEvent(together))
+    else:
+        accountant = PLDAccountant() if accounting is Accounting.PLD else RdpAccountant()
+        accountant.compose(PoissonSampledDpEvent(sampling, GaussianDpEvent(noise_multiplier)), releases)
     if accounting is not Accounting.MOMENTS:
         return float(accountant.get_epsilon(delta))
     orders, divergences = np.asarray(accountant.orders, np.float64), np.asarray(accountant.rdp, np.float64)
     return float(np.min(divergences + math.log(1 / delta) / (orders - 1)))
+
+
+def _of_gaussian(noise_multiplier: float, delta: float) -> float:
+    """The exact epsilon of a Gaussian mechanism, from above: the delta of an epsilon has a closed form, which falls."""
+    from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+
+    delta_of = GaussianPrivacyLoss(noise_multiplier).get_delta_for_epsilon
+    if delta_of(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta_of(high) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(middle) > delta else (low, middle)
+    return high

@@ -39,7 +39,8 @@ from capibara.training.feed import open_loader, validation_loader
 from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
-from capibara.training.private import NOISE_KEY, PASS, Ledger, key_sharding, make_private_gradient, noise_key
+from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
+from capibara.training.privacy.ledger import PASS, Ledger
 from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
@@ -256,18 +257,12 @@ def set_up(
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
         _check_vocabulary(trainer)
-        ledger = None if trainer.privacy is None else Ledger(trainer.privacy, batches.pass_steps)
-        if ledger is not None:
-            for line in ledger.remarks(trainer.steps, trainer.plan.batch_size, _trained_count(model)):
-                status(line)
+        ledger = _ledger(trainer, model, batches, status)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
     setup = Setup(
-        trainer=trainer,
-        mesh=mesh,
-        model=model,
-        spec=spec,
+        *(trainer, mesh, model, spec),
         batch_sharding=sharding.batch_sharding(mesh, trainer.plan.rules),
         train_step=train_step,
         step_temp_bytes=_temp_bytes(train_step),
@@ -282,8 +277,15 @@ def set_up(
     return setup, initial
 
 
-def _trained_count(model: api.Model) -> int:
-    return sum(x.size for x in jax.tree.leaves(model.trained(model.abstract_params)))
+def _ledger(trainer: Trainer, model: api.Model, batches: Loader, status: Callable[[str], None]) -> Ledger | None:
+    """The ledger of the run's privacy, after it has told what a user should know; None: it has none."""
+    if trainer.privacy is None:
+        return None
+    ledger = Ledger(trainer.privacy, batches.pass_steps)
+    params = sum(x.size for x in jax.tree.leaves(model.trained(model.abstract_params)))
+    for line in ledger.remarks(trainer.steps, trainer.plan.batch_size, params):
+        status(line)
+    return ledger
 
 
 def _temp_bytes(program: jax.stages.Compiled) -> int:

@@ -17,7 +17,7 @@ from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.sharding import Plan
-from capibara.training.private import PrivateGradient
+from capibara.training.privacy.gradient import PrivateGradient
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState

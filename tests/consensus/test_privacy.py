@@ -33,6 +33,22 @@ def test_one_gaussian_has_the_epsilon_of_its_formula(sigma):
     assert delta == pytest.approx(1e-5, rel=0.02) or found == 0
 
 
+@pytest.mark.parametrize("releases", [1, 7, 100])
+def test_releases_without_sampling_cost_what_the_library_composes(releases):
+    """Which composes distributions of the privacy loss numerically."""
+    from dp_accounting import GaussianDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant()
+    accountant.compose(GaussianDpEvent(5.0), releases)
+    assert epsilon(5.0, 1.0, releases, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+
+
+def test_much_noise_costs_nothing_and_little_noise_is_counted_at_once():
+    assert epsilon(1e6, 1.0, 1, 1e-5) == 0.0
+    assert epsilon(2.0, 1.0, 1 << 20, 1e-5) == pytest.approx((1 << 20) / 8, rel=0.02)
+
+
 @pytest.mark.parametrize("how", Accounting)
 def test_a_budget_of_one_stops_where_it_should(how):
     promise = Privacy(clip_norm=1.0, noise_multiplier=4.0, budget=1.0, accounting=how)
@@ -102,9 +118,9 @@ def test_the_noise_has_the_standard_deviation_that_is_counted():
 
 def test_noise_that_drowns_the_signal_is_warned_of_with_numbers():
     promise = Privacy(clip_norm=2.0, noise_multiplier=1.0)
-    line = promise.warning(nodes=4, params=1_000_000)
+    line = promise.warning(units=4, params=1_000_000)
     assert "the norm 500, 250 times the largest update's (2)" in line and "with 1,000 nodes" in line
-    assert promise.warning(nodes=1000, params=1_000_000) is None
+    assert promise.warning(units=1000, params=1_000_000) is None
 
 
 @pytest.mark.parametrize(

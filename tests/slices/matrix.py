@@ -161,6 +161,7 @@ class Case:
         config, loss = MODELS[self.model_name], self.options.get("loss")
         source = {None: StdlibSource, Dpo: PreferenceJsonlSource, Grpo: PromptJsonlSource}[loss and type(loss)]
         data = {} if loss is None else {"packing": Packing.NONE if isinstance(loss, Grpo) else Packing.BEST_FIT}
+        data |= {"packing": Packing.NONE} if "privacy" in self.options else {}
         if isinstance(config, EncoderDecoderConfig):
             data["encoder_length"] = LENGTH
         files = {} if loss is None else {"files": ("unread.jsonl",), "template": ChatTemplate(tokenizer="unread")}

@@ -12,6 +12,7 @@ import pytest
 from matrix import LOSSES, SLICES, Case, compiles_on, running, shown
 
 from capibara.checkpoints import saving
+from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
 from capibara.objectives import preference
@@ -137,10 +138,12 @@ ANSWERS, LOG_P = "objectives/preference.py make_answers", "strategies/rollouts.p
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
+PRIVATE = {"privacy": Privacy(clip_norm=1.0, noise_multiplier=1.0)}
 PROGRAMS = {
     "train step": Program(STEP, step, (*GENERAL, "gpt-oss", "gemma3n", *ADAPTED, "gemma3n QLoRA")),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
+    "train step, privacy": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), PRIVATE),
     "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
@@ -162,6 +165,7 @@ PROGRAMS = {
 }
 # What partitions by hand -> a program, and a model of it, that it is part of.
 WITHIN = {
+    "training/privacy/gradient.py make_private_gradient": ("train step, privacy", "decoder"),
     "models/layers/embedding.py lookup": ("train step", "experts"),
     "models/moe/moe.py MoeMLP._experts": ("train step", "experts"),
     "kernels/attention/splash.py _on_mesh": ("train step", "experts"),
@@ -171,6 +175,7 @@ WITHIN = {
 ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice
     ("train step", "experts", "v5e-8"),
+    ("train step, privacy", "decoder", "v5e-4"),
     ("new state", "decoder", "v5e-4"),
     ("evaluation", "decoder", "v6e-8"),
     ("evaluation, DPO", "decoder", "v5e-4"),
@@ -192,7 +197,7 @@ def matrix():
     for name, program in PROGRAMS.items():
         for model, (slice_name, meshes) in itertools.product(program.models, SLICES.items()):
             for number, sizes in enumerate(meshes if name in ON_ALL_MESHES else meshes[:1]):
-                if not compiles_on(model, sizes):
+                if not compiles_on(model, sizes) or ("privacy" in program.options and "stage" in sizes):
                     continue
                 is_short = number == 0 and (name, model, slice_name) in SHORT
                 yield pytest.param(

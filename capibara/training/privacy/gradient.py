@@ -6,11 +6,8 @@ passes; documents are not sampled at random, which would have to stay secret to 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -49,8 +46,6 @@ class Summed(NamedTuple):
     broken: jax.Array
 
 
-PASS = "pass over the data"
-
 # (trained parameters, frozen ones, batch, step, scale of the loss, which is None) -> (the mean gradient with noise, the
 # objective's sums, the layers' statistics, metrics).
 PrivateGradient = Callable[[Params, Params, Batch, jax.Array, jax.Array | None], tuple[Params, PyTree, Stats, Metrics]]
@@ -70,19 +65,7 @@ def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy:
     rows = sharding.batch_axes(mesh.shape, plan.rules)
     inner = plan.rules.without(rows)
 
-    def of_row(trained: Params, frozen: Params, row: Batch, step: jax.Array) -> Summed:
-        def loss_of(params: Params) -> tuple[jax.Array, tuple[PyTree, Stats]]:
-            loss, sums, stats = objective.checked_sums(tree.joined(params, frozen), row, plan.remat_policy, step)
-            return loss / jnp.maximum(sums.weight, 1.0), (sums, stats)
-
-        (loss, (sums, stats)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        norm = optax.tree.norm(grads)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        scale = jnp.minimum(1.0, privacy.clip_norm / jnp.maximum(norm, 1e-30))
-        grads = jax.tree.map(lambda g: jnp.where(good, g * scale, 0.0), grads)
-        sums, stats = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), (sums, stats))
-        return Summed(grads, sums, stats, (good & (scale < 1)).astype(jnp.float32), (~good).astype(jnp.float32))
+    of_row = _of_row(objective, plan, privacy)
 
     def of_rows(trained: Params, frozen: Params, batch: Batch, step: jax.Array) -> Summed:
         each = jax.tree.map(lambda x: x[:, None], dict(batch))
@@ -122,6 +105,26 @@ def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy:
     return gradient
 
 
+def _of_row(objective: Objective, plan: Plan, privacy: Privacy) -> Callable[..., Summed]:
+    """Makes (trained parameters, frozen ones, a batch of one row, step) -> what that row adds."""
+
+    def of_row(trained: Params, frozen: Params, row: Batch, step: jax.Array) -> Summed:
+        def loss_of(params: Params) -> tuple[jax.Array, tuple[PyTree, Stats]]:
+            loss, sums, stats = objective.checked_sums(tree.joined(params, frozen), row, plan.remat_policy, step)
+            return loss / jnp.maximum(sums.weight, 1.0), (sums, stats)
+
+        (loss, (sums, stats)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        norm = optax.tree.norm(grads)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        scale = jnp.minimum(1.0, privacy.clip_norm / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: jnp.where(good, g * scale, 0.0), grads)
+        sums, stats = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), (sums, stats))
+        return Summed(grads, sums, stats, (good & (scale < 1)).astype(jnp.float32), (~good).astype(jnp.float32))
+
+    return of_row
+
+
 def _noisy(total: Params, privacy: Privacy, count: int, key: jax.Array) -> Params:
     """The sum of clipped gradients with noise, divided by the rows of a batch; how many are padding is not revealed."""
     leaves, structure = jax.tree.flatten(total)
@@ -140,56 +143,3 @@ def noise_key(mesh: Mesh) -> jax.Array:
 def key_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a `NOISE_KEY`."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-@dataclasses.dataclass(frozen=True)
-class Ledger:
-    """What a run's steps cost.
-
-    Attributes:
-      privacy: of the run.
-      pass_steps: steps of a pass over the documents.
-    """
-
-    privacy: Privacy
-    pass_steps: int
-
-    @functools.cached_property
-    def last_step(self) -> int:
-        """The step at which the budget is spent.
-
-        Raises:
-          UserError: the first pass exceeds it.
-        """
-        return self.privacy.releases_within(noun=PASS) * self.pass_steps
-
-    def passes(self, step: int) -> int:
-        """The passes that have begun after so many steps."""
-        return math.ceil(step / self.pass_steps)
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """The epsilon of the models after so many steps."""
-        return {"epsilon": self._epsilon(self.passes(step))}
-
-    @functools.cache  # noqa: B019, a run has one ledger
-    def _epsilon(self, passes: int) -> float:
-        return self.privacy.epsilon(passes)
-
-    def remarks(self, steps: int, rows: int, params: int) -> Iterator[str]:
-        """What a user should know before a run.
-
-        Args:
-          steps: of the run.
-          rows: of a batch.
-          params: parameters that are trained.
-        """
-        if (line := self.privacy.warning(rows, params, ("step", "document", "documents in a batch"))) is not None:
-            yield f"warning: {line}"
-        if self.last_step < steps:
-            yield f"Privacy.budget {self.privacy.budget:g} allows {self.last_step} of Trainer.steps ({steps})"
-
-    def line(self, step: int) -> str:
-        """What has been spent, in words."""
-        count, budget = self.passes(step), self.privacy.budget
-        spent = f"epsilon {self._epsilon(count):.3g} at delta {self.privacy.delta:g} after {count} passes over the data"
-        return spent if budget is None else f"{spent}, of Privacy.budget {budget:g}"

@@ -1,0 +1,1 @@
+"""Differential privacy of the documents of a run."""
