@@ -81,6 +81,7 @@ STEPS = {
 
 
 ROUNDS = {
+    "fragments": {"fragments": 2},
     "mean": {"aggregation": Aggregation(rule=Mean())},
     "robust": {"aggregation": Aggregation(rule=GeometricMedian(), before=(Nnm(),))},
     "vote on a convex merge": {
@@ -95,6 +96,7 @@ ROUNDS = {
     "model, round_",
     [
         ("decoder", "mean"),
+        pytest.param("decoder", "fragments", marks=pytest.mark.heavy),
         pytest.param("decoder", "vote on a convex merge", marks=pytest.mark.heavy),
         *(pytest.param(name, "robust", marks=pytest.mark.heavy) for name in STEPS),
     ],

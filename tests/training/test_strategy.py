@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.consensus.outer import OuterSgd
 from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import Lora
@@ -22,10 +23,10 @@ from capibara.training.trainer import Evaluation
 NODES = Plan(batch_size=8, node=4, fsdp=2)
 
 
-def test_a_run_of_nodes_resumes_bit_for_bit_within_a_round(make_trainer, train, tmp_path):
-    trainer = make_trainer(
-        plan=NODES, strategy=ConsensusConfig(every=4), steps=8, evaluation=Evaluation(every=4, max_batches=2)
-    )
+@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.heavy)])
+def test_a_run_of_nodes_resumes_bit_for_bit_within_a_round(make_trainer, train, tmp_path, fragments):
+    strategy = ConsensusConfig(every=4, fragments=fragments, outer=OuterSgd(learning_rate=0.7, momentum=0.9))
+    trainer = make_trainer(plan=NODES, strategy=strategy, steps=8, evaluation=Evaluation(every=4, max_batches=2))
     whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
     first = train(trainer, after_step=lambda step: step == 6 and os.kill(os.getpid(), signal.SIGTERM))
     second = train(trainer)

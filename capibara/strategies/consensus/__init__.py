@@ -7,6 +7,7 @@ some nodes may send anything at all. docs/consensus.md says what each field does
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from capibara.config import configurable
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.strategies.consensus.agreement import along, quality_of
+from capibara.strategies.consensus.fragments import fragments, meeting_in_turn, parts_of
 from capibara.strategies.consensus.hierarchy import group_means
 from capibara.strategies.consensus.rounds import Nodes, Verdict, meeting, on_nodes
 from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName, VotingStrategy
@@ -39,7 +41,7 @@ class ConsensusConfig(Settings, Strategy):
         return Nodes(
             params=of_each(params),
             opt_state=of_each(tx.init(params)),
-            outer=self.outer.init(params),
+            outer=self._outer(params),
             lost=None if self.compression is None else of_each(self.compression.init(params)),
             losses=jnp.zeros((nodes, 2)),
             verdict=Verdict(
@@ -58,9 +60,16 @@ class ConsensusConfig(Settings, Strategy):
     def shardings(self, state: PyTree, params: PyTree, opt_state: PyTree) -> Nodes:
         everywhere: PyTree = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
         of_nodes = jax.tree.map(on_nodes, params)
-        outer = optax.tree.map_params(
-            self.outer.build(), lambda _, own: own, state.outer, params, transform_non_params=lambda _: everywhere
+        place = functools.partial(
+            optax.tree.map_params, self.outer.build(), lambda _, own: own, transform_non_params=lambda _: everywhere
         )
+        if self.fragments == 1:
+            outer = place(state.outer, params)
+        else:
+            where = fragments(
+                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params), self.fragments
+            )
+            outer = tuple(map(place, state.outer, parts_of(params, where)))
         return Nodes(
             params=of_nodes,
             opt_state=jax.tree.map(on_nodes, opt_state),
@@ -71,12 +80,19 @@ class ConsensusConfig(Settings, Strategy):
             soup_size=None if state.soup_size is None else everywhere,
         )
 
+    def _outer(self, params: Params) -> PyTree:
+        """The outer optimizer's state: one for each fragment."""
+        if self.fragments == 1:
+            return self.outer.init(params)
+        return tuple(self.outer.init(part) for part in parts_of(params, fragments(params, self.fragments)))
+
     def begun(self, state: PyTree, node: jax.Array, params: Params) -> Nodes:
         own = jax.tree.map(lambda x, new: x.at[node].set(new.astype(x.dtype)), state.params, params)
         return dataclasses.replace(state, params=own)
 
     def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
-        meet, specs = meeting(self, nodes, mesh, params), jax.tree.map(lambda of_param: of_param.spec, params)
+        meet = (meeting if self.fragments == 1 else meeting_in_turn)(self, nodes, mesh, params)
+        specs = jax.tree.map(lambda of_param: of_param.spec, params)
         in_groups = group_means(mesh, specs, self.groups) if self.does(StrategyName.HIERARCHICAL) else None
 
         def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
@@ -86,7 +102,7 @@ class ConsensusConfig(Settings, Strategy):
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
             weight = jnp.where(updated, weight_of(metrics), 0.0)
             losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
-            due = (number + 1) % self.every == 0
+            due = (number + 1) % self.meets_every == 0
             if in_groups is not None:
                 meets = ((number + 1) % self.group_every == 0) & ~due
                 has_part = quality_of(losses) >= (self.quality_threshold or 0.0)
@@ -99,7 +115,7 @@ class ConsensusConfig(Settings, Strategy):
         return run
 
     def remarks(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        if step % self.every:
+        if step % self.meets_every:
             return
         nodes = [name.removesuffix("/accepted") for name in metrics if name.endswith("/accepted")]
         for name in nodes:

@@ -73,6 +73,8 @@ class Settings(Agreement):
 
     Attributes:
       every: steps between two rounds, H; the run's steps are a multiple of it.
+      fragments: parts of the model that have their rounds one after the other, one each `every` / `fragments` steps; 1: the
+        whole model has its rounds at once.
       num_nodes: must be Plan.node; None: any.
       voting_strategy: whether nodes vote on the proposed model.
       merge_strategy: what makes one model of the nodes'.
@@ -92,6 +94,7 @@ class Settings(Agreement):
     """
 
     every: int = 50
+    fragments: int = 1
     num_nodes: int | None = None
     voting_strategy: VotingStrategy = VotingStrategy.NONE
     merge_strategy: MergeStrategy = MergeStrategy.AGGREGATION
@@ -113,6 +116,7 @@ class Settings(Agreement):
         if not 0 < self.proximal < math.inf:
             raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 1.0")
         _check_used(self)
+        _check_fragments(self)
         if self.does(StrategyName.HIERARCHICAL):
             _check_groups(self)
         if self.merge_strategy is MergeStrategy.INTEGRATED:
@@ -145,6 +149,11 @@ class Settings(Agreement):
     @property
     def round_steps(self) -> int:
         return self.every
+
+    @property
+    def meets_every(self) -> int:
+        """Steps between two rounds, whichever fragment they are of."""
+        return self.every // self.fragments
 
     @property
     def averages(self) -> bool:
@@ -246,6 +255,25 @@ def _check_used(config: Settings) -> None:
             raise UserError(
                 f"ConsensusConfig.{name} is {value!r}, and has no effect without {why}: set that, or leave it out"
             )
+
+
+def _check_fragments(config: Settings) -> None:
+    if config.fragments < 1 or config.every % config.fragments:
+        fitting = max(n for n in range(1, max(1, min(config.fragments, config.every)) + 1) if config.every % n == 0)
+        raise UserError(
+            f"ConsensusConfig.fragments is {config.fragments}, must be at least 1 and divide ConsensusConfig.every ({config.every}): "
+            f"try {fitting}"
+        )
+    whole = {
+        "voting_strategy": config.votes,
+        "merge_strategy": config.merge_strategy is not MergeStrategy.AGGREGATION,
+        "strategies": bool({StrategyName.INCREMENTAL_SOUP, StrategyName.HIERARCHICAL} & set(config.strategies)),
+    }
+    for name in (name for name, is_set in whole.items() if is_set and config.fragments > 1):
+        raise UserError(
+            f"ConsensusConfig.fragments is {config.fragments}, and {name} = {getattr(config, name)!r} needs rounds of the whole "
+            "model: leave one of them out"
+        )
 
 
 def _check_shares(config: Settings) -> None:
