@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.examples import Tally
 from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
-from capibara.data.sources.sources import Blocks, DataFormat
+from capibara.data.sources.sources import Blocks, CombinedDocuments, DataFormat
 from capibara.data.sources.stream import DocumentRows, Layout, Row, RowStream, State
 
 _NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
@@ -118,6 +119,7 @@ class SourceFeed(Feed):
                 "another source, such as @JsonlSource()"
             )
         self.first_row = share.first_row if self._endless else 0
+        self._ranges = self._rows_apart()
         if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
             raise UserError(
                 f"Dataset.source has {len(self.documents)} blocks, must have at least one for each of the "
@@ -161,14 +163,35 @@ class SourceFeed(Feed):
         first_rows = math.ceil(layout.window_rows * (index + 1) / count)
         return RowStream(self._reader(index, count).read, layout, first_rows=first_rows, state=state)
 
+    def _rows_apart(self) -> list[range]:
+        """The documents of each part that has rows of its own; empty: all rows have all documents."""
+        documents, share = self.documents, self.share
+        if not (self._endless and isinstance(documents, CombinedDocuments) and documents.apart):
+            return []
+        ranges = documents.ranges()
+        if share.batch_size % len(ranges):
+            raise UserError(
+                f"Plan.batch_size ({share.batch_size}) must be a multiple of the {len(ranges)} sources of CombinedSource with rows = "
+                f"'apart': try {max(1, round(share.batch_size / len(ranges))) * len(ranges)}"
+            )
+        if share.privacy is not None:
+            raise UserError("CombinedSource.rows = 'apart' is not supported with Trainer.privacy: leave it out")
+        return ranges
+
     def _reader(self, index: int, count: int) -> Reader:
         documents, dataset, tally, epochs = self.documents, self.dataset, self.tally, self.share.epochs
-        of = {"index": index, "count": count}
         need, shuffles = layout_of(dataset, count, None).need, self.shuffles
         if isinstance(documents, Blocks):
-            return BlockReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need)
-        size = len(documents) if self.share.privacy is None else self.pass_steps * count
-        return DocumentReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need, size=size)
+            of_stream = {"index": index, "count": count}
+            return BlockReader(documents, dataset, tally, **of_stream, shuffles=shuffles, epochs=epochs, need=need)
+        size = None if self.share.privacy is None else self.pass_steps * count
+        within = None
+        if self._ranges and count > 1:  # one of the streams of a batch
+            count //= len(self._ranges)
+            part, index = divmod(index, count)
+            within = self._ranges[part]
+        read = functools.partial(DocumentReader, within=within, size=size)
+        return read(documents, dataset, tally, index=index, count=count, shuffles=shuffles, epochs=epochs, need=need)
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:

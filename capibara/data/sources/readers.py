@@ -153,16 +153,29 @@ class DocumentReader(Reader):
     """Reads documents number index, index + count, ... of the concatenated epochs.
 
     Args:
+      within: the numbers of the documents that are read; None: all.
       size: numbers of an epoch, at least as many as documents; those that are left are skipped.
     """
 
-    def __init__(self, documents: Documents, *arguments: Any, size: int | None = None, **options: Any):
+    def __init__(
+        self,
+        documents: Documents,
+        *arguments: Any,
+        within: range | None = None,
+        size: int | None = None,
+        **options: Any,
+    ):
         super().__init__(documents, *arguments, **options)
-        self._documents, self._size = documents, len(documents) if size is None else size
+        self._documents, self._within = documents, range(len(documents)) if within is None else within
+        self._size = len(self._within) if size is None else size
+        # What tells a position from those of other ranges.
+        self._of_range = () if within is None else (within.start, len(within))
 
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
-        epoch, number = position_in_epoch(self._size, position[0], self._seed)
-        return {"document": number, "epoch": epoch}
+        at, *of_range = position
+        start, size = of_range or (0, self._size)
+        epoch, number = position_in_epoch(size, at, self._seed)
+        return {"document": start + number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
         first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
@@ -170,18 +183,19 @@ class DocumentReader(Reader):
             found = []
             for number, at in enumerate(at_positions, first):
                 inner = position_in_epoch(self._size, at, self._seed)[1]
-                if inner >= len(self._documents):
+                if inner >= len(self._within):
                     continue
-                example = self._documents.example(inner)
-                found.append(Found(number, (at,), inner + 1, _checked(example, self._documents) if is_own else example))
+                example = self._documents.example(self._within[inner])
+                example = _checked(example, self._documents) if is_own else example
+                found.append(Found(number, (at, *self._of_range), self._within[inner] + 1, example))
             yield found
             first, group = first + len(at_positions), _READ_TOGETHER
 
     def _is_pass(self, since: int, number: int) -> bool:
-        return number - since > len(self._documents)
+        return number - since > len(self._within)
 
     def _samples(self) -> Iterator[Example]:
-        return (self._documents.example(i) for i in range(len(self._documents)))
+        return (self._documents.example(i) for i in self._within)
 
 
 class BlockReader(Reader):

@@ -321,16 +321,30 @@ class HuggingFaceSource(Source):
             raise UserError(f"HuggingFaceSource.path ({self.path!r}), split {split!r}: {message}") from error
 
 
+class Rows(enum.StrEnum):
+    """Which rows of a training batch have the documents of which source.
+
+    MIXED: an epoch has every document of all sources once; shuffling mixes them.
+    APART: the rows are cut into as many equal parts as there are sources, in their order, and each has epochs of its own. With
+      as many nodes (Plan.node), or a multiple of them, each node has the documents of one source.
+    """
+
+    MIXED = "mixed"
+    APART = "apart"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombinedSource(Source):
-    """Concatenates several sources: an epoch has every document of each once; shuffling mixes them.
+    """Concatenates several sources; the validation split has every document of each.
 
     Attributes:
       sources: the sources. In Gin use scopes for several of one class: (@sql/TextSource(), @js/TextSource()).
+      rows: which rows of a training batch have which source's documents.
     """
 
     sources: tuple[Source, ...]
+    rows: Rows = Rows.MIXED
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -351,13 +365,18 @@ class CombinedSource(Source):
         parts = [source.open(split) for source in self.sources]
         blocks = [part for part in parts if isinstance(part, Blocks)]
         documents = [part for part in parts if not isinstance(part, Blocks)]
+        if blocks and self.rows is Rows.APART:
+            raise UserError(
+                "CombinedSource.rows = 'apart' needs documents with random access, and its sources have shards, which are read "
+                "block by block: take others, such as @JsonlSource()"
+            )
         if not documents:
             return _CombinedBlocks(blocks)
         for source, part in zip(self.sources, parts, strict=True):
             if isinstance(part, Blocks):
                 name = type(source).__name__
                 raise UserError(f"CombinedSource.sources mixes {name} with other sources: make all of them @{name}()")
-        return _CombinedDocuments(documents)
+        return CombinedDocuments(documents, apart=self.rows is Rows.APART and split == "train")
 
 
 class _CombinedBlocks(Blocks):
@@ -388,11 +407,15 @@ class _CombinedBlocks(Blocks):
         return {str(i): part.fingerprint() for i, part in enumerate(self._parts)}
 
 
-class _CombinedDocuments(Documents):
-    """Concatenated documents of several splits."""
+class CombinedDocuments(Documents):
+    """Concatenated documents of several splits.
 
-    def __init__(self, parts: Sequence[Documents]):
-        self._parts = list(parts)
+    Attributes:
+      apart: whether each part has rows of its own.
+    """
+
+    def __init__(self, parts: Sequence[Documents], apart: bool = False):
+        self._parts, self.apart = list(parts), apart
         self._stops = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -401,6 +424,10 @@ class _CombinedDocuments(Documents):
     def example(self, i: int) -> Example:
         part, inner = self._part(i)
         return part.example(inner)
+
+    def ranges(self) -> list[range]:
+        """The numbers of each part's documents."""
+        return [range(int(stop) - len(part), int(stop)) for stop, part in zip(self._stops, self._parts, strict=True)]
 
     def record(self, i: int) -> Any:
         """The parsed JSON of a document's line, if the parts are `LineDocuments`."""
@@ -418,7 +445,8 @@ class _CombinedDocuments(Documents):
         return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
 
     def fingerprint(self) -> dict[str, Any]:
-        return {str(i): part.fingerprint() for i, part in enumerate(self._parts)}
+        rows = {"rows": str(Rows.APART)} if self.apart else {}
+        return {str(i): part.fingerprint() for i, part in enumerate(self._parts)} | rows
 
 
 class _FileDocuments(Documents):

@@ -21,7 +21,7 @@ from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.strategies.consensus.agreement import along, quality_of
 from capibara.strategies.consensus.fragments import fragments, meeting_in_turn, parts_of
-from capibara.strategies.consensus.hierarchy import group_means
+from capibara.strategies.consensus.hierarchy import check_frozen, group_means, held
 from capibara.strategies.consensus.rounds import Nodes, Verdict, meeting, on_nodes
 from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName, VotingStrategy
 from capibara.training.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
@@ -35,6 +35,8 @@ class ConsensusConfig(Settings, Strategy):
     """Nodes that train apart and agree on a model every so many steps. `Settings` has its attributes."""
 
     def init(self, tx: optax.GradientTransformation, params: Params, nodes: int) -> Nodes:
+        check_frozen(self.frozen, params)
+
         def of_each(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (nodes, *jnp.shape(x))), tree)
 
@@ -97,6 +99,8 @@ class ConsensusConfig(Settings, Strategy):
 
         def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
             own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
+            if self.frozen:
+                own = held(self.frozen, state.params, own)
             if self.does(StrategyName.CONVEXITY):
                 own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)

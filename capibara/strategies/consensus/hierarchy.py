@@ -1,15 +1,22 @@
-"""Nodes that meet in groups between the rounds of all (hierarchical federated averaging, Liu et al. 2020, arXiv:1905.06641)."""
+"""Groups of nodes: they meet between the rounds of all (hierarchical federated averaging, Liu et al. 2020, arXiv:1905.06641).
+
+And each may hold parts of the model fixed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from capibara.core.types import Params, PyTree
+from capibara.core import tree
+from capibara.core.types import Params, PyTree, UserError
 from capibara.sharding import NODE_AXIS
+from capibara.strategies.consensus.agreement import along
 
 
 def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params, jax.Array], Params]:
@@ -42,3 +49,31 @@ def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params, jax
         return jax.tree.map(mean, own)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(nodes, PartitionSpec()), out_specs=nodes, check_vma=False)
+
+
+def check_frozen(patterns: Sequence[str], params: Params) -> None:
+    """Raises UserError if a pattern is in no parameter's name."""
+    names = tree.path_names(params)
+    for pattern in patterns:
+        if pattern and not any(re.search(pattern, name) for name in names):
+            raise UserError(
+                f"ConsensusConfig.frozen has {pattern!r}, which is in no parameter's name: take a part of one, such as {names[0]!r}"
+            )
+
+
+def held(patterns: Sequence[str], before: Params, after: Params) -> Params:
+    """The models [nodes, ...] after a step, without what it has changed in frozen parameters (traceable).
+
+    Args:
+      patterns: of the parameters' names; the nodes are cut into as many equal groups, in their order. Empty: none.
+      before, after: the models.
+    """
+    nodes = len(jax.tree.leaves(after)[0])
+    of_nodes = [pattern for pattern in patterns for _ in range(nodes // len(patterns))]
+
+    def hold(name: str, own: jax.Array, start: jax.Array) -> jax.Array:
+        is_held = np.array([bool(pattern and re.search(pattern, name)) for pattern in of_nodes])
+        return jnp.where(along(jnp.asarray(is_held), own), start, own) if is_held.any() else own
+
+    names = jax.tree.unflatten(jax.tree.structure(after), tree.path_names(after))
+    return jax.tree.map(hold, names, after, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -86,6 +87,8 @@ class Settings(Agreement):
       proximal: of "convexity": mu of FedProx (Li et al. 2020, arXiv:1812.06127). A step takes a node's parameters about
         mu * learning rate of the way back to the agreed model.
       groups, group_every: of "hierarchical": the number of groups, and the steps between two meetings of each.
+      frozen: regular expressions, one for each of as many equal groups of consecutive nodes: parameters in whose names they are
+        found are not trained by the nodes of that group; an empty one is in none. Empty: all nodes train all.
       nodes_per_round: nodes that have a part in a round, drawn anew for each (client sampling); None: all.
       init_from: the nodes' own initial weights: run folders or open models of the run's architecture, which nodes take in
         turn. The agreed model is Trainer.init_from until the first round. Empty: all nodes begin with it.
@@ -105,6 +108,7 @@ class Settings(Agreement):
     proximal: float = 1.0
     groups: int = 2
     group_every: int = 10
+    frozen: tuple[str, ...] = ()
     nodes_per_round: int | None = None
     init_from: tuple[str, ...] = ()
     compression: Compression | None = None
@@ -117,6 +121,7 @@ class Settings(Agreement):
             raise UserError(f"ConsensusConfig.proximal is {self.proximal}, must be above 0 and finite: try 1.0")
         _check_used(self)
         _check_fragments(self)
+        _check_frozen(self)
         if self.does(StrategyName.HIERARCHICAL):
             _check_groups(self)
         if self.merge_strategy is MergeStrategy.INTEGRATED:
@@ -313,7 +318,22 @@ def _check_groups(config: Settings) -> None:
         )
 
 
+def _check_frozen(config: Settings) -> None:
+    for pattern in config.frozen:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"ConsensusConfig.frozen has {pattern!r}, must be regular expressions ({error}): try ('embed', '')"
+            ) from None
+
+
 def _check_nodes(config: Settings, nodes: int) -> None:
+    if config.frozen and nodes % len(config.frozen):
+        nearest = max(n for n in range(1, len(config.frozen) + 1) if nodes % n == 0)
+        raise UserError(
+            f"ConsensusConfig.frozen has {len(config.frozen)} patterns, whose number must divide Plan.node ({nodes}): try {nearest}"
+        )
     if config.does(StrategyName.HIERARCHICAL) and (nodes % config.groups or nodes < 2 * config.groups):
         fitting = next((n for n in range(2, nodes // 2 + 1) if nodes % n == 0), None)
         raise UserError(

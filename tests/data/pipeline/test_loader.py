@@ -17,7 +17,7 @@ from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import make_loader, merge_states
-from capibara.data.sources.sources import JsonlSource
+from capibara.data.sources.sources import CombinedSource, JsonlSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 DOCUMENTS = 97
@@ -411,3 +411,69 @@ def test_unigram_bits_per_byte():
     half = {key: value[:, :3] for key, value in batch.items()}  # of one host; the other has an end and a 4
     of_all = np.array([0, 1, 0, 0, 1, 0, 0, 0]).__add__
     assert unigram_bits_per_byte([half], [half], token_bytes, of_all) == pytest.approx(bits)
+
+
+class TestRowsApart:
+    """Three sources of different sizes, of which each has a third of the rows."""
+
+    @pytest.fixture
+    def dataset(self, tmp_path):
+        sources = []
+        for name, count in (("a", 40), ("b", 7), ("c", 23)):
+            path = tmp_path / f"{name}.jsonl"
+            path.write_text("".join(json.dumps({"text": f"{name}{number:03d}."}) + "\n" for number in range(count)))
+            sources.append(JsonlSource(files=(str(path),), validation_fraction=0.2))
+        source = CombinedSource(sources=tuple(sources), rows="apart")
+        return Dataset(
+            source=source,
+            vocabulary=ByteVocabulary(),
+            length=16,
+            packing=Packing.NONE,
+            window_rows=4,
+            window_documents=8,
+        )
+
+    def texts(self, batch):
+        return [
+            ByteVocabulary().decode(row[segments > 0]) for row, segments in zip(batch["targets"], batch["segment_ids"])
+        ]
+
+    def test_each_source_has_its_rows_and_passes_of_its_own(self, dataset):
+        batches = [self.texts(batch) for batch in take(make_loader(dataset, batch_size=6), 40)]
+        sizes = {name: len(source.open("train")) for name, source in zip("abc", dataset.source.sources)}
+        for at, name in enumerate("abc"):
+            seen = collections.Counter(text for rows in batches for text in rows[2 * at : 2 * at + 2])
+            assert all(text.startswith(name) for text in seen) and len(seen) == sizes[name]
+            # A window may be ahead of another row's by its documents.
+            assert max(seen.values()) - min(seen.values()) <= 2 + 16 // sizes[name]
+
+    def test_hosts_and_resumed_runs_read_the_same_rows_and_name_them(self, dataset):
+        whole = make_loader(dataset, batch_size=6)
+        batches = take(whole, 9)
+        parts = [make_loader(dataset, batch_size=6, shard_index=host, shard_count=2) for host in range(2)]
+        for batch in batches[:5]:
+            halves = [next(part) for part in parts]
+            np.testing.assert_array_equal(np.concatenate([half["tokens"] for half in halves]), batch["tokens"])
+        resumed = make_loader(dataset, batch_size=6)
+        resumed.set_state(merge_states([part.get_state() for part in parts]))
+        position = resumed.documents_after(None)
+        assert_same(take(resumed, 4), batches[5:])
+        documents = dataset.documents("train")
+        names = [documents.example(row[0]["document"]).text for row in position["rows"]]
+        assert [text.split(".")[0] for text in self.texts(batches[5])] == [name.rstrip(".") for name in names]
+
+    def test_the_validation_split_is_of_all_and_the_order_is_in_the_state(self, dataset):
+        seen = [
+            text
+            for batch in make_loader(dataset, split="validation", batch_size=6, epochs=1)
+            for text in self.texts(batch)
+        ]
+        assert {text[0] for text in seen if text} == set("abc")
+        mixed = dataclasses.replace(dataset, source=dataclasses.replace(dataset.source, rows="mixed"))
+        state = make_loader(dataset, batch_size=6).get_state()
+        with pytest.raises(UserError, match="rows was 'apart', is None"):
+            make_loader(mixed, batch_size=6).set_state(state)
+
+    def test_rows_that_do_not_divide_are_refused(self, dataset):
+        with pytest.raises(UserError, match=r"Plan.batch_size .8. must be a multiple of the 3 sources .*: try 9"):
+            make_loader(dataset, batch_size=8)

@@ -14,6 +14,7 @@ from capibara import sharding
 from capibara.consensus.aggregation import Aggregation, Bucketing, CenteredClipping, CoordinateMedian
 from capibara.consensus.compression import Compression
 from capibara.consensus.outer import OuterSgd
+from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import DecoderConfig
@@ -305,6 +306,24 @@ def test_a_vote_and_a_convex_merge_train_end_to_end():
 STRATEGIES = ("hierarchical", "convexity", "incremental_soup")
 
 
+def test_each_group_of_nodes_holds_its_frozen_parts():
+    """Against rounds in which nothing is frozen: what a group trains is the same until the first round."""
+    strategy = ConsensusConfig(every=H, frozen=("embed", "mlp"))
+    plan = Plan(batch_size=16, node=4, fsdp=2)
+    _, begun, _ = run(plan, 0, strategy)
+    _, state, _ = run(plan, 1, strategy)
+    _, free, _ = run(plan, 1, ConsensusConfig(every=H))
+    names = tree.path_names(begun.params)
+    assert any("embed" in name for name in names) and any("mlp" in name for name in names)
+    trees = (begun.params, state.opt_state.params, free.opt_state.params)
+    for name, start, own, trained in zip(names, *map(jax.tree.leaves, trees), strict=True):
+        for node in range(4):
+            is_held = ("embed" if node < 2 else "mlp") in name
+            np.testing.assert_array_equal(own[node], start if is_held else trained[node])
+    with pytest.raises(UserError, match="frozen has 'attn.x', which is in no parameter's name: take a part of one"):
+        run(plan, 0, ConsensusConfig(every=H, frozen=("attn.x", "")))
+
+
 def test_all_strategies_train_end_to_end():
     strategy = ConsensusConfig(every=4, num_nodes=8, group_every=2, strategies=STRATEGIES, **ALL)
     losses, state, metrics = run(Plan(batch_size=16, node=8, fsdp=1), 12, strategy)
@@ -487,6 +506,10 @@ def test_what_few_bits_lose_of_a_node_that_is_not_drawn_is_kept():
             {"nodes_per_round": 2, "aggregation": Aggregation(rule=CoordinateMedian(), faults=1)},
             "must be 0 with ConsensusConfig.nodes_per_round",
         ),
+        (
+            {"frozen": ("em(bed", "")},
+            "ConsensusConfig.frozen has 'em(bed', must be regular expressions (missing ), unt",
+        ),
         ({"init_from": ("runs/a", " ")}, "ConsensusConfig.init_from has an empty name"),
         ({"nodes_per_round": 2, "strategies": ("hierarchical",)}, "has no effect with the strategy 'hierarchical'"),
     ],
@@ -501,6 +524,7 @@ def test_fields_without_an_effect_or_out_of_their_range_are_refused(settings, sa
     "settings, said",
     [
         ({"nodes_per_round": 5}, "nodes_per_round is 5, must be from 1 to Plan.node (4), or None for all: try 2"),
+        ({"frozen": ("a", "b", "c")}, "frozen has 3 patterns, whose number must divide Plan.node (4): try 2"),
         ({"init_from": ("a",) * 5}, "init_from has 5 models, must be at most Plan.node (4): set Plan.node = 5"),
     ],
     ids=str,
