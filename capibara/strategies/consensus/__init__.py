@@ -20,7 +20,7 @@ from capibara.config import configurable
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.objectives.base import Metrics
 from capibara.strategies.consensus.agreement import along, quality_of
-from capibara.strategies.consensus.fragments import fragments, meeting_in_turn, parts_of
+from capibara.strategies.consensus.fragments import fragments, meeting_in_turn, parts_of, sent_bytes
 from capibara.strategies.consensus.hierarchy import check_frozen, group_means, held
 from capibara.strategies.consensus.rounds import Nodes, Verdict, meeting, on_nodes
 from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName, VotingStrategy
@@ -114,7 +114,10 @@ class ConsensusConfig(Settings, Strategy):
             state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             now = agreed, average, state
             agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
-            return Round(agreed, state, of_all(metrics) | _shown(metrics, state), average)
+            shown = _shown(metrics, state) | {
+                "bytes_sent": sent_bytes(agreed, self.fragments, (number + 1) // self.meets_every)
+            }
+            return Round(agreed, state, of_all(metrics) | shown, average)
 
         return run
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from capibara.core.types import Batch, Params, PyTree, UserError
@@ -48,6 +49,13 @@ def parts_of(tree: PyTree, where: Sequence[Sequence[int]]) -> list[list[Any]]:
     """The leaves of each fragment of a tree like the parameters."""
     leaves = jax.tree.leaves(tree)
     return [[leaves[index] for index in indices] for indices in where]
+
+
+def sent_bytes(params: Params, count: int, rounds: jax.Array) -> jax.Array:
+    """The bytes that each node has sent in so many rounds of `count` fragments, as float32 arrays, float32."""
+    sizes = [4 * sum(x.size for x in part) for part in parts_of(params, fragments(params, count))]
+    so_far = jnp.array(np.cumsum([0, *sizes])[:-1], jnp.float32)
+    return (rounds // count).astype(jnp.float32) * float(sum(sizes)) + so_far[rounds % count]
 
 
 def meeting_in_turn(

@@ -39,6 +39,9 @@ def test_each_fragment_has_its_round_in_its_turn_and_the_last_one_in_the_last_st
     where = [set(part) for part in fragments(states[0].params, 3)]
     turns = [changed(one.params, other.params) for one, other in zip(states, states[1:])]
     assert turns == [set(), where[0], set(), where[1], set(), where[2]]
+    sizes = [4 * sum(leaves(states[0].params)[index].size for index in part) for part in where]
+    told = [run(PLAN, step, strategy)[2]["bytes_sent"] for step in (1, 2, 3, 4, 6, 8)]
+    np.testing.assert_allclose(told, np.cumsum([0, *sizes, sizes[0]])[[0, 1, 1, 2, 3, 4]])
     assert set.union(*where) == set(range(len(leaves(states[0].params))))
     for turn, step in enumerate((2, 4, 6)):
         for index, (own, agreed) in enumerate(
