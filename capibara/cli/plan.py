@@ -57,6 +57,7 @@ def plan(args: argparse.Namespace) -> int:
     run = trainer.of_gin(args.length, args.encoder_length)
     if args.serve:
         return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(of_flag, run.plan))
+    workload.check_ordinary(run)
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
     found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}

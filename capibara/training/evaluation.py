@@ -77,16 +77,16 @@ class Evaluator:
         if self.judge is not None:
             self.judge.prepare()
 
-    def due(self, step: int, first_step: int, owed: bool) -> bool:
+    def due(self, step: int, first_step: int, owed: bool, last: bool) -> bool:
         """Whether to evaluate after `step`: every `Evaluation.every` steps, and pretrained weights before the first step.
 
         Args:
           step: completed steps.
           first_step: completed steps at this start.
           owed: the previous start stopped before the evaluation of `first_step`.
+          last: no step follows.
         """
         is_pretrained = step == 0 and self.trainer.init_from is not None
-        last = step >= self.trainer.steps
         return (step > first_step or is_pretrained or owed) and is_due(step, self.trainer.evaluation.every, last)
 
     def evaluate(self, step: int, params: Params) -> float | None:

@@ -136,7 +136,9 @@ class _Loop:
             signal_number = self.stop.agreed(step)
             done = step >= self.setup.last_step or signal_number is not None
 
-            due = score is None and self.evaluator.due(step, first_step, recovery.owes_evaluation)
+            due = score is None and self.evaluator.due(
+                step, first_step, recovery.owes_evaluation, step >= self.setup.last_step
+            )
             if due and signal_number is None:  # after a signal only seconds may be left: save first
                 score = self._evaluate(step, state)
                 signal_number = None if done and score is not None else self.stop.agreed(step)

@@ -40,7 +40,7 @@ from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
-from capibara.training.privacy.ledger import PASS, Ledger
+from capibara.training.privacy.ledger import Ledger
 from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
@@ -242,7 +242,7 @@ def set_up(
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check(trainer, mesh)
     model = api.build(trainer.model)
-    spec = describe_state(trainer, model, mesh)
+    spec, ledger = describe_state(trainer, model, mesh), _ledger(trainer, model, status)
     read, own = reader(trainer, load), starts(trainer, model, mesh, load)  # before the compile, to find errors early
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, spec.abstract, read)
@@ -256,8 +256,9 @@ def set_up(
         initial = dataclasses.replace(loaded.result(), starts=own)
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
+            if ledger is not None:
+                ledger.check_resumed(restored[0].step)
         _check_vocabulary(trainer)
-        ledger = _ledger(trainer, model, batches, status)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
@@ -277,13 +278,13 @@ def set_up(
     return setup, initial
 
 
-def _ledger(trainer: Trainer, model: api.Model, batches: Loader, status: Callable[[str], None]) -> Ledger | None:
+def _ledger(trainer: Trainer, model: api.Model, status: Callable[[str], None]) -> Ledger | None:
     """The ledger of the run's privacy, after it has told what a user should know; None: it has none."""
     if trainer.privacy is None:
         return None
-    ledger = Ledger(trainer.privacy, batches.pass_steps)
+    ledger = Ledger.of(trainer.privacy, trainer.dataset, trainer.plan.batch_size)
     params = sum(x.size for x in jax.tree.leaves(model.trained(model.abstract_params)))
-    for line in ledger.remarks(trainer.steps, trainer.plan.batch_size, params):
+    for line in ledger.remarks(trainer.steps, params):
         status(line)
     return ledger
 
@@ -488,8 +489,6 @@ def _check(trainer: Trainer, mesh: Mesh) -> None:
     _check_evaluation(trainer, mesh)
     if trainer.group is not None:
         trainer.group.check()
-    if trainer.privacy is not None:
-        trainer.privacy.releases_within(noun=PASS)
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported

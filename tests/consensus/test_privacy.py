@@ -137,3 +137,23 @@ def test_bad_options_are_one_line(fields):
     (name,) = fields
     with pytest.raises(UserError, match=f"Privacy.{name} is"):
         Privacy(**{"clip_norm": 1.0, "noise_multiplier": 1.0} | fields)
+
+
+def test_the_accounting_may_be_named_and_must_be_known():
+    assert epsilon(**ABADI, accounting="moments") == epsilon(**ABADI, accounting=Accounting.MOMENTS)
+    with pytest.raises(ValueError, match="foo"):
+        epsilon(**ABADI, accounting="foo")
+
+
+def test_the_noise_has_tails_beyond_those_of_float32():
+    """One float32 draw never exceeds 5.42; of 4e7 normal numbers 0.5 to 5 do, and their sum of four is exact up to 10.8."""
+    noise = np.asarray(jax.jit(lambda key: privacy.normal(key, (1 << 22,)))(jax.random.key(0)))
+    assert np.std(noise) == pytest.approx(1.0, abs=2e-3) and abs(np.mean(noise)) < 2e-3
+    assert len(np.unique(noise)) > 0.9 * len(noise)  # float32 draws have a coarser grid
+    assert np.mean(np.abs(noise) > 3) == pytest.approx(0.0027, rel=0.05)
+
+
+@pytest.mark.parametrize("fields", [{"noise_multiplier": 1e200}, {"clip_norm": 1e-300}, {"noise_multiplier": 1e-160}])
+def test_numbers_that_no_float_holds_are_refused(fields):
+    with pytest.raises(UserError, match="must be from 1e-9 to 1e9"):
+        Privacy(**{"clip_norm": 1.0, "noise_multiplier": 1.0} | fields)

@@ -113,11 +113,6 @@ class SourceFeed(Feed):
         self._fingerprint = self.documents.fingerprint()
         self.tally = Tally(_NOUNS[dataset.data_format])
         self._endless = share.epochs is None
-        if share.privacy is not None and isinstance(self.documents, Blocks):
-            raise UserError(
-                "Trainer.privacy needs documents with random access, and Dataset.source reads its shards block by block: take "
-                "another source, such as @JsonlSource()"
-            )
         self.first_row = share.first_row if self._endless else 0
         self._ranges = self._rows_apart()
         if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
@@ -149,12 +144,6 @@ class SourceFeed(Feed):
         """Opens the streams of the global rows from `first` on, at `states`."""
         return [self.stream(first + i, self.share.batch_size, state) for i, state in enumerate(states)]
 
-    @property
-    def pass_steps(self) -> int:
-        """Batches of a pass in which each document has a row of its own; the last one is padded."""
-        assert not isinstance(self.documents, Blocks)
-        return math.ceil(len(self.documents) / self.share.batch_size)
-
     def stream(self, index: int, count: int, state: State) -> Iterator[Row]:
         """Opens stream `index` of `count`."""
         layout = layout_of(self.dataset, count, (self.dataset.seed, index) if self.shuffles else None)
@@ -184,7 +173,8 @@ class SourceFeed(Feed):
         if isinstance(documents, Blocks):
             of_stream = {"index": index, "count": count}
             return BlockReader(documents, dataset, tally, **of_stream, shuffles=shuffles, epochs=epochs, need=need)
-        size = None if self.share.privacy is None else self.pass_steps * count
+        # With privacy a pass begins with a batch: numbers without a document pad the last one.
+        size = None if self.share.privacy is None else math.ceil(len(documents) / count) * count
         within = None
         if self._ranges and count > 1:  # one of the streams of a batch
             count //= len(self._ranges)

@@ -170,13 +170,6 @@ class Loader:
         self.batches += 1
         return batch
 
-    @property
-    def pass_steps(self) -> int:
-        """Batches of a pass; only with `privacy`."""
-        feed = self._opened()
-        assert isinstance(feed, feeds.SourceFeed)
-        return feed.pass_steps
-
     def wait_s(self) -> float:
         """Seconds that the consumer has waited for batches since the last call."""
         waited_s, self._wait_s = self._wait_s, 0.0

@@ -31,7 +31,7 @@ class Run(Dataclass, Protocol):
     """A training run as the planner sees it: a training.trainer.Trainer, which this room does not import.
 
     Attributes:
-      model, plan, dataset, optimizer, loss, strategy: the parts that decide the compiled step and what is held beside it.
+      model, plan, dataset, optimizer, loss, strategy, privacy: the parts that decide the compiled step and what is held beside it.
       steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as in Trainer.
       batch_spec: shape and dtype of every array that a step reads.
     """
@@ -48,6 +48,8 @@ class Run(Dataclass, Protocol):
     def loss(self) -> Loss | None: ...
     @property
     def strategy(self) -> object: ...
+    @property
+    def privacy(self) -> object: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -274,6 +276,15 @@ def check_one_model(plan: Plan) -> None:
         raise UserError(
             f"Plan.node is {plan.node}, must be 1 for a search: plan one node's model on its share of the chips "
             "(--gin.Plan.node=1), or set the axes of the mesh (Plan.fsdp, ...) and ask `capibara prove`"
+        )
+
+
+def check_ordinary(run: Run) -> None:
+    """Raises UserError if a search would not know what the run's step needs."""
+    if run.privacy is not None:
+        raise UserError(
+            "Trainer.privacy is set, and a search does not know what the gradients of single documents need: set the axes of the "
+            "mesh (Plan.fsdp, ...) and ask `capibara prove`"
         )
 
 

@@ -39,6 +39,7 @@ def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
     if named is None or not is_open(run):
         return [], ""
     workload.check_one_model(run.plan)
+    workload.check_ordinary(run)
     slice_, work = slice_ or slices.parse(named), workload.of_run(run)
     remats = (run.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
     question = Question(

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
-from capibara.consensus.privacy import Privacy
+from capibara.consensus.privacy import Privacy, normal
 from capibara.core import tree
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, PyTree
@@ -129,7 +129,7 @@ def _noisy(total: Params, privacy: Privacy, count: int, key: jax.Array) -> Param
     """The sum of clipped gradients with noise, divided by the rows of a batch; how many are padding is not revealed."""
     leaves, structure = jax.tree.flatten(total)
     deviation = privacy.noise_multiplier * privacy.clip_norm
-    noise = [deviation * jax.random.normal(jax.random.fold_in(key, at), x.shape) for at, x in enumerate(leaves)]
+    noise = [deviation * normal(jax.random.fold_in(key, at), x.shape) for at, x in enumerate(leaves)]
     return jax.tree.unflatten(structure, [(x + n) / count for x, n in zip(leaves, noise, strict=True)])
 
 
