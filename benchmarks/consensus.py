@@ -150,19 +150,19 @@ class Texts:
     def batch(self, step):
         """Rows of a step: ROWS of node 0's text, of node 1's, and so on."""
         rng = np.random.default_rng(step)
-        return _batch(np.concatenate([_rows(text, ROWS, rng) for text in self.nodes]))
+        return batch_of_rows(np.concatenate([rows_of(text, ROWS, rng) for text in self.nodes]))
 
     def validation_batches(self, count=16):
         rng = np.random.default_rng(2**31)
-        return [_batch(_rows(self.validation, NODES * ROWS, rng)) for _ in range(count)]
+        return [batch_of_rows(rows_of(self.validation, NODES * ROWS, rng)) for _ in range(count)]
 
 
-def _rows(text, count, rng):
+def rows_of(text, count, rng):
     starts = rng.integers(0, len(text) - LENGTH - 1, count)
     return np.stack([text[start : start + LENGTH + 1] for start in starts]).astype(np.int32)
 
 
-def _batch(rows):
+def batch_of_rows(rows):
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (len(rows), LENGTH))
     ones = np.ones((len(rows), LENGTH))
     return {
@@ -174,10 +174,11 @@ def _batch(rows):
     }
 
 
-def train(texts, steps, strategy=None, base=None, learning_rate=1e-3):
+def train(texts, steps, strategy=None, base=None, learning_rate=1e-3, first_row=10**6):
     """The parameters after so many steps, and their validation loss in nats a byte.
 
-    `strategy`: None: one model, data-parallel. `base`: the parameters to begin with; None: random ones.
+    `strategy`: None: one model, data-parallel. `base`: the parameters to begin with; None: random ones. `first_row`: seeds of
+    the rows of a run with a base, other ones than those of the base.
     """
     model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=learning_rate, warmup_steps=20))
     plan = Plan(batch_size=NODES * ROWS, **({"data": NODES} if strategy is None else {"node": NODES}), fsdp=1)
@@ -193,7 +194,7 @@ def train(texts, steps, strategy=None, base=None, learning_rate=1e-3):
     state = jax.device_put(jax.jit(init)(jax.random.key(0), pretrained=base), shardings)
     placed = sharding.batch_sharding(mesh, plan.rules)
     for index in range(steps):
-        seed = index if base is None else 10**6 + index  # other rows than those of the base
+        seed = index if base is None else first_row + index
         state, metrics = step(state, sharding.global_batch(placed, texts.batch(seed)))
         if index % 10 == 0:  # as far ahead as memory holds
             jax.block_until_ready(metrics)
