@@ -159,7 +159,10 @@ def normal(key: jax.Array, shape: Sequence[int]) -> jax.Array:
 
     One draw of float32 ends at 5.4 standard deviations, where a sum would tell data apart. The sum of four ends at 10.8.
     """
-    return jnp.sum(jax.random.normal(key, (4, *shape)), axis=0) / 2
+    total = jnp.zeros(tuple(shape))
+    for one in jax.random.split(key, 4):  # one by one: an array of four would be the largest of the program
+        total += jax.random.normal(one, tuple(shape))
+    return total / 2
 
 
 def epsilon(
@@ -174,6 +177,8 @@ def epsilon(
       delta: the probability with which the promise may fail.
       accounting: how it is computed.
     """
+    if accounting not in [*Accounting]:
+        raise UserError(f"accounting is {accounting!r}, must be one of {', '.join(Accounting)}: try 'pld'")
     accounting = Accounting(accounting)
     extras.require("dp_accounting", extra="privacy", why="the cost of differential privacy")
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent

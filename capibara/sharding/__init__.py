@@ -376,6 +376,28 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     Raises:
       UserError: the rows of two processes overlap but differ.
     """
+    held = _held_shards(mesh, rules)
+    parts = sorted(set(held.values()))
+    return [parts.index(held[process]) for process in sorted(held)]
+
+
+def row_places(mesh: Mesh, rules: Rules, rows: int) -> tuple[int, ...] | None:
+    """Where on the mesh each row of a global batch comes to lie, as hosts read them; None: each in its own place.
+
+    A host reads consecutive rows for all its devices, whose places need not be consecutive.
+
+    Args:
+      mesh, rules: of the run.
+      rows: of a global batch.
+    """
+    each = rows // math.prod(mesh.shape[axis] for axis in batch_axes(mesh.shape, rules))
+    parts = sorted(set(_held_shards(mesh, rules).values()))
+    places = tuple(shard * each + row for part in parts for shard in part for row in range(each))
+    return None if places == tuple(range(rows)) else places
+
+
+def _held_shards(mesh: Mesh, rules: Rules) -> dict[int, tuple[int, ...]]:
+    """Process -> the indices of the batch shards that its devices hold; see `host_shards`."""
     rows = int(np.prod([mesh.shape[axis] for axis in batch_axes(mesh.shape, rules)]))
     held: dict[int, set[int]] = {}
     parts_of: Mapping[jax.Device, tuple[slice, ...]] = batch_sharding(mesh, rules).devices_indices_map((rows,))
@@ -388,7 +410,7 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
             f"Plan ({sizes}) splits the batch so that the rows of the {len(held)} hosts overlap or differ in number: each "
             "host must hold whole batch shards, choose axis sizes that divide the devices of a host or are multiples"
         )
-    return [parts.index(tuple(sorted(held[process]))) for process in sorted(held)]
+    return {process: tuple(sorted(shards)) for process, shards in held.items()}
 
 
 def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Array]:

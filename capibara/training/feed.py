@@ -17,6 +17,7 @@ from capibara.core.fields import as_json
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_states
+from capibara.data.sources.sources import CombinedSource, Rows
 from capibara.objectives.batches import BatchProvider
 from capibara.training.trainer import Trainer
 
@@ -114,6 +115,9 @@ def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int
     if privacy is not None and epochs is None:
         promised = {"clip_norm": privacy.clip_norm, "noise_multiplier": privacy.noise_multiplier}
         open_one = functools.partial(make_loader, privacy=promised)
+    source = trainer.dataset.source
+    if isinstance(source, CombinedSource) and source.rows is Rows.APART and trainer.loss is None and epochs is None:
+        open_one = functools.partial(make_loader, places=sharding.row_places(mesh, trainer.plan.rules, rows))
     return open_one(
         trainer.dataset,
         split=split,

@@ -77,11 +77,12 @@ def make_train_step(
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             **model.layer_metrics(stats),
         }
-        if private is not None:  # the sums are without rows that are not finite
-            metrics["loss"] = jnp.where((more["broken_rows"] > 0) & (metrics["tokens"] == 0), jnp.nan, metrics["loss"])
         params = tree.joined(trained, frozen)
         new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema)
-        return _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
+        new, metrics = _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
+        if private is not None:  # after the decision to skip, which must not tell of one document
+            metrics["loss"] = jnp.where((more["broken_rows"] > 0) & (metrics["tokens"] == 0), jnp.nan, metrics["loss"])
+        return new, metrics
 
     return step
 

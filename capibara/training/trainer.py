@@ -17,7 +17,7 @@ from capibara.consensus.privacy import Privacy
 from capibara.core.types import UserError
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Dataset
-from capibara.data.sources.sources import DataFormat
+from capibara.data.sources.sources import CombinedSource, DataFormat, Rows
 from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.objectives.base import Normalization
@@ -281,6 +281,12 @@ def _check_strategy(trainer: Trainer) -> None:
         raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
     _check_starts(trainer, strategy)
     strategy.check(trainer.plan)
+    source, nodes = trainer.dataset.source, trainer.plan.node
+    if isinstance(source, CombinedSource) and source.rows is Rows.APART and nodes % len(source.sources):
+        raise UserError(
+            f"CombinedSource.sources has {len(source.sources)} sources with rows = 'apart', whose number must divide Plan.node "
+            f"({nodes}), so that each node has one: set Plan.node = {len(source.sources)}"
+        )
     every = strategy.round_steps
     _check_rounds(trainer.steps, every, name)
     if trainer.evaluation.patience is not None and trainer.evaluation.every % every:

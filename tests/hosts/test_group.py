@@ -82,7 +82,7 @@ def test_what_is_wrong_is_one_line_on_each_host(cluster, shell, fields):
 
 def test_a_node_of_two_hosts_votes(cluster, shell):
     """Two of the other three approve, so that the third vote is this node's."""
-    folder, seen = shell.folder / "exchange", set()
+    folder, seen = shell.folder / "voting_exchange", set()
     exchange = Exchange(str(folder))
 
     def others():
@@ -98,7 +98,12 @@ def test_a_node_of_two_hosts_votes(cluster, shell):
             exchange.write(f"rounds/{number:06d}/ballots/{name}.json", ballot)
 
     (shell.folder / "node.gin").write_text(NODE)
-    flags = ("--gin_file=tiny.gin", "--gin_file=node.gin", "--gin.MODEL_DIR=two", f"--gin.GroupNode.exchange={folder}")
+    flags = (
+        "--gin_file=tiny.gin",
+        "--gin_file=node.gin",
+        "--gin.MODEL_DIR=voting",
+        f"--gin.GroupNode.exchange={folder}",
+    )
     flags = (*flags, "--gin.Evaluation.every=6", "--gin.Evaluation.max_batches=2")
     with coordinated(folder, others, num_nodes=4, voting_strategy="byzantine", quality_threshold=0.5):
         ends = cluster("flags", 2).run("train", *flags)

@@ -194,7 +194,7 @@ def test_each_node_has_consecutive_rows_of_a_batch_and_a_mesh_of_its_own():
         jax.eval_shape(
             jax.shard_map(
                 lambda x: [inside.append(sharding.active()), x][1],
-                mesh=mesh, in_specs=P("node"), out_specs=P("node"), axis_names=sharding.node_axes(mesh),
+                mesh=mesh, in_specs=P("node"), out_specs=P("node"), axis_names=sharding.manual_axes(mesh),
             ),
             np.zeros(16, np.float32),
         )  # fmt: skip
@@ -210,4 +210,4 @@ def test_a_node_of_one_device_is_manual_over_all_axes():
         sharding.make_mesh(sharding.Plan(batch_size=8, **sizes))
         for sizes in (dict(node=8, fsdp=1), dict(node=4, fsdp=2))
     )
-    assert sharding.node_axes(one) == set(one.axis_names) and sharding.node_axes(two) == {"node"}
+    assert sharding.manual_axes(one) == set(one.axis_names) and sharding.manual_axes(two) == {"node"}

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from matrix import Case, running
+from matrix import Case, mesh_of, running
 
+from capibara import sharding
 from capibara.consensus.aggregation import (
     Aggregation,
     Bucketing,
@@ -28,6 +29,7 @@ from capibara.consensus.aggregation import (
 from capibara.consensus.compression import Compression
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import topology
+from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig, StrategyName
 from capibara.training import setup
 
@@ -127,3 +129,19 @@ def test_the_initial_weights_of_a_node_compile_for_the_slice(model, tell):
     )
     assert report.fits
     tell("initial weights of a node", model, "v5e-8", STEPS[model], report)
+
+
+def test_a_source_with_rows_apart_reaches_its_node_on_hosts_whose_chips_are_of_several_nodes():
+    """On a v5e-16 a host's four chips are a square, and the four chips of a node are a row."""
+    mesh = mesh_of(dict(node=4, fsdp=4), "v5e-16")
+    plan = Plan(batch_size=16, node=4, fsdp=4)
+    places = sharding.row_places(mesh, plan.rules, 16)
+    assert places is not None and sorted(places) == list(range(16))
+    held = {}
+    for device, index in sharding.batch_sharding(mesh, plan.rules).devices_indices_map((16,)).items():
+        held.setdefault(device.process_index, []).extend(range(*index[0].indices(16)))
+    parts = sharding.host_shards(mesh, plan.rules)
+    for process, rows in held.items():
+        assert sorted(rows) == list(places[4 * parts[process] : 4 * parts[process] + 4])
+    alone = mesh_of(dict(node=4, fsdp=1), "v5e-4")
+    assert sharding.row_places(alone, plan.rules, 16) is None

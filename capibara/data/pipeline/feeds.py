@@ -30,6 +30,7 @@ class Share:
     shard_count: int
     epochs: int | None
     privacy: Mapping[str, float] | None = None
+    places: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -88,6 +89,7 @@ class Feed(abc.ABC):
             "vocabulary": dataset.get_vocabulary().fingerprint(),
             "data": self.data_fingerprint(),
             **({} if share.privacy is None else {"privacy": dict(share.privacy)}),
+            **({} if share.places is None else {"places": [*share.places]}),
             **_objective_settings(dataset),
         }
 
@@ -174,11 +176,12 @@ class SourceFeed(Feed):
             of_stream = {"index": index, "count": count}
             return BlockReader(documents, dataset, tally, **of_stream, shuffles=shuffles, epochs=epochs, need=need)
         # With privacy a pass begins with a batch: numbers without a document pad the last one.
-        size = None if self.share.privacy is None else math.ceil(len(documents) / count) * count
+        rows = self.share.batch_size
+        size = None if self.share.privacy is None else math.ceil(len(documents) / rows) * rows
         within = None
         if self._ranges and count > 1:  # one of the streams of a batch
             count //= len(self._ranges)
-            part, index = divmod(index, count)
+            part, index = divmod(index if self.share.places is None else self.share.places[index], count)
             within = self._ranges[part]
         read = functools.partial(DocumentReader, within=within, size=size)
         return read(documents, dataset, tally, index=index, count=count, shuffles=shuffles, epochs=epochs, need=need)

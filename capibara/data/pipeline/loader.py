@@ -40,6 +40,7 @@ _PARAMETERS = {
         + ("cached_order", "inputs_length")
     },
     "privacy": "Trainer.privacy",
+    "places": "the hosts' places on the mesh (CombinedSource.rows = 'apart')",
 }
 
 
@@ -52,6 +53,7 @@ def make_loader(
     shard_count: int = 1,
     epochs: int | None = None,
     privacy: Mapping[str, float] | None = None,
+    places: Sequence[int] | None = None,
 ) -> Loader:
     """Opens one host's part of a split.
 
@@ -65,6 +67,8 @@ def make_loader(
         batch with rows of weight 0, and ends after the same batch.
       privacy: settings of differential privacy that a state must have to be resumed. Each document then has a row of its own
         in each pass, and passes begin with a batch. None: documents are packed as the dataset says.
+      places: for sources with rows of their own: where on the mesh each row of the global batch comes to lie; None: in its
+        own place.
 
     Raises:
       UserError: the source cannot be opened, or the rows do not divide over the hosts.
@@ -85,6 +89,7 @@ def make_loader(
         shard_count=shard_count,
         epochs=epochs,
         privacy=privacy,
+        places=None if places is None else tuple(places),
     )
     if dataset.is_seqio:
         return Loader(dataset, share, lambda: _task_feed(dataset, share))

@@ -352,6 +352,10 @@ class CombinedSource(Source):
         if len({source.data_format for source in self.sources}) > 1:
             kinds = ", ".join(sorted({str(source.data_format) for source in self.sources}))
             raise UserError(f"CombinedSource.sources have different formats ({kinds}): use sources of one format")
+        if any(isinstance(source, CombinedSource) and source.rows is Rows.APART for source in self.sources):
+            raise UserError(
+                "CombinedSource.sources has a CombinedSource with rows = 'apart': only the outer one may have that"
+            )
 
     @property
     def has_conversations(self) -> bool:

@@ -99,8 +99,6 @@ class ConsensusConfig(Settings, Strategy):
 
         def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
             own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
-            if self.frozen:
-                own = held(self.frozen, state.params, own)
             if self.does(StrategyName.CONVEXITY):
                 own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
@@ -111,6 +109,8 @@ class ConsensusConfig(Settings, Strategy):
                 meets = ((number + 1) % self.group_every == 0) & ~due
                 has_part = quality_of(losses) >= (self.quality_threshold or 0.0)
                 own = jax.lax.cond(meets, in_groups, lambda own, _: own, own, has_part)
+            if self.frozen:
+                own = held(self.frozen, state.params, own)
             state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
             now = agreed, average, state
             agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
@@ -136,7 +136,7 @@ class ConsensusConfig(Settings, Strategy):
         line = f"step {step}: no agreement, consensus score {score:.2f} of {self.consensus_threshold:g}"
         if self.votes:
             line = f"{line}, {int(metrics['votes'])} votes of {self.vote_rule(len(nodes)).quorum}"
-        yield f"{line}: the nodes go on from the last agreed model"
+        yield f"{line}: the nodes go on from the last agreed {'model' if self.fragments == 1 else 'fragment'}"
         if failures > self.max_retries:
             raise UserError(
                 f"the nodes did not agree in {failures} rounds in a row, must be at most ConsensusConfig.max_retries "

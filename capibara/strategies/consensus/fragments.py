@@ -31,8 +31,9 @@ def fragments(params: Params, count: int) -> list[list[int]]:
     """
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(params)]
     if count > len(sizes):
+        fitting = max(n for n in range(1, len(sizes) + 1) if count % n == 0)
         raise UserError(
-            f"ConsensusConfig.fragments is {count}, must be at most the {len(sizes)} arrays of the model: try {len(sizes)}"
+            f"ConsensusConfig.fragments is {count}, must be at most the {len(sizes)} arrays of the model: try {fitting}"
         )
     found: list[list[int]] = [[] for _ in range(count)]
     done, at = 0, 0
@@ -52,7 +53,7 @@ def parts_of(tree: PyTree, where: Sequence[Sequence[int]]) -> list[list[Any]]:
 
 
 def sent_bytes(params: Params, count: int, rounds: jax.Array) -> jax.Array:
-    """The bytes that each node has sent in so many rounds of `count` fragments, as float32 arrays, float32."""
+    """What a node with a part in each of so many rounds of `count` fragments has sent in them, as float32 arrays, float32."""
     sizes = [4 * sum(x.size for x in part) for part in parts_of(params, fragments(params, count))]
     so_far = jnp.array(np.cumsum([0, *sizes])[:-1], jnp.float32)
     return (rounds // count).astype(jnp.float32) * float(sum(sizes)) + so_far[rounds % count]
@@ -77,9 +78,9 @@ def meeting_in_turn(
             )
             meet_one = meeting(config, nodes, mesh, parts_of(params, where)[turn])
             part, _, new = meet_one(parts_of(agreed, where)[turn], None, own, number, batch)
-            accepted = new.verdict.accepted
-            # A node without a part goes on from the agreed model, all of it: one bad fragment spoils the others in a step.
-            kept = jax.tree.map(lambda x, start: jnp.where(along(accepted, x), x, start), state.params, agreed)
+            good = new.verdict.accepted if new.verdict.drawn is None else new.verdict.accepted | ~new.verdict.drawn
+            # A node that is left out goes on from the agreed model, all of it: one bad fragment spoils the others in a step.
+            kept = jax.tree.map(lambda x, start: jnp.where(along(good, x), x, start), state.params, agreed)
             together = dataclasses.replace(
                 new,
                 params=_with(kept, where[turn], new.params),

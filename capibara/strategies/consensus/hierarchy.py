@@ -57,7 +57,7 @@ def check_frozen(patterns: Sequence[str], params: Params) -> None:
     for pattern in patterns:
         if pattern and not any(re.search(pattern, name) for name in names):
             raise UserError(
-                f"ConsensusConfig.frozen has {pattern!r}, which is in no parameter's name: take a part of one, such as {names[0]!r}"
+                f"ConsensusConfig.frozen has {pattern!r}, which is in no trained parameter's name: take a part of one, such as {names[0]!r}"
             )
 
 

@@ -269,15 +269,17 @@ def _check_fragments(config: Settings) -> None:
             f"ConsensusConfig.fragments is {config.fragments}, must be at least 1 and divide ConsensusConfig.every ({config.every}): "
             f"try {fitting}"
         )
-    whole = {
-        "voting_strategy": config.votes,
-        "merge_strategy": config.merge_strategy is not MergeStrategy.AGGREGATION,
-        "strategies": bool({StrategyName.INCREMENTAL_SOUP, StrategyName.HIERARCHICAL} & set(config.strategies)),
-    }
-    for name in (name for name, is_set in whole.items() if is_set and config.fragments > 1):
+    soups = [
+        f"the strategy '{name}'" for name in ("incremental_soup", "hierarchical") if config.does(StrategyName(name))
+    ]
+    whole = [
+        *soups,
+        *([f"merge_strategy = '{config.merge_strategy}'"] * (config.merge_strategy is not MergeStrategy.AGGREGATION)),
+    ]
+    whole += [f"voting_strategy = '{config.voting_strategy}'"] * config.votes
+    if whole and config.fragments > 1:
         raise UserError(
-            f"ConsensusConfig.fragments is {config.fragments}, and {name} = {getattr(config, name)!r} needs rounds of the whole "
-            "model: leave one of them out"
+            f"ConsensusConfig.fragments is {config.fragments}, and {whole[0]} needs rounds of the whole model: leave one of them out"
         )
 
 

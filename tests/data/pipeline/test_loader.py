@@ -477,3 +477,25 @@ class TestRowsApart:
     def test_rows_that_do_not_divide_are_refused(self, dataset):
         with pytest.raises(UserError, match=r"Plan.batch_size .8. must be a multiple of the 3 sources .*: try 9"):
             make_loader(dataset, batch_size=8)
+
+    def test_a_source_has_the_rows_of_its_place_on_the_mesh(self, dataset):
+        places = [0, 3, 1, 4, 2, 5]
+        for batch in take(make_loader(dataset, batch_size=6, places=places), 5):
+            assert [text[0] for text in self.texts(batch)] == ["aabbcc"[place] for place in places]
+
+    def test_only_the_outer_source_may_have_rows_apart(self, dataset):
+        with pytest.raises(UserError, match="only the outer one may have that"):
+            CombinedSource(sources=(dataset.source,))
+
+
+def test_the_documents_of_a_private_batch_are_named(corpus):
+    dataset = make_dataset(corpus, packing=Packing.NONE)
+    loader = make_loader(dataset, batch_size=8, privacy={"clip_norm": 1.0})
+    documents, position = dataset.documents("train"), None
+    for _ in range(2 * len(documents) // 8):
+        named = loader.documents_after(position)["rows"]
+        batch = next(loader)
+        position = loader.position
+        for row, segments, names in zip(batch["targets"], batch["segment_ids"], named, strict=True):
+            text = ByteVocabulary().decode(row[segments > 0])
+            assert [documents.example(name["document"]).text[:8] for name in names] == ([text[:8]] if text else [])

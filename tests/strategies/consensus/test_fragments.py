@@ -102,12 +102,16 @@ def test_no_fragment_is_empty_whatever_the_sizes():
     [
         ({"fragments": 0}, "fragments is 0, must be at least 1 and divide ConsensusConfig.every .50.: try 1"),
         ({"fragments": 7}, "fragments is 7, must .* divide ConsensusConfig.every .50.: try 5"),
+        ({"fragments": 5, "merge_strategy": "convex"}, "and merge_strategy = 'convex' needs rounds of the whole model"),
         (
-            {"fragments": 5, "merge_strategy": "convex"},
-            "merge_strategy = <.*> needs rounds of the whole model|needs rounds",
+            {"fragments": 5, "strategies": ("convexity", "incremental_soup")},
+            "and the strategy 'incremental_soup' needs",
         ),
-        ({"fragments": 5, "strategies": ("incremental_soup",)}, "needs rounds of the whole model"),
-        ({"fragments": 5, "strategies": ("hierarchical",)}, "needs rounds of the whole model"),
+        ({"fragments": 5, "strategies": ("hierarchical",)}, "and the strategy 'hierarchical' needs rounds"),
+        (
+            {"fragments": 5, "voting_strategy": "byzantine", "quality_threshold": 0.5},
+            "and voting_strategy = 'byzantine' needs rounds",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(fields, words):
@@ -117,5 +121,26 @@ def test_what_cannot_be_is_one_line(fields, words):
 
 def test_more_fragments_than_arrays_are_refused():
     strategy = ConsensusConfig(every=100, fragments=100)
-    with pytest.raises(UserError, match=r"fragments is 100, must be at most the \d+ arrays of the model"):
+    with pytest.raises(UserError, match=r"fragments is 100, must be at most the \d+ arrays of the model: try 10"):
         run(PLAN, 0, dataclasses.replace(strategy))
+
+
+def test_each_fragment_has_an_outer_momentum_of_its_own():
+    strategy = ConsensusConfig(every=4, fragments=2, outer=OUTER)
+    states = [run(PLAN, steps, strategy)[1] for steps in (0, 2, 4, 6)]
+    moments = [[leaves(outer) for outer in one.opt_state.outer] for one in states]
+    for turn, (before, after) in enumerate(zip(moments, moments[1:])):
+        own, other = turn % 2, 1 - turn % 2
+        assert all(np.any(x != y) for x, y in zip(before[own], after[own], strict=True))
+        assert all(np.array_equal(x, y) for x, y in zip(before[other], after[other], strict=True))
+
+
+def test_a_node_that_is_not_drawn_keeps_what_it_has_of_the_other_fragments():
+    strategy = ConsensusConfig(every=4, fragments=2, nodes_per_round=2)
+    _, state, _ = run(PLAN, 2, strategy)
+    _, apart, _ = run(PLAN, 2, ConsensusConfig(every=100))
+    drawn = np.asarray(state.opt_state.verdict.drawn)
+    assert drawn.sum() == 2
+    for index in fragments(state.params, 2)[1]:
+        own, alone = (leaves(one.opt_state.params)[index] for one in (state, apart))
+        np.testing.assert_allclose(own, alone, atol=1e-6)

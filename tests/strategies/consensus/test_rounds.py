@@ -320,7 +320,16 @@ def test_each_group_of_nodes_holds_its_frozen_parts():
         for node in range(4):
             is_held = ("embed" if node < 2 else "mlp") in name
             np.testing.assert_array_equal(own[node], start if is_held else trained[node])
-    with pytest.raises(UserError, match="frozen has 'attn.x', which is in no parameter's name: take a part of one"):
+    everything = ConsensusConfig(every=4, group_every=2, frozen=("embed", ""), strategies=("hierarchical", "convexity"))
+    _, state, _ = run(plan, 3, everything)
+    of_nodes = jax.tree.leaves(state.opt_state.params)
+    for name, start, own in zip(names, jax.tree.leaves(begun.params), of_nodes, strict=True):
+        if "embed" in name:
+            np.testing.assert_array_equal(own[:2], np.broadcast_to(start, own[:2].shape))
+            assert np.any(own[2:] != start)
+    with pytest.raises(
+        UserError, match="frozen has 'attn.x', which is in no trained parameter's name: take a part of one"
+    ):
         run(plan, 0, ConsensusConfig(every=H, frozen=("attn.x", "")))
 
 

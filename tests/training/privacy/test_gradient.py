@@ -311,15 +311,30 @@ def test_a_delta_that_promises_nothing_is_warned_of(corpus, make_private):
     assert not list(Ledger.of(Privacy(**SIGMA), dataset, 32).remarks(5, 1))
 
 
-def test_a_model_that_has_diverged_does_not_look_perfect(make_private):
+def step_of(privacy, **options):
+    """The jitted step of a run on a device, and its first state."""
+    plan, model = Plan(batch_size=ROWS, fsdp=1), api.build(CONFIG)
+    mesh = sharding.make_mesh(plan, jax.devices()[:1])
+    gradient = make_private_gradient(of_cross_entropy(model, 0.0), plan, mesh, privacy)
+    step = make_train_step(model, optax.sgd(0.1), lambda _: 0.1, plan, mesh, private=gradient, anomalies=Anomalies())
+    return jax.jit(step), TrainState(jnp.int32(0), weights(CONFIG), optax.sgd(0.1).init(weights(CONFIG)), None)
+
+
+def test_a_step_is_not_skipped_because_of_one_document():
+    """A batch whose one document is broken changes the model as one in which it counts as zero."""
+    step, state = step_of(Privacy(**SIGMA))
+    none = batch_of() | {"weights": np.zeros((ROWS, LENGTH), np.float32), NOISE_KEY: key_of(1, 2)}
+    broken = none | {"weights": none["weights"].copy()}
+    broken["weights"][3, 0] = np.nan
+    (without, _), (after, metrics) = step(state, none), step(state, broken)
+    jax.tree.map(np.testing.assert_array_equal, after.params, without.params)
+    assert metrics["skipped"] == 0 and np.isnan(metrics["loss"]) and metrics["broken_rows"] == 1
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True))
+
+
+def test_a_model_that_has_diverged_does_not_look_perfect():
     """Its rows are all left out."""
-    trainer = make_private(Privacy(**SIGMA), plan=Plan(batch_size=ROWS, fsdp=4), model=CONFIG)
-    mesh = sharding.make_mesh(trainer.plan, jax.devices()[:4])
-    model = api.build(CONFIG)
-    objective = of_cross_entropy(model, 0.0)
-    gradient = make_private_gradient(objective, trainer.plan, mesh, trainer.privacy)
-    step = make_train_step(model, optax.sgd(0.1), lambda _: 0.1, trainer.plan, mesh, private=gradient)
-    params = jax.tree.map(lambda x: x * np.nan, weights(CONFIG))
-    state = TrainState(jnp.int32(0), params, optax.sgd(0.1).init(params), None)
-    _, metrics = jax.jit(step)(state, batch_of() | {NOISE_KEY: key_of(1, 2)})
+    step, state = step_of(Privacy(**SIGMA))
+    state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.nan, state.params))
+    _, metrics = step(state, batch_of() | {NOISE_KEY: key_of(1, 2)})
     assert np.isnan(metrics["loss"]) and metrics["broken_rows"] == ROWS
