@@ -12,8 +12,8 @@ convex merge and each strategy, and every attack by two nodes with every rule, c
 them. Everything is measured on emulated devices.
 
 Attacks, by the last two nodes, which know what the others send: sign: minus four times their own update; alie: the mean
-less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus twice the mean
-update (Xie et al. 2020, arXiv:1903.03936); gaussian: noise of standard deviation 1; mimic: what node 0 sends (Karimireddy
+less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus ten times the
+mean update (Xie et al. 2020, arXiv:1903.03936); gaussian: noise of standard deviation 1; mimic: what node 0 sends (Karimireddy
 et al. 2022, arXiv:2006.09365); nan.
 """
 
@@ -115,7 +115,7 @@ class Attacked(ConsensusConfig):
         lie = {
             "sign": -4.0 * liars,
             "alie": mean - statistics.NormalDist().inv_cdf(share) * jnp.std(honest, axis=0),
-            "ipm": -2.0 * mean,
+            "ipm": -10.0 * mean,
             "gaussian": jax.random.normal(key, liars.shape),
             "mimic": honest[0],
             "nan": jnp.full_like(liars, jnp.nan),
