@@ -491,6 +491,19 @@ def test_whatever_is_no_request_is_answered_in_openais_shape():
         assert ask(address)[0] == 200
 
 
+@pytest.mark.fault(58)
+def test_a_client_that_is_still_sending_gets_its_answer():
+    """A connection that is closed with unread bytes is reset, and the client may lose what it has not read."""
+    with serving() as (address, _):
+        for _ in range(20):
+            with Client(address) as client:
+                with contextlib.suppress(OSError):
+                    client.send(b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200_000)
+                time.sleep(0.05)
+                assert client.answer()[0] == 431
+        assert ask(address)[0] == 200
+
+
 # Pages of others.
 
 ALLOWED = ("localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9", "[::1]", "[::1]:8000", "localhost:")

@@ -30,6 +30,9 @@ _READ_AT_ONCE = 32 * 1024
 _BYTES_PER_S, _AHEAD_S = 64 * 2**20, 0.01  # for all bodies together
 _CLOSED_AT_ONCE = 32  # other requests' tokens wait meanwhile
 _LINGER_S = 5.0  # for the client to read an error
+# Refused connections that take in what their client still sends, and for how long: if one is closed with unread bytes, it is
+# reset, and the client may lose the answer.
+_DROPPING, _DROP_S = 64, 1.0
 _MESSAGES = {
     400: ("the request is not HTTP/1.1", "invalid_request"),
     408: ("the request did not arrive in time", "timeout"),
@@ -55,7 +58,7 @@ class Connections:
     """
 
     def __init__(self, service: Service):
-        self.service = service
+        self.service, self.dropping = service, 0
         self._open: dict[Protocol, None] = {}
         self._read_until_s = 0.0
 
@@ -152,6 +155,7 @@ class Protocol(H11Protocol):
         self._has_begun = False  # whether a byte of it has arrived
         self._stuck_since_s: float | None = None
         self._unread_bytes = 0
+        self._drops = False  # it was refused, and what still comes is dropped
 
     @property
     def waits(self) -> Waits:
@@ -178,13 +182,16 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.remove(self)
+        self._room.dropping -= self._drops
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._drops:
+            return
         if delay_s := self._room.delay_s(len(data)):
             self._own_flow.hold(self.loop, delay_s)
         for at in range(0, len(data), _FED):
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._drops:
                 return
             self._has_begun = True
             before = self.waits
@@ -202,16 +209,23 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self.refuse(self._own_conn.status)
+        self.refuse(self._own_conn.status, is_sending=True)
 
     def shutdown(self) -> None:
-        if not self.transport.is_closing():
+        if self._drops:
+            self.transport.close()
+        elif not self.transport.is_closing():
             super().shutdown()
 
     # Called by the server.
 
-    def refuse(self, status: int) -> None:
-        """Sends an error, if nothing was sent yet, and closes the connection."""
+    def refuse(self, status: int, *, is_sending: bool = False) -> None:
+        """Sends an error, if nothing was sent yet, and closes the connection.
+
+        Args:
+          status: of the error.
+          is_sending: whether the client may still be sending.
+        """
         # Without a request, an error would be taken for the answer to the next request.
         is_request = self.waits is not Waits.HEADER or self._has_begun
         if is_request and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
@@ -221,7 +235,13 @@ class Protocol(H11Protocol):
             self.cycle.message_event.set()
         if self.transport.get_write_buffer_size():  # the client is not reading
             self.transport.abort()
-        self.transport.close()
+        is_open = not (self._drops or self.transport.is_closing())
+        if is_sending and is_open and self.transport.can_write_eof() and self._room.dropping < _DROPPING:
+            self._drops, self._room.dropping = True, self._room.dropping + 1
+            self.transport.write_eof()
+            self.loop.call_later(_DROP_S, self.transport.close)
+        elif not self._drops:
+            self.transport.close()
         self._room.remove(self)
 
     def check(self, now_s: float) -> bool:
