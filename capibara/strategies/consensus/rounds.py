@@ -33,7 +33,7 @@ class Verdict:
       approved: bool [nodes], the nodes that voted for the proposed model; None: there is no vote.
       weights: float32 [nodes], of a convex merge; None: an aggregation made the model.
       failures: int32, failed rounds in a row up to the last one.
-      spare_faults: int32, nodes that may be faulty besides those that had no part; below 0: more than the rule withstands.
+      spare_faults: int32, nodes that may be faulty in addition to those that had no part; below 0: more than the rule withstands.
       drawn: bool [nodes], the nodes that were drawn to have a part; None: all.
     """
 
@@ -75,7 +75,7 @@ class Nodes:
 def meeting(
     config: Settings, nodes: NodesPrograms, mesh: Mesh, params: PyTree
 ) -> Callable[[Params, Params | None, Nodes, jax.Array, Batch], tuple[Params, Params | None, Nodes]]:
-    """Makes (agreed model, soup, nodes, step, batch) -> the next model and soup, and the nodes, which go on from it."""
+    """Makes (agreed model, soup, nodes, step, batch) -> the next model and soup, and the nodes, which continue from it."""
     specs = jax.tree.map(lambda of_param: of_param.spec, params)
     combine = config.aggregation.sharded(mesh, specs, NODE_AXIS)
     received = None if config.compression is None else _received(config.compression, mesh, specs)

@@ -52,7 +52,7 @@ PrivateGradient = Callable[[Params, Params, Batch, jax.Array, jax.Array | None],
 
 
 def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy: Privacy) -> PrivateGradient:
-    """Makes the gradient of a step; its batches have a `NOISE_KEY` besides.
+    """Makes the gradient of a step; its batches also have a `NOISE_KEY`.
 
     Each device group takes its rows one by one and holds all trained parameters and their gradient in float32.
 

@@ -12,8 +12,6 @@ from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import Blocks
 
-_PASS = "pass over the data"
-
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
@@ -48,7 +46,7 @@ class Ledger:
                 f"(Plan.batch_size) with Trainer.privacy: lower Plan.batch_size"
             )
         ledger = cls(privacy, len(found), rows)
-        privacy.releases_within(noun=_PASS)
+        ledger.check_resumed(0)  # the budget allows the first pass
         return ledger
 
     @property
@@ -63,7 +61,7 @@ class Ledger:
         Raises:
           UserError: the first pass exceeds it.
         """
-        return self.privacy.releases_within(noun=_PASS) * self.pass_steps
+        return self.privacy.releases_within(noun="pass over the data") * self.pass_steps
 
     def check_resumed(self, step: int) -> None:
         """Raises UserError if a run that resumes at a step has spent more than the budget."""
