@@ -1,15 +1,18 @@
 """Consensus training of a small language model: against data-parallel training, and with nodes that lie.
 
-    python benchmarks/consensus.py [--base_steps=4000] [--steps=2000] [--attacked_steps=300] [--every=50] [--attacks=alie,nan]
+    python benchmarks/consensus.py [--base_steps=4000] [--base=FILE.npz] [--steps=2000] [--learning_rates=1e-3,2e-3]
+      [--every=50] [--attacked_steps=300] [--attacked_learning_rate=1e-3] [--attacked_momentum=0] [--attacks=alie,nan]
       [--rules=mean,krum] [--variants=vote] [--json=OUT]
 
 Eight nodes train a decoder on the standard library's bytes, each on files of its own (non-iid): the files are sorted by path
 and every node has a run of them. The validation text is of files that no node sees. All runs begin with the same model,
 which has been trained data-parallel for some steps (as in Douillard et al. 2023, arXiv:2311.08105), have the same batches
 and schedule, and see the same number of tokens. First data-parallel training and rounds (DiLoCo) without attackers, each with
-several learning rates, of which its best counts. Then, with fewer steps and the rounds' learning rate, rounds with a vote, a
-convex merge and each strategy, and every attack by two nodes with every rule, compared with rounds of as many steps without
-them. Everything is measured on emulated devices.
+several learning rates, of which its best counts; the outer optimizer is DiLoCo's, Nesterov with learning rate 0.7 and momentum
+0.9. Then, with fewer steps and the rounds' learning rate, rounds with a vote, a convex merge and each strategy, and every
+attack by two nodes with every rule, compared with rounds of as many steps without them. There the outer optimizer is plain
+averaging: a momentum of 0.9 moves the model by ten times what each round is off, and a robust rule is always a little off
+where the nodes' data differ. --attacked_momentum=0.9 measures that. Everything is measured on emulated devices.
 
 Attacks, by the last two nodes, which know what the others send: sign: minus four times their own update; alie: the mean
 less as many standard deviations as hide among the honest (Baruch et al. 2019, arXiv:1902.06156); ipm: minus ten times the
@@ -64,6 +67,7 @@ from capibara.training.step import make_node_loss, make_nodes_step, make_train_s
 
 ROWS, LENGTH = 8, 128  # of a node and step
 MODEL = DecoderConfig(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=176, dtype="float32")
+DILOCO = OuterSgd(learning_rate=0.7, momentum=0.9)
 BEFORE = {"before": (Nnm(),), "faults": LIARS}
 AGGREGATIONS = {
     "mean": Aggregation(rule=Mean()),
@@ -203,42 +207,31 @@ def train(texts, steps, strategy=None, base=None, learning_rate=1e-3, first_row=
     return jax.device_get(state.eval_params), loss
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base_steps", type=int, default=4000, help="of the model that all runs begin with")
-    parser.add_argument(
-        "--steps", type=int, default=2000, help="of data-parallel training and of rounds, without attackers"
-    )
-    parser.add_argument("--attacked_steps", type=int, default=300, help="of each other run")
-    parser.add_argument("--learning_rates", default="1e-3,2e-3,4e-3", help="comma-separated; the best one counts")
-    parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
-    parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated; empty: none")
-    parser.add_argument("--rules", default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; empty: none")
-    parser.add_argument("--json", help="write the results there")
-    args = parser.parse_args()
-    attacks = [name for name in args.attacks.split(",") if name]
-    rules = [name.replace("+", ", ") for name in args.rules.split(",") if name]
-    variants = [name for name in args.variants.split(",") if name]
-    for given, known in ((attacks, ATTACKS), (rules, RULES), (variants, VARIANTS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is not known, must be one of {', '.join(known)}")
-    rates = [float(rate) for rate in args.learning_rates.split(",")]
-    texts, outer = Texts(), OuterSgd(learning_rate=0.7, momentum=0.9)
-    make = functools.partial(Attacked, every=args.every, outer=outer)
-    parameters, batch_tokens = api.build(MODEL).param_count, NODES * ROWS * LENGTH
-    base, loss = train(texts, args.base_steps, learning_rate=3e-3)
-    print(f"the base, after {args.base_steps * batch_tokens / 1e6:.1f} M tokens: {loss:.4f} nats a byte", flush=True)
-    found = {**vars(args), "tokens": args.steps * batch_tokens, "loss": {"base": loss}, "by_learning_rate": {}}
+def base_of(texts, path, steps):
+    """The parameters that all runs begin with: those in `path`, if it is there; else trained, and written there."""
+    if path and os.path.exists(path):
+        model = api.build(MODEL)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        with np.load(path, allow_pickle=False) as arrays:
+            return jax.tree.map_with_path(lambda key, _: arrays[jax.tree_util.keystr(key)], shapes)
+    base, loss = train(texts, steps, learning_rate=3e-3)
+    print(f"the base, after {steps * NODES * ROWS * LENGTH / 1e6:.1f} M tokens: {loss:.4f} nats a byte", flush=True)
+    if path:
+        np.savez(path, **{jax.tree_util.keystr(key): value for key, value in jax.tree.leaves_with_path(base)})
+    return base
+
+
+def compare(texts, base, args, found):
+    """Data-parallel training and rounds, each at several learning rates -> the best one of the rounds."""
+    parameters, best = api.build(MODEL).param_count, {}
+    found["tokens"] = args.steps * NODES * ROWS * LENGTH
     found["bytes"] = {
         "data-parallel": 4 * parameters * args.steps,
         "rounds": 4 * parameters * (args.steps // args.every),
     }
-    best = {}
-    for name, strategy in {"data-parallel": None, "rounds": make()}.items():
-        losses = found["by_learning_rate"][name] = {}
-        for rate in rates:
+    for name, strategy in {"data-parallel": None, "rounds": Attacked(every=args.every, outer=DILOCO)}.items():
+        losses = found.setdefault("by_learning_rate", {})[name] = {}
+        for rate in args.learning_rates:
             losses[rate] = train(texts, args.steps, strategy, base, rate)[1]
             print(f"{name}, learning rate {rate:g}: {losses[rate]:.4f} nats a byte", flush=True)
             _write(args.json, found)
@@ -247,30 +240,95 @@ def main() -> None:
         sent = found["bytes"][name] / 1e6
         print(f"{name}: {found['loss'][name]:.4f} nats a byte, {sent:.1f} MB sent by each node", flush=True)
     ratio = found["loss"]["rounds"] / found["loss"]["data-parallel"]
-    print(
-        f"rounds / data-parallel: loss {ratio:.4f}, bytes 1 / {args.steps / (args.steps // args.every):.0f}", flush=True
-    )
+    fewer = args.steps / (args.steps // args.every)
+    print(f"rounds / data-parallel: loss {ratio:.4f}, bytes 1 / {fewer:.0f}", flush=True)
+    return best["rounds"]
+
+
+def attack(texts, base, rate, args, found):
+    """Rounds with each variant, then every attack with every rule; prints the table."""
+    outer = dataclasses.replace(DILOCO, momentum=args.attacked_momentum) if args.attacked_momentum else OuterSgd()
+    make = functools.partial(Attacked, every=args.every, outer=outer)
 
     def measured(strategy):
-        return train(texts, args.attacked_steps, strategy, base, best["rounds"])[1]
+        return train(texts, args.attacked_steps, strategy, base, rate)[1]
 
     apart = found["loss"]["rounds, fewer steps"] = measured(make())
     print(f"rounds, {args.attacked_steps} steps: {apart:.4f}", flush=True)
-    for name in variants:
+    for name in args.variants:
         found["loss"][name] = measured(make(**VARIANTS[name]))
         print(f"rounds with {name}: {found['loss'][name]:.4f}, {found['loss'][name] / apart:.3f} of rounds", flush=True)
         _write(args.json, found)
     table = Table(title=f"validation loss over that without attackers, {LIARS} of {NODES} nodes lie")
-    for heading in ("rule", "no attack", *attacks):
+    for heading in ("rule", "no attack", *args.attacks):
         table.add_column(heading)
-    for rule in rules:
+    for rule in args.rules:
         row = found["loss"].setdefault("attacked", {}).setdefault(rule, {})
-        for attack in ("", *attacks):
-            row[attack or "none"] = measured(make(**RULES[rule], attack=attack))
-            print(f"{rule}, {attack or 'no attack'}: {row[attack or 'none']:.4f}", flush=True)
+        for name in ("", *args.attacks):
+            row[name or "none"] = measured(make(**RULES[rule], attack=name))
+            print(f"{rule}, {name or 'no attack'}: {row[name or 'none'] / apart:.4f}", flush=True)
             _write(args.json, found)
         table.add_row(rule, *(f"{loss / apart:.3f}" for loss in row.values()))
     Console(width=140).print(table)
+
+
+def names(known):
+    """The type of an argument: names of `known` with commas between them, and a + for ', ' within one."""
+
+    def parse(text):
+        found = [name.replace("+", ", ") for name in text.split(",") if name]
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not known, must be one of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base_steps", type=int, default=4000, help="of the model that all runs begin with")
+    parser.add_argument("--base", help="read that model there, if the file exists; else write it there")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="of data-parallel training and of rounds, without attackers"
+    )
+    parser.add_argument(
+        "--learning_rates",
+        type=lambda text: [float(rate) for rate in text.split(",") if rate],
+        default="1e-3,2e-3,4e-3",
+        help="comma-separated; the best one counts; empty: that comparison is left out",
+    )
+    parser.add_argument("--attacked_steps", type=int, default=300, help="of each other run")
+    parser.add_argument("--attacked_learning_rate", type=float, help="of each other run (the best one of the rounds)")
+    parser.add_argument(
+        "--attacked_momentum",
+        type=float,
+        default=0.0,
+        help="of each other run's outer optimizer, with learning rate 0.7; 0: plain averaging",
+    )
+    parser.add_argument("--every", type=int, default=50, help="steps between two rounds")
+    parser.add_argument(
+        "--attacks", type=names(ATTACKS), default=",".join(ATTACKS), help="comma-separated; empty: none"
+    )
+    parser.add_argument(
+        "--rules", type=names(RULES), default=",".join(RULES).replace(", ", "+"), help="comma-separated; a + for ', '"
+    )
+    parser.add_argument(
+        "--variants", type=names(VARIANTS), default=",".join(VARIANTS), help="comma-separated; empty: none"
+    )
+    parser.add_argument("--json", help="write the results there")
+    args = parser.parse_args()
+    if not args.learning_rates and args.attacked_learning_rate is None:
+        parser.error("with no --learning_rates, --attacked_learning_rate must be set")
+    texts = Texts()
+    base = base_of(texts, args.base, args.base_steps)
+    found = {**vars(args), "loss": {}}
+    rate = args.attacked_learning_rate
+    if args.learning_rates:
+        best = compare(texts, base, args, found)
+        rate = best if rate is None else rate
+    if args.variants or args.rules:
+        attack(texts, base, rate, args, found)
 
 
 def _write(path, found):
