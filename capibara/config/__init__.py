@@ -47,6 +47,7 @@ __all__ = [
     "configurable",
     "diff",
     "find_file",
+    "imported_modules",
     "load_modules",
     "operative",
     "parse",
@@ -573,15 +574,18 @@ def operative() -> str:
                     parameters.setdefault(field.name, field.default.value)
     for parameters in gin_config._OPERATIVE_CONFIG.values():
         parameters.update({name: gin_record.literal(value) for name, value in parameters.items()})
-    imports = [*gin_config._IMPORTS]
+    imports, modules = [*gin_config._IMPORTS], imported_modules()
     gin_config._IMPORTS.clear()  # a record has no imports: see record.py
     try:
         text = gin.operative_config_str(max_line_length=100)
     finally:
         gin_config._IMPORTS.update(imports)
-    return gin_record.of(
-        text, {one.module for one in imports if one.module.partition(".")[0] not in ("capibara", "__gin__")}
-    )
+    return gin_record.of(text, modules)
+
+
+def imported_modules() -> set[str]:
+    """The user's own modules that the parsed Gin files import."""
+    return {one.module for one in gin_config._IMPORTS if one.module.partition(".")[0] not in ("capibara", "__gin__")}
 
 
 def _add_called_later() -> None:

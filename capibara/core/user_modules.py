@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from capibara.core.types import UserError
 
@@ -86,6 +86,24 @@ def is_own(path: str) -> bool:
         return False
     roots = [root for root in _roots.values() if _below(path, root)]
     return any(_is_installed(root) for root in roots) if _is_installed(path) else bool(roots)
+
+
+def files_of(names: Collection[str]) -> list[str]:
+    """The source files that modules of the user's need: their own, and those of imported modules beside or below them.
+
+    Args:
+      names: of imported modules; those that a package installs are left out.
+    """
+    named = [file for name in names if (file := getattr(sys.modules.get(name), "__file__", None)) is not None]
+    roots = {os.path.dirname(os.path.abspath(file)) for file in named if not _is_installed(file)}
+    # A package's folder is that of its outermost part: what lies beside that can be imported, too.
+    while inner := {root for root in roots if os.path.exists(os.path.join(root, "__init__.py"))}:
+        roots = roots - inner | {os.path.dirname(root) for root in inner}
+    loaded = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None]
+    is_own = [
+        file for file in loaded if file.endswith(".py") and not _is_installed(file) and not _below(file, _PACKAGE)
+    ]
+    return sorted({os.path.abspath(file) for file in is_own if any(_below(file, root) for root in roots)})
 
 
 def own_class(value: object) -> str | None:
