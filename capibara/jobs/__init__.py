@@ -1,1 +1,1 @@
-"""Starts runs in one or several processes and restarts them after a failure."""
+"""Runs verbs on this machine and restarts them after a failure; makes jobs of them for other systems."""

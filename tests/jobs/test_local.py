@@ -129,7 +129,7 @@ def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
     [
         (["local"], "launch needs a verb after --"),
         (["local", "--", "trian"], "unknown verb 'trian' after --: did you mean train?"),
-        (["cloud", "--", "train"], "invalid choice: 'cloud'"),
+        (["cloud", "--", "train"], "launch cannot run on 'cloud'"),
         (["local", "--restarts=-1", "--", "train"], "--restarts (-1) and --grace (300) must be at least 0"),
         (["local", "--processes=0", "--", "train"], "--processes (0) at least 1"),
         (["local", "--", "launch", "local"], "unknown verb 'launch' after --"),

@@ -1,0 +1,148 @@
+"""What all back ends have in common: fields that say where, and the rendering of a job."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import yaml
+
+from capibara.core.types import UserError
+from capibara.jobs import bundle
+from capibara.jobs.secrets import Source
+from capibara.jobs.spec import JobSpec
+
+# A JSON value; documents are made of these alone.
+Document = Mapping[str, object]
+
+
+class Form(enum.StrEnum):
+    """How a rendering is written: YAML and JSON documents, or a script."""
+
+    YAML = "yaml"
+    JSON = "json"
+    SCRIPT = "sh"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """What a back end submits.
+
+    Attributes:
+      form: how it is written.
+      documents: requests or manifests; empty for a script.
+      script: the script; empty for documents.
+    """
+
+    form: Form
+    documents: Sequence[Document] = ()
+    script: str = ""
+
+    def text(self) -> str:
+        """What a dry run prints, exactly what is submitted."""
+        if self.form is Form.SCRIPT:
+            return self.script
+        if self.form is Form.JSON:
+            return "".join(f"{json.dumps(document, indent=2)}\n" for document in self.documents)
+        return yaml.dump_all(self.documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=10**6)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Values that YAML would read as something else, such as "8x8" or "on", are quoted by SafeDumper itself."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        del indentless
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(abc.ABC):
+    """A system that runs jobs. Its fields say where; each is a flag of `capibara launch`."""
+
+    name: ClassVar[str]
+    needs_image: ClassVar[bool] = False
+    secret_sources: ClassVar[frozenset[Source]] = frozenset({Source.SECRET_MANAGER})
+    uses_buckets: ClassVar[bool] = True  # else a disk that all hosts share will do
+
+    @abc.abstractmethod
+    def render(self, spec: JobSpec) -> Rendering:
+        """What is submitted for a job.
+
+        Raises:
+          UserError: the back end cannot run it.
+        """
+
+    def check(self, spec: JobSpec) -> None:
+        """Raises UserError if the back end cannot run the job."""
+        if self.needs_image and spec.image is None:
+            raise UserError(
+                f"launch {self.name} needs a container image that has capibara: build one of launch/Dockerfile, push it, and "
+                "add --image=..."
+            )
+        if not self.needs_image and spec.bundle.wheel is None and spec.image is None:
+            raise UserError(
+                f"launch {self.name} installs capibara from a wheel: make one with make wheel, and add --wheel=..."
+            )
+        for secret in spec.secrets:
+            if secret.source not in self.secret_sources:
+                known = ", ".join(sorted(self.secret_sources))
+                raise UserError(
+                    f"--secret={secret.variable}=... is in {secret.source}, which launch {self.name} cannot read: it reads {known}"
+                )
+        if self.uses_buckets and "://" not in spec.bundle.url:
+            raise UserError(
+                f"--storage={spec.bundle.url.rsplit('/', 3)[0]} is on this machine, where the job does not run: name a folder in "
+                "a bucket, e.g. --storage=gs://bucket/folder"
+            )
+
+    @staticmethod
+    def refuse(spec: JobSpec, why: str, *, fix: str) -> UserError:
+        """The error for a slice that the back end does not have."""
+        return UserError(f"--slice={spec.slice_.name}: {why}: {fix}")
+
+
+def command(spec: JobSpec, *, python: str = "python", processes_flags: Sequence[str] = ()) -> list[str]:
+    """What each host of a job runs: it unpacks the bundle, then runs and restarts the verb.
+
+    Args:
+      spec: the job.
+      python: the interpreter that has capibara.
+      processes_flags: of `launch staged`, for hosts that are told of their peers by flags.
+    """
+    secrets = [f"--secret={one.variable}={one.name}" for one in spec.secrets if one.source is Source.SECRET_MANAGER]
+    digest = hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
+    own = [f"--url={spec.bundle.url}", f"--sha256={digest}", f"--restarts={spec.restarts}", f"--grace={spec.grace_s}"]
+    return [
+        python,
+        "-m",
+        "capibara.launch",
+        "staged",
+        *own,
+        *secrets,
+        *processes_flags,
+        "--",
+        spec.verb,
+        *spec.arguments,
+    ]
+
+
+def tpu_only(backend: Backend, spec: JobSpec) -> None:
+    """Raises UserError unless the chips are TPUs."""
+    if not spec.slice_.chip.is_tpu:
+        raise backend.refuse(spec, f"launch {backend.name} runs TPUs", fix="use launch gke, slurm or ssh for others")
+
+
+def no_tpu(backend: Backend, spec: JobSpec) -> None:
+    """Raises UserError if the chips are TPUs."""
+    if spec.slice_.chip.is_tpu:
+        raise backend.refuse(
+            spec, f"launch {backend.name} runs GPUs and CPUs", fix="use launch gce, gke or vertex for TPUs"
+        )
