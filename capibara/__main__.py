@@ -17,7 +17,7 @@ VERBS = {
     "infer": "continue a prompt with a trained model, or chat with it",
     "serve": "serve a model over HTTP with OpenAI's API",
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
-    "launch": "run a verb, and start it again when it dies",
+    "launch": "run a verb and restart it, or make a job of a Gin file",
     "convert": "take models in and out; list, verify and prune checkpoints",
     "merge": "merge fine-tuned models into one",
     "convert-config": "translate a Gin file of T5X",

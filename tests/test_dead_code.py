@@ -13,10 +13,10 @@ USED = {
     # by libraries, which call or read them: file objects, Starlette, pydantic, uvicorn, rich, Jinja, reprlib, Grain, torch
     "readable", "seekable", "set_slice", "send_400_response", "disconnected", "model_config", "include_obfuscation",
     "chat_completions", "sig", "should_exit", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
-    "pre_tokenizer", "normalizer", "post_processor", "tree_flatten", "tree_unflatten", "q_sequence",
+    "pre_tokenizer", "normalizer", "post_processor", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
-    "attention_post_norm", "mlp_post_norm", "shared_down", "input_gate", "projection", "act_embed", "act_mlp", "act_vocab",
+    "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "act_embed", "act_mlp", "act_vocab",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by Python

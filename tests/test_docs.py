@@ -78,7 +78,8 @@ def test_a_command_is_one_that_the_verb_takes(page, folder, command, monkeypatch
     for name, text in re.findall(r"^ {4}# (\w+\.\w+)\n((?: {4}.+\n)+)", page.read_text(), re.MULTILINE):
         (tmp_path / name).write_text(textwrap.dedent(text))  # the reader's own
     argv = shlex.split(command.removeprefix("python -m capibara.").removeprefix("capibara "))
-    argv = argv[argv.index("--") + 1 :] if argv[0] == "launch" else argv
+    argv = argv[: argv.index("|")] if "|" in argv else argv
+    argv = argv[argv.index("--") + 1 :] if "--" in argv else argv
     verb, *argv = argv
     parse = flags.parse_arguments
 
@@ -92,6 +93,8 @@ def test_a_command_is_one_that_the_verb_takes(page, folder, command, monkeypatch
     (args,) = found.value.args
     config.reset()
     try:
-        config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+        config.parse(
+            [*(args.run if verb == "launch" else ()), *args.gin_file], args.gin_bindings, args.gin_search_paths
+        )
     finally:
         config.reset()

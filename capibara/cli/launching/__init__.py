@@ -1,0 +1,1 @@
+"""What `capibara launch` does on each system."""

@@ -1,0 +1,123 @@
+"""Renders a run as a job of a back end: `python -m capibara.launch gke RUN.gin --slice=v5e-64 --dry-run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from capibara.cli.arguments import flags, jobs
+from capibara.core.types import UserError
+from capibara.jobs import backends, bundle, secrets
+from capibara.jobs.backends.backend import Backend
+from capibara.jobs.spec import Capacity, JobSpec, near_name
+from capibara.planner.hardware import slices
+
+_DESCRIPTION = """Make a job of Gin files: print the manifest, the request or the script that its system takes.
+
+The Gin files and the modules that they import are staged in --storage, by the hash of their content.
+
+examples:
+  python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --dry-run
+  python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --stage | kubectl apply -f -
+  python -m capibara.launch slurm my_run.gin --slice=2xh100-8 --storage=/shared --partition=gpu --stage | sbatch"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parses the command line and renders the job; returns the exit code."""
+    where = argv[0]
+    kind = backends.find(where)
+    parser = flags.ArgumentParser(f"capibara launch {where}", _DESCRIPTION)
+    jobs.add_arguments(parser, kind)
+    args = flags.parse_arguments(parser, argv[1:])
+    if args.dry_run == args.stage:
+        raise UserError(
+            f"launch {where} prints a job and does not submit it: add --dry-run to look at it, or --stage to stage its "
+            "files, too, and pass on what it prints"
+        )
+    backend, spec, sources = job_of(args, kind)
+    rendered = backend.render(spec)
+    if args.stage:
+        bundle.stage(spec.bundle, sources)
+    print("".join(f"{line}\n" for line in facts(spec)), end="", file=sys.stderr)
+    print(rendered.text(), end="")
+    return 0
+
+
+def facts(spec: JobSpec) -> list[str]:
+    """What the planner knows of the job's chips and their price, a line each."""
+    slice_ = spec.slice_
+    hosts = f"{slice_.hosts} host{'s' * (slice_.hosts > 1)}"
+    machine = f" ({slice_.machine_type})" if slice_.machine_type else ""
+    lines = [f"job {spec.name}: {slice_.name}, {slice_.chips} {slice_.chip.name} chips on {hosts}{machine}"]
+    if spec.usd_per_hour is not None:
+        dated = (
+            f" (list price of {slice_.chip.price.date})" if spec.usd_per_chip_hour is None and slice_.chip.price else ""
+        )
+        lines.append(f"price: {spec.usd_per_hour:,.2f} USD an hour{dated}")
+    if spec.longest_s is not None:
+        lines.append(
+            f"budget: {spec.budget_usd:,.2f} USD, which ends the job after {spec.longest_s / 3600:.2f} hours of a start"
+        )
+    return [*lines, f"files: {spec.bundle.url}"]
+
+
+def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobSpec, bundle.Sources]:
+    """The back end, the job and its files, of a command line.
+
+    Raises:
+      UserError: the Gin files do not configure a run, or the job is not one that the back end can run.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from capibara import config
+    from capibara.training import trainer
+
+    gin_files = [*args.run, *args.gin_file]
+    config.parse(args.place, (), args.gin_search_paths)
+    backend = config.build(kind, **jobs.values_of(args, kind))
+    config.check_used()
+    read = config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
+    run = trainer.of_gin() if args.verb == "train" else None
+    named = args.slice or (run.plan.slice if run is not None else None)
+    if named is None:
+        raise UserError("--slice is not set, and neither is Plan.slice: name the chips, e.g. --slice=v5e-64")
+    if args.storage is None:
+        raise UserError("--storage is not set: name a folder that the job's hosts can read, e.g. --storage=gs://bucket")
+    storage = args.storage.rstrip("/")
+    sources = bundle.collect(read, args.gin_search_paths, bundle.own_modules(), args.wheel)
+    name = args.name or near_name(pathlib.Path(args.run[0]).stem)
+    arguments = [f"--gin_file={sources.name_of(file)}" for file in gin_files]
+    arguments += [f"--gin_search_paths=../{number}" for number in range(1, len(sources.roots))]
+    bindings = [*args.gin_bindings, *([f'Plan.slice = "{args.slice}"'] if args.slice and run is not None else [])]
+    if run is not None and (moved := _model_dir(storage)) is not None:
+        bindings.append(moved)
+    spec = JobSpec(
+        name=name,
+        slice_=slices.parse(named),
+        verb=args.verb,
+        arguments=(*arguments, *(f"--gin_bindings={binding}" for binding in bindings)),
+        bundle=bundle.describe(sources, name, f"{storage}/jobs"),
+        image=args.image,
+        environment=jobs.pairs(args.env, "--env"),
+        secrets=tuple(map(secrets.parse, args.secret)),
+        restarts=args.restarts,
+        grace_s=args.grace,
+        labels=jobs.pairs(args.label, "--label"),
+        priority=args.priority,
+        capacity=Capacity(args.capacity),
+        reservation=args.reservation,
+        budget_usd=args.budget_usd,
+        usd_per_chip_hour=args.usd_per_chip_hour,
+    )
+    return backend, spec, sources
+
+
+def _model_dir(storage: str) -> str | None:
+    """The binding that puts a run folder with a relative path into the storage; None: it needs none."""
+    from capibara import config
+    from capibara.training.trainer import Trainer
+
+    folder = config.build(Trainer).model_dir
+    return None if "://" in folder or os.path.isabs(folder) else f'Trainer.model_dir = "{storage}/{folder}"'
