@@ -11,7 +11,8 @@ instead of convolutions.
 
 The liars send what one honest node sends: the one whose first gradient is furthest in the direction in which the honest
 ones differ most. So they cannot be told from honest nodes, and the rules that leave out what is far off leave out digits.
-The rules see the gradients as they are, or means of buckets of two.
+The rules see the gradients as they are, or means of buckets of two. Centred clipping has a radius of 4 and not of 10 as in the
+paper, since the first gradients of this smaller network have norms of 5 to 8 only, so that 10 would clip none.
 
 Published: the table of the paper, as its authors' logs have it (test accuracy in percent, mean of three seeds).
 """
@@ -50,7 +51,7 @@ ROWS, EPOCHS, EPOCH_STEPS, LEARNING_RATE = 32, 20, 30, 0.01
 HIDDEN, DIGITS = 32, 10
 RULES = {
     "mean": (Mean(), 0),
-    "centred clipping": (CenteredClipping(radius=10.0, iterations=3), LIARS),
+    "centred clipping": (CenteredClipping(radius=4.0, iterations=3), LIARS),
     "geometric median": (GeometricMedian(), LIARS),
     "coordinate median": (CoordinateMedian(), LIARS),
     "krum": (Krum(), LIARS),
