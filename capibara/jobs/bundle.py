@@ -10,20 +10,30 @@ So a job that is launched again with the same files finds them there, and one wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import os
 import pathlib
+import posixpath
+import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from capibara import config
-from capibara.config import search
 from capibara.core import user_modules
-from capibara.core.types import UserError
+from capibara.core.types import TryAgain, UserError
 from capibara.jobs.spec import Bundle
 from capibara.storage import stores
+from capibara.storage.store import Store
+
+if TYPE_CHECKING:
+    from etils import epath
 
 SUMS = "SHA256SUMS"
 FOLDER = "gin"
+_WHEEL = re.compile(r"capibara-[A-Za-z0-9_.+-]+\.whl")
 _LARGEST = 256 << 20  # bytes of a file: more is data, which belongs in a bucket of its own
 
 
@@ -33,80 +43,118 @@ class Sources:
 
     Attributes:
       paths: path in the bundle -> file.
-      roots: folders in the order in which Gin files are searched; the first is the working directory.
+      gin_files: the run's Gin files, as they are named in the bundle's first folder.
+      search_paths: the folders that take the places of --gin_search_paths, from the bundle's first folder.
     """
 
     paths: Mapping[str, pathlib.Path]
-    roots: Sequence[pathlib.Path]
-
-    @property
-    def search_paths(self) -> list[str]:
-        """The folders of the bundle that take the places of --gin_search_paths."""
-        return [f"{FOLDER}/{number}" for number in range(1, len(self.roots))]
-
-    def name_of(self, gin_file: str) -> str:
-        """How a Gin file that the command line names is named from the bundle's first folder."""
-        path = pathlib.Path(gin_file).expanduser()
-        return self._within(path)[1] if path.is_absolute() else gin_file
-
-    def _within(self, path: pathlib.Path) -> tuple[int, str]:
-        return within(path, self.roots)
+    gin_files: Sequence[str]
+    search_paths: Sequence[str]
 
 
 def collect(
-    read: Iterable[pathlib.Path], search_paths: Sequence[str], modules: Iterable[str] = (), wheel: str | None = None
+    gin_files: Sequence[str],
+    read: Iterable[pathlib.Path],
+    search_paths: Sequence[str],
+    modules: Iterable[str] = (),
+    wheel: str | None = None,
 ) -> Sources:
     """The files of a bundle.
 
     Args:
-      read: the Gin files that were read, included ones too; capibara's own stay where they are.
+      gin_files: the run's, as the user names them.
+      read: all Gin files that were read, included ones too; capibara's own stay where they are.
       search_paths: --gin_search_paths.
       modules: files with the code that the Gin files import.
       wheel: of capibara; None: the image has it.
 
     Raises:
-      UserError: a file lies outside the working directory and the search paths, or is too large.
+      UserError: a file lies outside the working directory and the search paths, or is too large; or Gin would not find the
+        same files in the bundle.
     """
-    roots = [pathlib.Path.cwd(), *(pathlib.Path(path).expanduser().resolve() for path in search_paths)]
-    shipped = shipped_folder()
-    paths: dict[str, pathlib.Path] = {}
-    for path in [*read, *map(pathlib.Path, modules)]:
-        path = path.resolve()
-        if path.is_relative_to(shipped):
-            continue
-        number, name = within(path, roots)
-        paths[f"{FOLDER}/{number}/{name}"] = path
+    roots = _roots([pathlib.Path.cwd(), *map(_absolute, search_paths)])
+    shipped = config.search_folders()[-1].resolve()
+    own = [_absolute(path) for path in read if not path.resolve().is_relative_to(shipped)]
+    paths = {_place(path, roots): path for path in [*own, *map(_absolute, modules)]}
+    names = []
+    for name in gin_files:
+        found = config.find_file(name, config.search_folders(search_paths))
+        is_shipped = found.resolve().is_relative_to(shipped)
+        names.append(
+            found.resolve().relative_to(shipped).as_posix()
+            if is_shipped
+            else posixpath.relpath(_place(_absolute(found), roots), f"{FOLDER}/0")
+        )
+    searched = [posixpath.relpath(roots[_absolute(path)], f"{FOLDER}/0") for path in search_paths]
     if wheel is not None:
-        found = pathlib.Path(wheel).expanduser()
-        if not (found.is_file() and found.name.startswith("capibara-") and found.suffix == ".whl"):
+        file = pathlib.Path(wheel).expanduser()
+        if not (file.is_file() and _WHEEL.fullmatch(file.name)):
             raise UserError(f"--wheel={wheel} must be a wheel of capibara, capibara-*.whl: make one with make wheel")
-        paths[found.name] = found
+        paths[file.name] = file
     for name, path in paths.items():
+        if not name.isprintable():
+            raise UserError(f"the name of {str(path)!r} must be printable: rename it")
         if (size := path.stat().st_size) > _LARGEST:
             raise UserError(f"{path} has {size / 1e6:.0f} MB, must have at most {_LARGEST / 1e6:.0f} ({name} of a job)")
-    return Sources(paths=dict(sorted(paths.items())), roots=roots)
+    return Sources(paths=dict(sorted(paths.items())), gin_files=names, search_paths=searched)
 
 
-def within(path: pathlib.Path, roots: Sequence[pathlib.Path]) -> tuple[int, str]:
-    """The index of the folder that has a file, the deepest if several do, and the file's path in it.
+def _absolute(path: str | pathlib.Path) -> pathlib.Path:
+    """Without "..", but with its links: a file keeps the name by which it was found."""
+    return pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
+
+
+def _roots(folders: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
+    """Folder -> its place in the bundle: within that of an earlier one, or of its own."""
+    found: dict[pathlib.Path, str] = {}
+    for folder in folders:
+        outer = next((root for root in found if folder.is_relative_to(root)), None)
+        own = f"{FOLDER}/{len(found)}"
+        found.setdefault(folder, own if outer is None else f"{found[outer]}/{folder.relative_to(outer).as_posix()}")
+    return found
+
+
+def _place(path: pathlib.Path, roots: Mapping[pathlib.Path, str]) -> str:
+    """A file's path in the bundle: under the first folder that has it."""
+    for root, place in roots.items():
+        if path.is_relative_to(root):
+            return posixpath.normpath(f"{place}/{path.relative_to(root).as_posix()}")
+    raise UserError(
+        f"{path} lies outside the working directory ({pathlib.Path.cwd()}) and --gin_search_paths, so a job would not find it "
+        f"there: add --gin_search_paths={path.parent}"
+    )
+
+
+def check(sources: Sources, bindings: Sequence[str]) -> None:
+    """Parses the Gin files as a host will, from the bundle's files alone.
 
     Raises:
-      UserError: none does.
+      UserError: a file is not found there, or another one is.
     """
-    path = path.resolve()
-    having = [(len(root.parts), number) for number, root in enumerate(roots) if path.is_relative_to(root)]
-    if not having:
-        raise UserError(
-            f"{path} lies outside the working directory ({roots[0]}) and --gin_search_paths, so a job would not find it "
-            f"there: add --gin_search_paths={path.parent}"
-        )
-    number = max(having)[1]
-    return number, path.relative_to(roots[number]).as_posix()
-
-
-def shipped_folder() -> pathlib.Path:
-    """The folder with the Gin files that belong to capibara, which every job has."""
-    return search.search_folders()[-1].resolve()
+    before = pathlib.Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="capibara-bundle-") as name:
+        folder = pathlib.Path(os.path.realpath(name))
+        for place in [f"{FOLDER}/0", *(posixpath.normpath(f"{FOLDER}/0/{path}") for path in sources.search_paths)]:
+            (folder / place).mkdir(parents=True, exist_ok=True)
+        for path, file in sources.paths.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            if not path.endswith(".whl"):
+                (folder / path).write_bytes(file.read_bytes())
+        os.chdir(folder / FOLDER / "0")
+        try:
+            read = config.parse(sources.gin_files, bindings, sources.search_paths)
+        except UserError as error:
+            said = str(error).replace(f"{folder}/", "")
+            raise UserError(f"on a host of the job the Gin files would not be found: {said}") from None
+        finally:
+            os.chdir(before)
+        there = {os.path.realpath(folder / FOLDER / "0" / path) for path in read}
+        wanted = {str(folder / path) for path in sources.paths if path.endswith(".gin")}
+        if lost := sorted(wanted - there):
+            shown = str(pathlib.Path(lost[0]).relative_to(folder))
+            raise UserError(
+                f"on a host of the job another file would take the place of {sources.paths[shown]}: give one of them another name"
+            )
 
 
 def own_modules() -> list[str]:
@@ -130,21 +178,27 @@ def stage(bundle: Bundle, sources: Sources) -> None:
     """Writes the files to their folder, the hashes last; files that are there already are not written again.
 
     Raises:
-      UserError: a file has changed since `describe`, or the store cannot be written.
+      UserError: a file has changed since `describe`, or the storage cannot be written.
     """
     folder = stores.folder_of(bundle.url)
     store = stores.of(folder)
-    wanted = sums(bundle.files)
-    if (folder / SUMS).exists() and store.read(folder / SUMS) == wanted:
-        return
-    for path, found in sources.paths.items():
-        content = found.read_bytes()
-        if hashlib.sha256(content).hexdigest() != bundle.files[path]:
-            raise UserError(f"{found} has changed while it was staged: launch again")
-        store.make_folder((folder / path).parent)
-        store.write_atomic(folder / path, content)
-    store.make_folder(folder)
-    store.write_atomic(folder / SUMS, wanted)
+    try:
+        for path, found in sources.paths.items():
+            content = found.read_bytes()
+            if hashlib.sha256(content).hexdigest() != bundle.files[path]:
+                raise UserError(f"{found} has changed while it was staged: launch again")
+            _write(store, folder / path, content)
+        _write(store, folder / SUMS, sums(bundle.files))
+    except OSError as error:
+        raise UserError(f"{bundle.url} cannot be written ({error.strerror or error}): name another --storage") from None
+
+
+def _write(store: Store, path: epath.Path, content: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if store.read(path, most=len(content)) == content:
+            return
+    store.make_folder(path.parent)
+    store.write_atomic(path, content)
 
 
 def unpack(url: str, digest: str, folder: pathlib.Path) -> None:
@@ -157,21 +211,27 @@ def unpack(url: str, digest: str, folder: pathlib.Path) -> None:
 
     Raises:
       UserError: a file is missing or has another hash.
+      TryAgain: the storage cannot be read.
     """
     store, source = stores.of(url), stores.folder_of(url)
-    written = store.read(source / SUMS, most=1 << 20)
-    if hashlib.sha256(written).hexdigest() != digest:
-        raise UserError(f"{source / SUMS} is not the one of this job: launch it again")
-    for line in written.decode().splitlines():
-        expected, _, path = line.partition("  ")
-        target = (folder / path).resolve()
-        if not target.is_relative_to(folder.resolve()):
-            raise UserError(f"{source / SUMS} names {path}, which lies outside the bundle: launch the job again")
-        content = store.read(source / path, most=_LARGEST)
-        if hashlib.sha256(content).hexdigest() != expected:
-            raise UserError(f"{source / path} has another hash than when it was staged: launch the job again")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+    try:
+        written = store.read(source / SUMS, most=1 << 20)
+        if hashlib.sha256(written).hexdigest() != digest:
+            raise UserError(f"{source / SUMS} is not the one of this job: launch it again")
+        for line in written.decode().removesuffix("\n").split("\n") if written else []:
+            expected, _, path = line.partition("  ")
+            target = (folder / path).resolve()
+            if not target.is_relative_to(folder.resolve()):
+                raise UserError(f"{source / SUMS} names {path}, which lies outside the bundle: launch the job again")
+            content = store.read(source / path, most=_LARGEST)
+            if hashlib.sha256(content).hexdigest() != expected:
+                raise UserError(f"{source / path} has another hash than when it was staged: launch the job again")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    except FileNotFoundError as error:
+        raise UserError(f"{url} is not whole ({error}): launch the job again") from None
+    except OSError as error:
+        raise TryAgain(f"{url} cannot be read: {error}") from None
 
 
 def _sha256(path: pathlib.Path) -> str:

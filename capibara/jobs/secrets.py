@@ -12,8 +12,12 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_MANAGER = re.compile(r"projects/[a-z0-9:.-]+/secrets/[A-Za-z0-9_-]+(/versions/(latest|\d+))?")
 _KUBERNETES = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?)/([-._A-Za-z0-9]+)")
 # Names of variables that hold secrets, and the beginnings of well-known ones.
-_NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)$", re.IGNORECASE)
-_VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|AIza|AKIA|xox[abp]-|-----BEGIN |eyJ[A-Za-z0-9_-]{10})")
+_NAMES = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASS|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIALS?)$", re.IGNORECASE
+)
+_VALUES = re.compile(
+    r"(?:^|[\s\"'=:])(hf_\w|sk-\w|ghp_\w|github_pat_|AIza\w|AKIA\w|xox[abp]-|-----BEGIN |eyJ[A-Za-z0-9_-]{10})"
+)
 
 
 class Source(enum.StrEnum):
@@ -70,10 +74,15 @@ def parse(text: str) -> Secret:
     )
 
 
+def has_secret(text: str) -> bool:
+    """Whether a text has a token of a well-known form."""
+    return _VALUES.search(text) is not None
+
+
 def check_public(variable: str, value: str) -> None:
     """Raises UserError if a plain value looks like a secret; the message does not repeat it."""
-    is_path = value.startswith("/")
-    if _VALUES.match(value) or (value and not is_path and _NAMES.search(variable)):
+    is_path = value.startswith("/") and variable.upper().endswith("CREDENTIALS")
+    if has_secret(value) or (value and not is_path and _NAMES.search(variable)):
         raise UserError(
             f"--env={variable}=... looks like a secret, and everyone who sees the job could read it: use "
             f"--secret={variable}=projects/P/secrets/S, kubernetes:SECRET/KEY or env:VARIABLE"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from capibara.core.types import UserError
-from capibara.jobs.secrets import Secret, check_public
+from capibara.jobs.secrets import Secret, check_public, has_secret
 from capibara.planner.hardware.slices import Slice
 
 # Of Kubernetes (a pod's name is the job's and up to 20 characters more), Compute Engine and Slurm alike.
@@ -17,6 +17,8 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _LABEL_KEY = re.compile(r"[a-z]([a-z0-9_-]{0,61}[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Variables of the shell, and of the scripts that back ends write.
+_SHELLS = re.compile(r"PATH|IFS|U?E?UID|PPID|SHELLOPTS|BASH.*|capibara_.*")
 # Labels that the back ends set themselves: by these a lost database is rebuilt.
 OWN_LABELS = ("capibara-job", "capibara-bundle")
 
@@ -106,9 +108,19 @@ class JobSpec:
         for variable, value in self.environment.items():
             if not _VARIABLE.fullmatch(variable):
                 raise UserError(f"--env={variable}=... must name a variable in letters, digits and _, no digit first")
-            if "\0" in value or "\n" in value:
+            if _SHELLS.fullmatch(variable):
+                raise UserError(f"--env={variable}=... is a variable of the shell: leave it out")
+            if not _is_line(value):
                 raise UserError(f"--env={variable}=... must be one line of text")
             check_public(variable, value)
+        texts = {"--image": self.image, "--priority": self.priority, "--reservation": self.reservation}
+        for flag, text in {**texts, "--storage": self.bundle.url}.items():
+            if text is not None and not (text and _is_line(text) and " " not in text):
+                raise UserError(f"{flag}={text!r} must be one word")
+        if any(has_secret(text) for text in (*self.arguments, *self.labels.values())):
+            raise UserError(
+                "a binding or a label looks like a secret, and everyone who sees the job could read it: use --secret"
+            )
         twice = {*self.environment} & {secret.variable for secret in self.secrets}
         if twice:
             raise UserError(f"{min(twice)} is set by --env and --secret: leave out one of them")
@@ -163,6 +175,10 @@ def _check_labels(labels: Mapping[str, str]) -> None:
                     f"--label={key}={value}: the {what} {text!r} must be at most 63 lower-case letters, digits, - and _, "
                     f"{'a letter' if what == 'name' else 'a letter or digit'} first and no sign last"
                 )
+
+
+def _is_line(text: str) -> bool:
+    return not any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in text)
 
 
 def near_name(name: str) -> str:

@@ -45,7 +45,7 @@ def run(*argv):
         (("gke", "run.gin", "--image=i", "--slice=v5e-8", "--dry-run"), "--storage is not set"),
         (("gke", "no.gin", "--storage=gs://b", "--image=i", "--dry-run"), "no Gin file no.gin"),
         ((*GKE, "--slice=v5e-8", "--zone=us-west4-a"), "unknown flag --zone"),
-        ((*GKE, "--slice=v5e-8", "--env=A"), "--env=A must be --env=NAME=VALUE"),
+        ((*GKE, "--slice=v5e-8", "--env=A"), "--env must be --env=NAME=VALUE"),
         ((*GKE, "--slice=v5e-8", "--label=a=b", "--label=a=c"), "--label=a=... is there twice"),
         ((*GKE, "--slice=v5e-8", "--secret=A=hf_value"), "must be a reference, not a value"),
         ((*GKE, "--slice=v5e-8", "--gin.Trainer.sead=1"), "sead"),
@@ -54,6 +54,9 @@ def run(*argv):
             ("gke", "run.gin", "--storage=/here", "--image=i", "--slice=v5e-8", "--dry-run"),
             "--storage=/here is on this machine",
         ),
+        ((*GKE[:2], "--storage=ftp://b", *GKE[3:], "--slice=v5e-8"), "--storage=ftp://... must be in gs:// or s3://"),
+        ((*GKE, "--slice=v5e-8", "--verb=evaluate"), "unknown flag --verb"),
+        ((*GKE, "--slice=v5e-8", "--env=hf_value"), "--env must be --env=NAME=VALUE"),
         (("staged", "--url=x", "--sha256=y", "--", "launch"), "unknown verb 'launch'"),
         (("local", "--", "trian"), "did you mean train?"),
     ],
@@ -70,6 +73,8 @@ def test_a_relative_model_dir_lies_in_the_storage(capsys):
     out = capsys.readouterr().out
     for binding in ("TRAIN_STEPS = 7", 'Plan.slice = "v5e-8"', 'Trainer.model_dir = "gs://bucket/runs/mine"'):
         assert f"--gin_bindings={binding}" in out
+    assert run(*GKE, "--slice=v5e-8", "--gin.MODEL_DIR='runs/a\"b'") == 0
+    assert 'Trainer.model_dir = "gs://bucket/runs/a\\"b"' in capsys.readouterr().out
     assert run(*GKE, "--slice=v5e-8", "--gin.MODEL_DIR=gs://other/run") == 0
     assert "Trainer.model_dir" not in capsys.readouterr().out
 

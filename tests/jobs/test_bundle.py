@@ -20,7 +20,7 @@ def cwd(tmp_path, monkeypatch):
 
 def collected(gin_files, search_paths=(), wheel=None):
     read = config.parse(gin_files, (), search_paths)
-    return bundle.collect(read, search_paths, bundle.own_modules(), wheel)
+    return bundle.collect(gin_files, read, search_paths, bundle.own_modules(), wheel)
 
 
 def test_the_users_files_are_staged_where_they_are_found_again(cwd, tmp_path, monkeypatch):
@@ -79,10 +79,49 @@ def test_a_file_from_elsewhere_is_refused(cwd, tmp_path):
         collected(["run.gin"])
 
 
-def test_an_absolute_name_in_a_folder_that_is_searched(cwd, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "search_paths", "place", "there"),
+    [
+        ("run.gin", [], "gin/0/run.gin", "run.gin"),
+        ("{cwd}/run.gin", [], "gin/0/run.gin", "run.gin"),
+        ("sub/s.gin", ["sub"], "gin/0/sub/s.gin", "sub/s.gin"),
+        ("s.gin", ["sub"], "gin/0/sub/s.gin", "sub/s.gin"),
+        ("link.gin", [], "gin/0/link.gin", "link.gin"),
+        ("../outer.gin", [".."], "gin/1/outer.gin", "../1/outer.gin"),
+        ("{cwd}/../outer.gin", [".."], "gin/1/outer.gin", "../1/outer.gin"),
+        ("quickstart.gin", [], None, "quickstart.gin"),
+        ("{shipped}/runs/pretrain.gin", [], None, "runs/pretrain.gin"),
+    ],
+)
+def test_a_file_has_a_name_by_which_a_host_finds_it(cwd, name, search_paths, place, there):
+    (cwd / "sub").mkdir()
+    for path in (cwd / "run.gin", cwd / "sub" / "s.gin", cwd.parent / "outer.gin"):
+        path.write_text("A = 1\n")
+    (cwd / "link.gin").symlink_to("sub/s.gin")
+    name = name.format(cwd=cwd, shipped=config.search_folders()[-1].resolve())
+    sources = collected([name], search_paths)
+    assert [*sources.paths] == ([] if place is None else [place]) and [*sources.gin_files] == [there]
+    bundle.check(sources, ())
+
+
+def test_an_include_that_a_host_would_not_find_is_an_error_before_anything_is_staged(cwd):
+    (cwd.parent / "outer.gin").write_text("A = 1\n")
+    (cwd / "run.gin").write_text('include "../outer.gin"\n')
+    sources = collected(["run.gin"], [".."])
+    with pytest.raises(UserError, match="on a host of the job the Gin files would not be found: .*outer.gin"):
+        bundle.check(sources, ())
+    assert pathlib.Path.cwd() == cwd
+
+
+def test_a_file_that_would_take_the_place_of_another(cwd, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
     (cwd / "run.gin").write_text("A = 1\n")
-    sources = collected([str(cwd / "run.gin")])
-    assert sources.name_of(str(cwd / "run.gin")) == "run.gin" and sources.name_of("run.gin") == "run.gin"
+    (other / "run.gin").write_text("A = 2\n")
+    (other / "b.gin").write_text('include "run.gin"\n')  # that of the working directory comes first
+    sources = collected(["b.gin"], [str(other)])
+    assert [*sources.paths] == ["gin/0/run.gin", "gin/1/b.gin"]
+    bundle.check(sources, ())
 
 
 @pytest.mark.parametrize("name", ["capibara.whl", "other-1.0-py3-none-any.whl", "capibara-1.0.tar.gz"])
@@ -121,6 +160,34 @@ def test_a_bundle_does_not_write_outside_its_folder(tmp_path):
     with pytest.raises(UserError, match="lies outside the bundle"):
         bundle.unpack(str(folder), hashlib.sha256(sums.encode()).hexdigest(), tmp_path / "a" / "there")
     assert not (tmp_path / "a" / "evil.py").exists()
+
+
+def test_what_was_changed_in_the_storage_is_mended_when_the_job_is_launched_again(cwd, tmp_path):
+    (cwd / "run.gin").write_text("A = 1\n")
+    sources = collected(["run.gin"])
+    made = bundle.describe(sources, "run", str(tmp_path / "store"))
+    bundle.stage(made, sources)
+    file = pathlib.Path(made.url) / "gin" / "0" / "run.gin"
+    for change in (lambda: file.write_text("A = 2\n"), file.unlink):
+        change()
+        bundle.stage(made, sources)
+        assert file.read_text() == "A = 1\n"
+
+
+def test_a_storage_that_cannot_be_written_and_a_bundle_that_is_not_there(cwd, tmp_path):
+    (cwd / "run.gin").write_text("A = 1\n")
+    (tmp_path / "file").write_text("")
+    sources = collected(["run.gin"])
+    with pytest.raises(UserError, match="cannot be written .*: name another --storage"):
+        bundle.stage(bundle.describe(sources, "run", str(tmp_path / "file")), sources)
+    with pytest.raises(UserError, match="is not whole"):
+        bundle.unpack(str(tmp_path / "none"), "0", tmp_path / "there")
+
+
+def test_a_name_that_would_be_two_lines_of_the_sums(cwd):
+    (cwd / "a\nb.gin").write_text("A = 1\n")
+    with pytest.raises(UserError, match="must be printable: rename it"):
+        collected(["a\nb.gin"])
 
 
 def test_a_file_that_changes_while_it_is_staged(cwd, tmp_path):

@@ -49,6 +49,11 @@ def test_labels_by_which_a_job_is_found_are_capibaras():
     [
         ({"A-B": "x"}, "must name a variable"),
         ({"A": "x\ny"}, "must be one line"),
+        ({"A": "x\u2028y"}, "must be one line"),
+        ({"PATH": "/x"}, "is a variable of the shell"),
+        ({"capibara_home": "/x"}, "is a variable of the shell"),
+        ({"PGPASSWORD": "abc"}, "looks like a secret"),
+        ({"AWS_SECRET_ACCESS_KEY": "/abc"}, "looks like a secret"),
         ({"HF_TOKEN": "abc"}, "looks like a secret"),
         ({"wandb_api_key": "abc"}, "looks like a secret"),
         ({"X": "hf_abcdef"}, "looks like a secret"),
@@ -97,6 +102,23 @@ def test_a_reservation_goes_with_reserved_capacity():
         job(capacity=Capacity.RESERVED)
     with pytest.raises(UserError, match="--reservation is set, but --capacity is spot"):
         job(capacity=Capacity.SPOT, reservation="r")
+
+
+@pytest.mark.parametrize("field", ["image", "priority", "reservation"])
+@pytest.mark.parametrize("text", ["a\nb", "a b", "", "a\tb"])
+def test_names_are_one_word(field, text):
+    capacity = {"capacity": "reserved"} if field == "reservation" else {}
+    with pytest.raises(UserError, match="must be one word|--reservation"):
+        job(**{field: text}, **capacity)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"labels": {"key": "hf_abcdef"}}, {"arguments": ('--gin_bindings=A.b = "sk-abcdef"',)}]
+)
+def test_a_secret_in_a_label_or_a_binding(fields):
+    with pytest.raises(UserError, match="a binding or a label looks like a secret") as error:
+        job(**fields)
+    assert "abcdef" not in str(error.value)
 
 
 def test_counts_are_not_negative():

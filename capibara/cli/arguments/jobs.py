@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> No
     add("--slice", metavar="NAME", help="v5e-64, 2xv6e-256, h100-8, cpu-1; default: the run's Plan.slice")
     add("--storage", metavar="URL", help="folder for the job's files, and for a MODEL_DIR that is not absolute")
     add("--name", help="of the job; default: that of the first Gin file")
-    add("--verb", default="train", help="of capibara; default: train")
     add("--image", help="container image that has capibara")
     add("--wheel", metavar="FILE", help="wheel of capibara, for hosts without an image")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable that anyone may read; repeatable")
@@ -69,7 +68,7 @@ def pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise UserError(f"{flag}={name} must be {flag}=NAME=VALUE")
+            raise UserError(f"{flag} must be {flag}=NAME=VALUE")  # without the text, which may be a secret
         if name in found:
             raise UserError(f"{flag}={name}=... is there twice: leave out one of them")
         found[name] = value

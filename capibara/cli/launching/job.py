@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import sys
@@ -14,6 +15,7 @@ from capibara.jobs import backends, bundle, secrets
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.spec import Capacity, JobSpec, near_name
 from capibara.planner.hardware import slices
+from capibara.storage import stores
 
 _DESCRIPTION = """Make a job of Gin files: print the manifest, the request or the script that its system takes.
 
@@ -79,24 +81,21 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     backend = config.build(kind, **jobs.values_of(args, kind))
     config.check_used()
     read = config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
-    run = trainer.of_gin() if args.verb == "train" else None
-    named = args.slice or (run.plan.slice if run is not None else None)
+    named = args.slice or trainer.of_gin().plan.slice
     if named is None:
         raise UserError("--slice is not set, and neither is Plan.slice: name the chips, e.g. --slice=v5e-64")
     if args.storage is None:
         raise UserError("--storage is not set: name a folder that the job's hosts can read, e.g. --storage=gs://bucket")
-    storage = args.storage.rstrip("/")
-    sources = bundle.collect(read, args.gin_search_paths, bundle.own_modules(), args.wheel)
+    storage = _storage(args.storage)
+    sources = bundle.collect(gin_files, read, args.gin_search_paths, bundle.own_modules(), args.wheel)
     name = args.name or near_name(pathlib.Path(args.run[0]).stem)
-    arguments = [f"--gin_file={sources.name_of(file)}" for file in gin_files]
-    arguments += [f"--gin_search_paths=../{number}" for number in range(1, len(sources.roots))]
-    bindings = [*args.gin_bindings, *([f'Plan.slice = "{args.slice}"'] if args.slice and run is not None else [])]
-    if run is not None and (moved := _model_dir(storage)) is not None:
-        bindings.append(moved)
+    bindings = [*args.gin_bindings, *_bindings(args.slice, storage)]
+    bundle.check(sources, bindings)
+    arguments = [f"--gin_file={file}" for file in sources.gin_files]
+    arguments += [f"--gin_search_paths={path}" for path in sources.search_paths]
     spec = JobSpec(
         name=name,
         slice_=slices.parse(named),
-        verb=args.verb,
         arguments=(*arguments, *(f"--gin_bindings={binding}" for binding in bindings)),
         bundle=bundle.describe(sources, name, f"{storage}/jobs"),
         image=args.image,
@@ -114,10 +113,23 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     return backend, spec, sources
 
 
-def _model_dir(storage: str) -> str | None:
-    """The binding that puts a run folder with a relative path into the storage; None: it needs none."""
+def _storage(text: str) -> str:
+    """A bucket's address, or an absolute path."""
+    scheme = stores.scheme_of(text)
+    if scheme not in ("", "gs", "s3"):
+        raise UserError(
+            f"--storage={scheme}://... must be in gs:// or s3://, or a folder of a disk that all hosts share"
+        )
+    return text.rstrip("/") if scheme else os.path.abspath(os.path.expanduser(text))
+
+
+def _bindings(slice_: str | None, storage: str) -> list[str]:
+    """What the run is told besides: its slice, and a run folder in the storage if its own path is relative."""
     from capibara import config
     from capibara.training.trainer import Trainer
 
+    values = {"Plan.slice": slice_} if slice_ is not None else {}
     folder = config.build(Trainer).model_dir
-    return None if "://" in folder or os.path.isabs(folder) else f'Trainer.model_dir = "{storage}/{folder}"'
+    if "://" not in folder and not folder.startswith(("/", "~")):
+        values["Trainer.model_dir"] = f"{storage}/{folder}"
+    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]

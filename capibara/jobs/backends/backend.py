@@ -134,6 +134,11 @@ def command(spec: JobSpec, *, python: str = "python", processes_flags: Sequence[
     ]
 
 
+def literal(text: str) -> str:
+    """A text of an environment or a command in which Kubernetes and Vertex AI expand no variable."""
+    return text.replace("$", "$$")
+
+
 def tpu_only(backend: Backend, spec: JobSpec) -> None:
     """Raises UserError unless the chips are TPUs."""
     if not spec.slice_.chip.is_tpu:

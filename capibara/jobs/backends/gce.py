@@ -7,6 +7,7 @@ Source: docs.cloud.google.com/tpu/docs/queued-resources, and the fields of the c
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import uuid
 from typing import ClassVar
@@ -77,6 +78,14 @@ class Gce(Backend):
                 raise UserError(f"--{name} is not set: launch gce needs the project and the zone of the TPU VMs")
         if spec.slice_.accelerator_type is None or spec.slice_.chip.name not in _RUNTIMES:
             raise self.refuse(spec, f"the Cloud TPU API has no {spec.slice_.chip.name}", fix="use launch gke")
+        if spec.budget_usd is not None:
+            raise UserError(
+                f"--budget_usd={spec.budget_usd:g} has no effect with launch gce, which has no limit: leave it out"
+            )
+        if spec.image is None and not spec.bundle.url.startswith("gs://"):
+            raise UserError(
+                "--storage must be in gs://, from which the start-up script copies the wheel; with --image it may be in s3://"
+            )
         if spec.priority is not None:
             raise UserError(f"--priority={spec.priority} has no effect with launch gce: leave it out")
 
@@ -103,13 +112,9 @@ class Gce(Backend):
             resource["reservationName"] = self._reservation(spec.reservation)
         if self.valid_hours is not None:
             resource["queueingPolicy"] = {"validUntilDuration": f"{round(3600 * self.valid_hours)}s"}
-        request = {
-            "parent": parent,
-            "queuedResourceId": spec.name,
-            "queuedResource": resource,
-            # The same request twice makes one queued resource.
-            "requestId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{parent}/{spec.name}/{spec.bundle.url}")),
-        }
+        request = {"parent": parent, "queuedResourceId": spec.name, "queuedResource": resource}
+        # The same request twice makes one queued resource.
+        request["requestId"] = str(uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(request, sort_keys=True)))
         return Rendering(form=Form.JSON, documents=[request])
 
     def _node(self, spec: JobSpec, script: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from capibara.config import configurable
 from capibara.core import exits
 from capibara.core.types import UserError
-from capibara.jobs.backends.backend import Backend, Document, Form, Rendering, command
+from capibara.jobs.backends.backend import Backend, Document, Form, Rendering, command, literal
 from capibara.jobs.secrets import Source
 from capibara.jobs.spec import Capacity, JobSpec
 
@@ -28,29 +28,27 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gke(Backend):
-    """A Kubernetes cluster: the current context of kubectl, unless `context` names another.
+    """A Kubernetes cluster.
 
     Attributes:
-      context: of the kubeconfig; None: the current one.
       namespace: of the job.
       queue: Kueue's local queue, which admits the job when there is capacity; None: it is scheduled at once.
       service_account: Kubernetes's, whose rights the job has in buckets (Workload Identity); None: those of the nodes.
       arch: of the machines without accelerators: "amd64" or "arm64" (Axion); None: any.
-      memory_gib: of a machine without accelerators that the job asks for.
-      cpus: the same.
+      memory_gib: of a machine without accelerators that the job asks for; None: 32.
+      cpus: the same; None: 8.
     """
 
     name: ClassVar[str] = "gke"
     needs_image: ClassVar[bool] = True
     secret_sources: ClassVar[frozenset[Source]] = frozenset({Source.SECRET_MANAGER, Source.KUBERNETES})
 
-    context: str | None = None
     namespace: str = "default"
     queue: str | None = None
     service_account: str | None = None
     arch: str | None = None
-    memory_gib: int = 32
-    cpus: int = 8
+    memory_gib: int | None = None
+    cpus: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("namespace", "queue", "service_account"):
@@ -59,11 +57,17 @@ class Gke(Backend):
                 raise UserError(f"--{name}={value} must have lower-case letters, digits, - and . only")
         if self.arch not in (None, "amd64", "arm64"):
             raise UserError(f"--arch={self.arch} must be amd64 or arm64")
-        if self.memory_gib < 1 or self.cpus < 1:
-            raise UserError(f"--memory_gib ({self.memory_gib}) and --cpus ({self.cpus}) must be at least 1")
+        for name, count in (("memory_gib", self.memory_gib), ("cpus", self.cpus)):
+            if count is not None and count < 1:
+                raise UserError(f"--{name} is {count}, must be at least 1")
 
     def check(self, spec: JobSpec) -> None:
         super().check(spec)
+        for name in ("arch", "memory_gib", "cpus"):
+            if spec.slice_.machine is not None and getattr(self, name) is not None:
+                raise UserError(
+                    f"--{name} has no effect on {spec.slice_.name}, whose machine type is fixed: leave it out"
+                )
         if spec.slice_.count > 1 and not spec.slice_.chip.is_tpu and spec.slice_.machine is None:
             raise self.refuse(spec, "emulated devices are of one machine", fix=f"try cpu-{spec.slice_.chips_per_slice}")
 
@@ -84,8 +88,10 @@ class Gke(Backend):
             "replicas": spec.slice_.count,
             "template": {"spec": self._job_spec(spec, spec.slice_.hosts // spec.slice_.count)},
         }
-        # Without the rule a run that the user must mend would be restarted as often as one on a node that was taken.
-        rule = {"name": "invalid_input", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        # Without the rule a run that the user must mend, or whose budget is spent, would be restarted as often as one on
+        # a node that was taken.
+        reasons = ["PodFailurePolicy", "DeadlineExceeded"]
+        rule = {"name": "invalid_input_or_budget", "action": "FailJobSet", "onJobFailureReasons": reasons}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -102,7 +108,7 @@ class Gke(Backend):
 
     def _job(self, spec: JobSpec) -> list[Document]:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata(spec)}
-        job["spec"] = self._job_spec(spec, spec.slice_.hosts, backoff=spec.restarts)
+        job["spec"] = self._job_spec(spec, spec.slice_.hosts, backoff=spec.restarts * spec.slice_.hosts)
         if spec.slice_.hosts == 1:
             return [job]
         # By this service's name the pods find process 0: NAME-0.NAME.
@@ -146,6 +152,7 @@ class Gke(Backend):
             **({"nodeSelector": nodes} if (nodes := self._nodes(spec)) else {}),
             **({"tolerations": tolerations} if (tolerations := _tolerations(spec)) else {}),
             "containers": [self._container(spec, is_apart=is_apart)],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],  # of processes that read data
         }
 
     def _nodes(self, spec: JobSpec) -> dict[str, str]:
@@ -164,7 +171,9 @@ class Gke(Backend):
 
     def _container(self, spec: JobSpec, *, is_apart: bool) -> dict[str, object]:
         slice_ = spec.slice_
-        variables: list[dict[str, object]] = [{"name": n, "value": v} for n, v in spec.environment.items()]
+        variables: list[dict[str, object]] = [
+            {"name": name, "value": literal(value)} for name, value in spec.environment.items()
+        ]
         for secret in spec.secrets:
             if secret.source is Source.KUBERNETES:
                 name, _, key = secret.name.partition("/")
@@ -178,7 +187,9 @@ class Gke(Backend):
                 {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
             ]
         if slice_.machine is None:
-            resources: dict[str, object] = {"requests": {"cpu": str(self.cpus), "memory": f"{self.memory_gib}Gi"}}
+            resources: dict[str, object] = {
+                "requests": {"cpu": str(self.cpus or 8), "memory": f"{self.memory_gib or 32}Gi"}
+            }
         else:
             kind = "google.com/tpu" if slice_.chip.is_tpu else "nvidia.com/gpu"
             resources = {"limits": {kind: str(slice_.chips_per_host)}}
@@ -186,10 +197,11 @@ class Gke(Backend):
         return {
             "name": "capibara",
             "image": spec.image,
-            "command": command(spec),
+            "command": [literal(word) for word in command(spec)],
             **({"env": variables} if variables else {}),
             **({"ports": [{"containerPort": port, "protocol": "TCP"} for port in ports]} if ports else {}),
             "resources": resources,
+            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from typing import ClassVar
 
@@ -15,6 +16,9 @@ from capibara.jobs.spec import JobSpec
 _MOST_MINUTES = 365 * 24 * 60
 # The exit codes after which the job is to run again: hung or to be tried again, and stopped by SIGTERM after a checkpoint.
 _AGAIN = (75, 143)
+_END_S = 30  # for the launcher to end after the run
+_LONGEST_GRACE_S = 65_535  # of sbatch --signal
+_WORD = re.compile(r"[A-Za-z0-9_,.-]+")
 
 
 @configurable
@@ -44,9 +48,7 @@ class Slurm(Backend):
 
     def __post_init__(self) -> None:
         for name in ("partition", "account", "qos"):
-            value = getattr(self, name)
-            if value is not None and not value.replace("-", "").replace("_", "").replace(",", "").isalnum():
-                raise UserError(f"--{name}={value} must have letters, digits, - and _ only")
+            _check_word(f"--{name}", getattr(self, name))
         if self.minutes is not None and not 1 <= self.minutes <= _MOST_MINUTES:
             raise UserError(f"--minutes is {self.minutes}, must be from 1 to {_MOST_MINUTES}")
         if self.cpus is not None and self.cpus < 1:
@@ -64,6 +66,11 @@ class Slurm(Backend):
                 raise UserError(
                     f"--secret={secret.variable}=... is in {secret.source}, which launch slurm cannot read: take env:VARIABLE"
                 )
+        _check_word("--priority", spec.priority)
+        if not 30 <= spec.grace_s + _END_S <= _LONGEST_GRACE_S:
+            raise UserError(f"--grace is {spec.grace_s}, must be at most {_LONGEST_GRACE_S - _END_S} with launch slurm")
+        if self.minutes is not None and 60 * self.minutes <= spec.grace_s + _END_S:
+            raise UserError(f"--minutes={self.minutes} must be longer than --grace={spec.grace_s} and {_END_S} s more")
         if spec.capacity != "on_demand":
             raise UserError(f"--capacity={spec.capacity} has no effect with launch slurm: use --partition or --qos")
 
@@ -87,7 +94,7 @@ class Slurm(Backend):
             "output": f"{spec.name}-%j.log",
             "open-mode": "append",
             # To the script alone, which passes it on to the step: without B: Slurm would kill the step's processes.
-            "signal": f"B:TERM@{spec.grace_s}",
+            "signal": f"B:TERM@{spec.grace_s + _END_S}",
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
         # Slurm's own requeue, after a node has failed, would count the budget anew.
@@ -108,24 +115,33 @@ class Slurm(Backend):
             for secret in spec.secrets
         ]
         run = shlex.join(command(spec, python=self.python))
+        cpus = (
+            f"--cpus-per-task={self.cpus} " if self.cpus is not None else ""
+        )  # srun does not take it over from sbatch
         return [
             "set -uo pipefail",
             *exported,
             *inherited,
             "",
             "# JAX finds the other nodes by Slurm's variables. The step is told to end before the job's time does.",
-            f"srun --kill-on-bad-exit=0 {run} &",
-            "step=$!",
-            "trap 'told=1; kill -TERM \"$step\"' TERM",
+            f"srun --kill-on-bad-exit=0 {cpus}{run} &",
+            "capibara_step=$!",
+            "# To the processes of the step: srun itself would kill them when it gets the signal.",
+            "trap 'capibara_told=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM",
             "# A signal ends `wait`; then the step saves a checkpoint, and is waited for again.",
-            'while told=""; wait "$step"; code=$?; [ -n "$told" ]; do :; done',
+            'while capibara_told=""; wait "$capibara_step"; capibara_code=$?; [ -n "$capibara_told" ]; do :; done',
             *([] if spec.budget_usd is not None else _requeued(spec)),
-            'exit "$code"',
+            'exit "$capibara_code"',
         ]
 
 
+def _check_word(flag: str, value: str | None) -> None:
+    if value is not None and not _WORD.fullmatch(value):
+        raise UserError(f"{flag}={value!r} must have letters, digits, -, . and _ only")
+
+
 def _requeued(spec: JobSpec) -> list[str]:
-    again = " || ".join(f"code == {code}" for code in _AGAIN)
+    again = " || ".join(f"capibara_code == {code}" for code in _AGAIN)
     return [
         f"if (( {again} )) && (( ${{SLURM_RESTART_COUNT:-0}} < {spec.restarts} )); then",
         '  scontrol requeue "$SLURM_JOB_ID"',

@@ -11,22 +11,26 @@ from capibara.jobs.spec import JobSpec
 
 # What the hosts of a job install beside capibara.
 _EXTRAS = "tpu,gcs"
+_REGISTRIES = (".pkg.dev", "gcr.io")  # Google's, to which the machine's account has access
 
 
 def script(spec: JobSpec) -> str:
     """A bash script that installs capibara, or pulls its image, and runs the job's command; root runs it at each start.
 
     The folder CAPIBARA_HOME (/opt/capibara) keeps what is installed, so that a VM that starts again resumes at once. The
-    log is in /var/log/capibara.log, and in the VM's serial port, as that of all start-up scripts.
+    log is CAPIBARA_LOG (/var/log/capibara.log).
     """
     lines = [
         "#!/bin/bash",
         f"# Runs the job {spec.name}: written by capibara launch.",
         "set -euo pipefail",
-        'home="${CAPIBARA_HOME:-/opt/capibara}"',
-        'mkdir -p "$home" && cd "$home"',
-        'exec > >(tee -a "${CAPIBARA_LOG:-/var/log/capibara.log}") 2>&1',
-        *(f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
+        'capibara_home="${CAPIBARA_HOME:-/opt/capibara}"',
+        'capibara_log="${CAPIBARA_LOG:-/var/log/capibara.log}"',
+        'mkdir -p "$capibara_home"',
+        'cd "$capibara_home"',
+        "# What reads the other end may be gone before the run has saved its last checkpoint.",
+        'exec > >(trap "" PIPE TERM INT; tee -p -a "$capibara_log") 2>&1',
+        'capibara_try() { for pause in 5 15 45 120; do "$@" && return; sleep "$pause"; done; "$@"; }',
         *(_container(spec) if spec.image is not None else _installed(spec)),
     ]
     return "\n".join([*lines, ""])
@@ -35,12 +39,14 @@ def script(spec: JobSpec) -> str:
 def _container(spec: JobSpec) -> list[str]:
     assert spec.image is not None
     registry = spec.image.partition("/")[0]
-    options = [option for name in spec.environment for option in ("--env", name)]
-    run = ["docker", "run", "--rm", "--privileged", "--network=host", f"--stop-timeout={spec.grace_s + 30}", *options]
+    options = [f"--env={name}={value}" for name, value in spec.environment.items()]
+    run = ["docker", "run", "--rm", "--name=capibara", "--privileged", "--network=host", "--ipc=host"]
+    run += [f"--stop-timeout={spec.grace_s + 30}", *options, spec.image, *command(spec)]
+    login = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
     return [
-        f"gcloud auth configure-docker --quiet {shlex.quote(registry)}",
-        f"docker pull {shlex.quote(spec.image)}",
-        _supervised(shlex.join([*run, spec.image, *command(spec)]), spec),
+        *([f"capibara_try {login}"] if registry.endswith(_REGISTRIES) else []),
+        f"capibara_try docker pull {shlex.quote(spec.image)}",
+        *_supervised(["exec " + shlex.join(run)], spec),
     ]
 
 
@@ -48,40 +54,55 @@ def _installed(spec: JobSpec) -> list[str]:
     wheel, digest = spec.bundle.wheel, hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
     assert wheel is not None
     url = spec.bundle.url
+    folder = f"files-{digest[:16]}"
+    exported = [f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()]
     return [
-        f'files="$home/files-{digest[:16]}"',
-        'if [ ! -e "$files/installed" ]; then',
-        '  python=""',
+        f"if [ ! -e {folder}/installed ]; then",
+        '  capibara_python=""',
         "  for candidate in python3.13 python3.12 python3.11 python3; do",
         "    if \"$candidate\" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \\",
-        '      2>/dev/null; then python="$candidate"; break; fi',
+        '      2>/dev/null; then capibara_python="$candidate"; break; fi',
         "  done",
-        '  if [ -z "$python" ]; then  # Ubuntu 22.04 comes with 3.10',
-        "    apt-get update && apt-get install --yes python3.11 python3.11-venv",
-        "    python=python3.11",
+        '  if [ -z "$capibara_python" ]; then  # Ubuntu 22.04 comes with 3.10',
+        "    export DEBIAN_FRONTEND=noninteractive",
+        "    capibara_try apt-get -o DPkg::Lock::Timeout=600 update",
+        "    capibara_try apt-get -o DPkg::Lock::Timeout=600 install --yes python3.11 python3.11-venv",
+        "    capibara_python=python3.11",
         "  fi",
-        '  mkdir -p "$files"',
-        f'  gcloud storage cp {shlex.quote(f"{url}/{bundle.SUMS}")} {shlex.quote(f"{url}/{wheel}")} "$files/"',
-        '  cd "$files"',
+        f"  mkdir -p {folder}",
+        f"  cd {folder}",
+        f"  capibara_try gcloud storage cp {shlex.quote(f'{url}/{bundle.SUMS}')} {shlex.quote(f'{url}/{wheel}')} ./",
         f"  echo {shlex.quote(f'{digest}  {bundle.SUMS}')} | sha256sum --check --quiet",
         f"  grep --fixed-strings {shlex.quote(f'  {wheel}')} {bundle.SUMS} | sha256sum --check --quiet",
-        '  "$python" -m venv --clear "$files/venv"',
-        f'  "$files/venv/bin/python" -m pip install --quiet {shlex.quote(f"./{wheel}[{_EXTRAS}]")}',
-        '  cd "$home" && touch "$files/installed"',
+        '  "$capibara_python" -m venv --clear venv',
+        f"  capibara_try venv/bin/python -m pip install --quiet {shlex.quote(f'./{wheel}[{_EXTRAS}]')}",
+        "  touch installed",
+        '  cd "$capibara_home"',
         "fi",
-        _supervised(f'"$files/venv/bin/python" {shlex.join(command(spec)[1:])}', spec),
+        *_supervised([*exported, f"exec {folder}/venv/bin/python {shlex.join(command(spec)[1:])}"], spec),
     ]
 
 
-def _supervised(run: str, spec: JobSpec) -> str:
-    """The last line: a service of its own gets SIGTERM when the VM is taken, and the time to save a checkpoint."""
-    unit = ["systemd-run", "--unit=capibara", "--collect", "--pipe", "--wait"]
-    unit += ["--property=KillMode=mixed", f"--property=TimeoutStopSec={spec.grace_s + 30}"]
-    unit += [f"--setenv={name}" for name in spec.environment]
-    return (
-        "# A service of its own gets SIGTERM when the VM is taken, and the time to save a checkpoint.\n"
-        'if [ -d /run/systemd/system ] && [ -z "${CAPIBARA_HOME:-}" ]; then\n'
-        f"  exec {shlex.join(unit)} {run}\n"
-        "fi\n"
-        f"exec {run}"
-    )
+def _supervised(run: list[str], spec: JobSpec) -> list[str]:
+    """The last lines: they write the job's own script and run it as a service, or, where there is no systemd, at once."""
+    text = "\n".join(["#!/bin/bash", 'cd "$(dirname "$0")"', *run])
+    unit = [
+        "systemd-run",
+        "--unit=capibara",
+        "--collect",
+        "--property=KillMode=mixed",
+        f"--property=TimeoutStopSec={spec.grace_s + 30}",
+        # The launcher restarts the run; this restarts a launcher that could not even begin. 2 is the user's mistake.
+        "--property=Restart=on-failure",
+        "--property=RestartSec=30",
+        "--property=RestartPreventExitStatus=2",
+    ]
+    return [
+        f'printf "%s\\n" {shlex.quote(text)} > "$capibara_home/run"',
+        "# A service of its own gets SIGTERM when the VM is taken, and the time to save a checkpoint.",
+        'if [ -d /run/systemd/system ] && [ -z "${CAPIBARA_HOME:-}" ]; then',
+        f'  exec {shlex.join(unit)} --property="StandardOutput=append:$capibara_log" \\',
+        '    --property="StandardError=append:$capibara_log" bash "$capibara_home/run"',
+        "fi",
+        'exec bash "$capibara_home/run"',
+    ]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.jobs.backends.backend import Backend, Form, Rendering, command
+from capibara.jobs.backends.backend import Backend, Form, Rendering, command, literal
 from capibara.jobs.spec import Capacity, JobSpec
 
 _PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
@@ -111,10 +111,8 @@ class Vertex(Backend):
                 "key": _RESERVATION,
                 "values": [spec.reservation],
             }
-        container: dict[str, object] = {"imageUri": spec.image, "command": command(spec)}
+        container: dict[str, object] = {"imageUri": spec.image, "command": [literal(word) for word in command(spec)]}
         if spec.environment:
-            # A $ would be expanded.
-            expanded = {name: value.replace("$", "$$") for name, value in spec.environment.items()}
-            container["env"] = [{"name": name, "value": value} for name, value in expanded.items()]
+            container["env"] = [{"name": name, "value": literal(value)} for name, value in spec.environment.items()]
         # One replica, for slices of several hosts, too: the topology says how many there are. (64 bits are text in JSON.)
         return {"machineSpec": machine, "replicaCount": "1", "containerSpec": container}

@@ -8,9 +8,10 @@ import pytest
 from capibara.core.types import UserError
 from capibara.jobs import backends
 from capibara.jobs.secrets import Secret, Source
+from capibara.jobs.spec import Bundle
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-from job_specs import job  # noqa: E402
+from job_specs import WHEEL, job  # noqa: E402
 
 WHERE = {
     "gce": {"project": "my-project", "zone": "us-west4-a"},
@@ -37,6 +38,9 @@ def documents(where, spec, **fields):
         ("gce", {"slice_": "h100-8"}, "launch gce runs TPUs: use launch gke, slurm or ssh"),
         ("gce", {"slice_": "tpu7x-128"}, "the Cloud TPU API has no tpu7x: use launch gke"),
         ("gce", {"priority": "high"}, "--priority=high has no effect"),
+        ("gce", {"budget_usd": 500.0}, "--budget_usd=500 has no effect with launch gce"),
+        ("slurm", {"slice_": "h100-8", "image": None, "priority": "a;b"}, "must have letters, digits"),
+        ("slurm", {"slice_": "h100-8", "image": None, "grace_s": 65_530}, "--grace is 65530, must be at most 65505"),
         ("slurm", {}, "launch slurm runs GPUs and CPUs: use launch gce, gke or vertex"),
         ("slurm", {"slice_": "h100-8"}, "--image has no effect with launch slurm"),
         ("slurm", {"slice_": "h100-8", "image": None, "capacity": "spot"}, "--capacity=spot has no effect"),
@@ -87,7 +91,9 @@ def test_a_secret_that_a_back_end_cannot_read(where, source, name):
         ("vertex", {"max_days": -1.0}, "must be above 0"),
         ("gke", {"namespace": "My"}, "--namespace=My must have lower-case"),
         ("gke", {"arch": "riscv"}, "must be amd64 or arm64"),
-        ("gke", {"cpus": 0}, "must be at least 1"),
+        ("gke", {"cpus": 0}, "--cpus is 0, must be at least 1"),
+        ("gke", {"cpus": 4}, "--cpus has no effect on v5e-64"),
+        ("gke", {"arch": "arm64"}, "--arch has no effect on v5e-64"),
         ("slurm", {"partition": "a;b"}, "must have letters, digits"),
         ("slurm", {"minutes": 0}, "must be from 1 to"),
         ("slurm", {"cpus": 0}, "must be at least 1"),
@@ -124,7 +130,8 @@ def test_invalid_input_ends_a_job_set_at_once():
         {"action": "FailJob", "onExitCodes": {"containerName": "capibara", "operator": "In", "values": [2]}}
     ]
     (rule,) = document["spec"]["failurePolicy"]["rules"]
-    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy", "DeadlineExceeded"]  # nor is a budget spent twice
 
 
 def test_pods_with_an_account_of_their_own_are_not_on_the_hosts_network():
@@ -197,8 +204,20 @@ def test_a_queued_resource_for_one_slice_and_for_several():
 
 def test_a_queued_resource_is_asked_for_once():
     """The service makes one of two requests with one id."""
-    first, again, other = (documents("gce", job(name=name))[0]["requestId"] for name in ("run", "run", "other"))
-    assert first == again != other
+    same = {"name": "run", "arguments": ("--gin_file=run.gin",)}
+    others = [
+        {"name": "other"},
+        {"arguments": ("--gin_file=other.gin",)},
+        {"capacity": "spot"},
+        {"image": "registry/b:2"},
+    ]
+    first, again, *rest = (documents("gce", job(**{**same, **one}))[0]["requestId"] for one in ({}, {}, *others))
+    assert first == again and len({first, *rest}) == 1 + len(others)
+
+
+def test_the_wheel_of_a_tpu_vm_lies_in_google_cloud_storage():
+    with pytest.raises(UserError, match="--storage must be in gs://"):
+        backend("gce").render(job(wheel=True, bundle=Bundle(url="s3://b/jobs/run/0123", files={WHEEL: ""})))
 
 
 def test_tiers_of_a_queued_resource():
@@ -233,6 +252,10 @@ def test_a_budget_is_a_timeout():
     assert document["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
 
 
-def test_vertex_expands_no_variable_in_a_value():
-    (pool,) = custom_job(job("v5e-8", environment={"A": "$(HOME) $5"}))["workerPoolSpecs"]
-    assert pool["containerSpec"]["env"] == [{"name": "A", "value": "$$(HOME) $$5"}]
+def test_no_system_expands_a_variable_in_a_value_or_a_binding():
+    spec = job("v5e-8", environment={"A": "$(HOME) $5"}, arguments=("--gin_bindings=A = '$(HOME)'",))
+    (pool,) = custom_job(spec)["workerPoolSpecs"]
+    (pod,) = pod_of(documents("gke", spec)[0])["containers"]
+    for container in (pool["containerSpec"], pod):
+        assert container["env"] == [{"name": "A", "value": "$$(HOME) $$5"}]
+        assert container["command"][-1] == "--gin_bindings=A = '$$(HOME)'"

@@ -95,23 +95,26 @@ def test_a_tpu_vm_installs_nothing_that_was_changed_in_the_bucket(bucket, tmp_pa
 
 def test_a_tpu_vm_with_an_image_passes_the_environment_into_it(tmp_path):
     command(tmp_path / "bin", "gcloud", 'echo "gcloud $@"')
-    command(tmp_path / "bin", "docker", 'echo "docker $@ A=$A"')
+    command(tmp_path / "bin", "docker", 'echo "docker $@"')
     ended = boot(text_of("gce", job(image="eu-docker.pkg.dev/p/i/capibara:1", environment={"A": "b c"})), tmp_path)
     lines = ended.stdout.splitlines()
     assert lines[:2] == [
         "gcloud auth configure-docker --quiet eu-docker.pkg.dev",
-        "docker pull eu-docker.pkg.dev/p/i/capibara:1 A=b c",
+        "docker pull eu-docker.pkg.dev/p/i/capibara:1",
     ]
-    assert lines[2].startswith(
-        "docker run --rm --privileged --network=host --stop-timeout=330 --env A eu-docker.pkg.dev"
+    assert (
+        " --stop-timeout=330 --env=A=b c eu-docker.pkg.dev/p/i/capibara:1 python -m capibara.launch staged" in lines[2]
     )
-    assert lines[2].endswith("-- train --gin_file=run.gin A=b c")
+    assert lines[2].endswith("-- train --gin_file=run.gin")
+    ended = boot(text_of("gce", job(image="somebody/capibara:1")), tmp_path)
+    assert ended.stdout.startswith("docker pull somebody")  # no registry of Google's
 
 
 def slurm(tmp_path, step, *, restarts=2, spec=None, **more):
     """A job's script as a process; `step` is what srun's stand-in does, in bash."""
     command(tmp_path / "bin", "srun", step)
     command(tmp_path / "bin", "scontrol", 'echo "$@" >> "$OUT/scontrol"')
+    command(tmp_path / "bin", "scancel", '[ "$*" = "--signal=TERM 77" ] && kill -USR1 "$(cat $OUT/began)"')
     script = tmp_path / "job.sh"
     script.write_text(text_of("slurm", spec or job("2xh100-8", image=None, restarts=restarts)))
     given = environment(tmp_path, SLURM_JOB_ID="77", **more)
@@ -141,9 +144,11 @@ def test_a_job_is_put_back_into_the_queue_where_another_start_helps(tmp_path, co
 
 
 def test_the_end_of_a_jobs_time_is_told_to_the_step_which_has_time_to_save(tmp_path):
-    step = 'trap "sleep 0.5; echo saved >> $OUT/saved; exit 143" TERM; touch $OUT/began; while :; do sleep 0.1; done'
+    # srun kills the step when it gets the signal itself; USR1 stands for what scancel sends to the step.
+    step = 'trap "exit 137" TERM; trap "sleep 0.5; echo saved >> $OUT/saved; exit 143" USR1\n'
+    step += "echo $$ > $OUT/began; while :; do sleep 0.1; done"
     process = slurm(tmp_path, step)
-    while not (tmp_path / "began").exists():
+    while not ((tmp_path / "began").exists() and (tmp_path / "began").read_text()):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
