@@ -73,7 +73,8 @@ def check(rule, before, nodes, others):
         for name, leaf in stacked.items()
     }
     program = jax.jit(aggregation.sharded(mesh, specs)).lower(placed, reference, key).compile()
-    got, report = program(placed, reference, key)
+    # Before another program starts: the devices' threads are few, and those of a collective wait for each other.
+    got, report = jax.block_until_ready(program(placed, reference, key))
     want, wanted = jax.jit(aggregation)(stacked, reference, key)
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-6)
