@@ -106,7 +106,8 @@ def test_sharded_is_unsharded_for_each_rule(case, mesh):
 @pytest.mark.heavy
 def test_sharded_is_unsharded_on_12_devices():
     flags = devices.with_emulation_flags("--xla_force_host_platform_device_count=12")
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    # In threads: each device may hold one while it waits for the others, and eigh needs more.
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "24"}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=1800)
 
 
