@@ -76,6 +76,10 @@ from capibara.inference.sample import SampleText as SampleText
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch
 from capibara.inference.sampling.sampling import Sampling as Sampling
 from capibara.inference.server.service import ServerConfig as ServerConfig
+from capibara.jobs.backends.gce import Gce as Gce
+from capibara.jobs.backends.gke import Gke as Gke
+from capibara.jobs.backends.slurm import Slurm as Slurm
+from capibara.jobs.backends.vertex import Vertex as Vertex
 from capibara.loading import load as load
 from capibara.loading.adapters import Adapters as Adapters
 from capibara.models.adapters.lora import Lora as Lora

@@ -103,6 +103,7 @@ def test_a_pod_that_is_in_no_indexed_job_is_alone(monkeypatch):
 
 
 def test_a_pod_of_an_indexed_job_that_cannot_join_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # as where it is not installed
     with pytest.warns(UserWarning, match="kubernetes"):
         assert found(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX="3") is None
     assert (
