@@ -81,7 +81,7 @@ AGGREGATIONS = {
 }
 RULES = {name: {"aggregation": aggregation} for name, aggregation in AGGREGATIONS.items()}
 RULES["convex merge"] = {"merge_strategy": "convex"}
-# Rounds without attackers, each with something besides.
+# Rounds without attackers, each with one more thing.
 VARIANTS = {
     "vote": {"voting_strategy": "byzantine", "quality_threshold": 0.85},
     "convex merge": {"merge_strategy": "convex"},

@@ -124,7 +124,7 @@ def _storage(text: str) -> str:
 
 
 def _bindings(slice_: str | None, storage: str) -> list[str]:
-    """What the run is told besides: its slice, and a run folder in the storage if its own path is relative."""
+    """Bindings that a job adds: its slice, and a run folder in the storage if its own path is relative."""
     from capibara import config
     from capibara.training.trainer import Trainer
 

@@ -109,13 +109,12 @@ class Backend(abc.ABC):
         return UserError(f"--slice={spec.slice_.name}: {why}: {fix}")
 
 
-def command(spec: JobSpec, *, python: str = "python", processes_flags: Sequence[str] = ()) -> list[str]:
+def command(spec: JobSpec, *, python: str = "python") -> list[str]:
     """What each host of a job runs: it unpacks the bundle, then runs and restarts the verb.
 
     Args:
       spec: the job.
       python: the interpreter that has capibara.
-      processes_flags: of `launch staged`, for hosts that are told of their peers by flags.
     """
     secrets = [f"--secret={one.variable}={one.name}" for one in spec.secrets if one.source is Source.SECRET_MANAGER]
     digest = hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
@@ -127,7 +126,6 @@ def command(spec: JobSpec, *, python: str = "python", processes_flags: Sequence[
         "staged",
         *own,
         *secrets,
-        *processes_flags,
         "--",
         spec.verb,
         *spec.arguments,

@@ -97,7 +97,7 @@ class Slurm(Backend):
             "signal": f"B:TERM@{spec.grace_s + _END_S}",
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-        # Slurm's own requeue, after a node has failed, would count the budget anew.
+        # Slurm's own requeue, after a node has failed, would count the budget from zero.
         return ["#!/bin/bash", *lines, f"#SBATCH --{'no-' * (spec.budget_usd is not None)}requeue"]
 
     def _minutes(self, spec: JobSpec) -> int | None:
@@ -123,11 +123,11 @@ class Slurm(Backend):
             *exported,
             *inherited,
             "",
-            "# JAX finds the other nodes by Slurm's variables. The step is told to end before the job's time does.",
-            f"srun --kill-on-bad-exit=0 {cpus}{run} &",
-            "capibara_step=$!",
+            "# JAX finds the other nodes by Slurm's variables. The step gets SIGTERM before the job's time ends.",
             "# To the processes of the step: srun itself would kill them when it gets the signal.",
             "trap 'capibara_told=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM",
+            f"srun --kill-on-bad-exit=0 {cpus}{run} &",
+            "capibara_step=$!",
             "# A signal ends `wait`; then the step saves a checkpoint, and is waited for again.",
             'while capibara_told=""; wait "$capibara_step"; capibara_code=$?; [ -n "$capibara_told" ]; do :; done',
             *([] if spec.budget_usd is not None else _requeued(spec)),
