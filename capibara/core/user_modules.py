@@ -92,7 +92,7 @@ def files_of(names: Collection[str]) -> list[str]:
     """The source files that modules of the user's need: their own, and those of imported modules beside or below them.
 
     Args:
-      names: of imported modules; those that a package installs are left out.
+      names: of imported modules; those that a package installs are omitted.
     """
     named = [file for name in names if (file := getattr(sys.modules.get(name), "__file__", None)) is not None]
     roots = {os.path.dirname(os.path.abspath(file)) for file in named if not _is_installed(file)}

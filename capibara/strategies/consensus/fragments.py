@@ -79,7 +79,7 @@ def meeting_in_turn(
             meet_one = meeting(config, nodes, mesh, parts_of(params, where)[turn])
             part, _, new = meet_one(parts_of(agreed, where)[turn], None, own, number, batch)
             good = new.verdict.accepted if new.verdict.drawn is None else new.verdict.accepted | ~new.verdict.drawn
-            # A node that is left out continues from the agreed model, all of it: one bad fragment spoils the others in a step.
+            # A node that is masked continues from the agreed model, all of it: one bad fragment spoils the others in a step.
             kept = jax.tree.map(lambda x, start: jnp.where(along(good, x), x, start), state.params, agreed)
             together = dataclasses.replace(
                 new,

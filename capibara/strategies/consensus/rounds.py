@@ -131,7 +131,7 @@ def _merging(
     standing = []
     if (share := config.share(StrategyName.INCREMENTAL_SOUP)) and model is not None and size is not None:
         standing = [(jnp.where(size > 0, share, 0.0), model)]
-    # A node whose loss is far off is left out by the convex merge, and may be finite.
+    # A node whose loss is far off is masked by the convex merge, and may be finite.
     merges = {"convex": (config.share("convex"), convex), "aggregation": (config.share("aggregation"), aggregate)}
     return integrated.combining(merges, standing)
 

@@ -36,7 +36,7 @@ class Summed(NamedTuple):
       sums: of the objective's.
       stats: of the layers' statistics.
       clipped: rows whose gradient was scaled down.
-      broken: rows that are left out.
+      broken: rows that are skipped.
     """
 
     grads: Params
