@@ -20,7 +20,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables of the shell, and of the scripts that back ends write.
 _SHELLS = re.compile(r"PATH|IFS|U?E?UID|PPID|SHELLOPTS|BASH.*|capibara_.*")
 # Labels that the back ends set themselves: by these a lost database is rebuilt.
-OWN_LABELS = ("capibara-job", "capibara-bundle")
+OWN_LABELS = (
+    "capibara-job",
+    "capibara-spec",
+    "capibara-launch",
+    "capibara-attempt",
+    "capibara-failures",
+    "capibara-spent",
+)
 
 
 class Capacity(enum.StrEnum):
@@ -56,6 +63,33 @@ class Bundle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Which of the resources that a job has one after the other; each has it in its labels.
+
+    Attributes:
+      launch: of the job, in hexadecimal digits; a job that is launched once more has another one.
+      number: of earlier resources of this launch.
+      failures: how many of these have failed; those that were preempted do not count.
+      spent_s: the seconds that these had chips.
+    """
+
+    launch: str = "0"
+    number: int = 0
+    failures: int = 0
+    spent_s: int = 0
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of its resource."""
+        return {
+            "capibara-launch": self.launch,
+            "capibara-attempt": str(self.number),
+            "capibara-failures": str(self.failures),
+            "capibara-spent": str(self.spent_s),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job: one verb on one slice, or on several of one kind.
 
@@ -76,6 +110,8 @@ class JobSpec:
       reservation: its name, for capacity that is reserved.
       budget_usd: the job ends before its chips cost more, at `usd_per_chip_hour`.
       usd_per_chip_hour: the actual price; None: the list price on demand.
+      digest: of the job's own file (`spec_file`), in hexadecimal digits; empty: it has none.
+      attempt: which of the job's resources this is.
     """
 
     name: str
@@ -94,6 +130,8 @@ class JobSpec:
     reservation: str | None = None
     budget_usd: float | None = None
     usd_per_chip_hour: float | None = None
+    digest: str = ""
+    attempt: Attempt = Attempt()
 
     def __post_init__(self) -> None:
         if self.capacity not in [*Capacity]:
@@ -160,9 +198,25 @@ class JobSpec:
         return 3600 * self.budget_usd / self.usd_per_hour
 
     @property
+    def left_s(self) -> float | None:
+        """Those that earlier attempts have left; None: there is no budget."""
+        return None if self.longest_s is None else max(1.0, self.longest_s - self.attempt.spent_s)
+
+    @property
+    def folder(self) -> str:
+        """The job's folder in the storage, which has its bundles, its own file and its hosts' reports."""
+        return self.bundle.url.rpartition("/")[0]
+
+    @property
+    def reports(self) -> str:
+        """The folder for the reports of this attempt's hosts."""
+        return f"{self.folder}/reports/{self.attempt.launch}-{self.attempt.number}"
+
+    @property
     def all_labels(self) -> dict[str, str]:
         """The labels of what is created: the user's, and those by which it is found again."""
-        return {"capibara-job": self.name, "capibara-bundle": self.bundle.url.rpartition("/")[2], **self.labels}
+        digest = {"capibara-spec": self.digest} if self.digest else {}
+        return {"capibara-job": self.name, **digest, **self.attempt.labels, **self.labels}
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

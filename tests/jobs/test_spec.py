@@ -7,7 +7,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.jobs.secrets import Secret, Source
-from capibara.jobs.spec import Capacity, near_name
+from capibara.jobs.spec import Attempt, Capacity, near_name
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 from job_specs import job  # noqa: E402
@@ -35,9 +35,14 @@ def test_a_label_that_some_system_refuses(labels):
 
 
 def test_labels_by_which_a_job_is_found_are_capibaras():
-    assert job(labels={"team": ""}).all_labels == {
+    attempt = Attempt(launch="ab", number=1, failures=2, spent_s=3)
+    assert job(labels={"team": ""}, digest="0123", attempt=attempt).all_labels == {
         "capibara-job": "run",
-        "capibara-bundle": "0123456789abcdef",
+        "capibara-spec": "0123",
+        "capibara-launch": "ab",
+        "capibara-attempt": "1",
+        "capibara-failures": "2",
+        "capibara-spent": "3",
         "team": "",
     }
     with pytest.raises(UserError, match="--label=capibara-job=... is set by capibara itself"):

@@ -71,6 +71,7 @@ class Backend(abc.ABC):
     needs_image: ClassVar[bool] = False
     secret_sources: ClassVar[frozenset[Source]] = frozenset({Source.SECRET_MANAGER})
     uses_buckets: ClassVar[bool] = True  # else a disk that all hosts share will do
+    has_limit: ClassVar[bool] = True  # the system itself ends a job whose budget is spent
 
     @abc.abstractmethod
     def render(self, spec: JobSpec) -> Rendering:
@@ -103,28 +104,39 @@ class Backend(abc.ABC):
                 "a bucket, e.g. --storage=gs://bucket/folder"
             )
 
+    def check_unmanaged(self, spec: JobSpec) -> None:
+        """Raises UserError if the job needs a manager, so that it must not be submitted by other means."""
+        if spec.budget_usd is not None and not self.has_limit:
+            raise UserError(
+                f"--budget_usd={spec.budget_usd:g} has no effect with launch {self.name} unless capibara looks after the job: "
+                "leave it out, or launch without --dry-run and --stage"
+            )
+
     @staticmethod
     def refuse(spec: JobSpec, why: str, *, fix: str) -> UserError:
         """The error for a slice that the back end does not have."""
         return UserError(f"--slice={spec.slice_.name}: {why}: {fix}")
 
 
-def command(spec: JobSpec, *, python: str = "python") -> list[str]:
+def command(spec: JobSpec, *more: str, python: str = "python") -> list[str]:
     """What each host of a job runs: it unpacks the bundle, then runs and restarts the verb.
 
     Args:
       spec: the job.
+      *more: flags of `launch staged`.
       python: the interpreter that has capibara.
     """
     secrets = [f"--secret={one.variable}={one.name}" for one in spec.secrets if one.source is Source.SECRET_MANAGER]
     digest = hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
     own = [f"--url={spec.bundle.url}", f"--sha256={digest}", f"--restarts={spec.restarts}", f"--grace={spec.grace_s}"]
+    own.append(f"--reports={spec.reports}")
     return [
         python,
         "-m",
         "capibara.launch",
         "staged",
         *own,
+        *more,
         *secrets,
         "--",
         spec.verb,

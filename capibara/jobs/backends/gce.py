@@ -50,6 +50,7 @@ class Gce(Backend):
     """
 
     name: ClassVar[str] = "gce"
+    has_limit: ClassVar[bool] = False
 
     project: str | None = None
     zone: str | None = None
@@ -78,10 +79,6 @@ class Gce(Backend):
                 raise UserError(f"--{name} is not set: launch gce needs the project and the zone of the TPU VMs")
         if spec.slice_.accelerator_type is None or spec.slice_.chip.name not in _RUNTIMES:
             raise self.refuse(spec, f"the Cloud TPU API has no {spec.slice_.chip.name}", fix="use launch gke")
-        if spec.budget_usd is not None:
-            raise UserError(
-                f"--budget_usd={spec.budget_usd:g} has no effect with launch gce, which has no limit: leave it out"
-            )
         if spec.image is None and not spec.bundle.url.startswith("gs://"):
             raise UserError(
                 "--storage must be in gs://, from which the start-up script copies the wheel; with --image it may be in s3://"

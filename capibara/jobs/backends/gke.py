@@ -132,7 +132,7 @@ class Gke(Backend):
             "completions": hosts,
             "completionMode": "Indexed",
             "backoffLimit": backoff,
-            **({"activeDeadlineSeconds": round(spec.longest_s)} if spec.longest_s is not None else {}),
+            **({"activeDeadlineSeconds": round(spec.left_s)} if spec.left_s is not None else {}),
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": invalid}]},
             "template": {"metadata": {"labels": dict(spec.all_labels)}, "spec": self._pod(spec)},
         }

@@ -101,9 +101,9 @@ class Slurm(Backend):
         return ["#!/bin/bash", *lines, f"#SBATCH --{'no-' * (spec.budget_usd is not None)}requeue"]
 
     def _minutes(self, spec: JobSpec) -> int | None:
-        if spec.longest_s is None:
+        if spec.left_s is None:
             return self.minutes
-        return min(self.minutes or _MOST_MINUTES, round(spec.longest_s) // 60)
+        return min(self.minutes or _MOST_MINUTES, round(spec.left_s) // 60)
 
     def _body(self, spec: JobSpec) -> list[str]:
         # JAX would give one device to each task of Slurm: a node's only task has all of them.

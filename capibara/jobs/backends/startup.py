@@ -41,7 +41,7 @@ def _container(spec: JobSpec) -> list[str]:
     registry = spec.image.partition("/")[0]
     options = [f"--env={name}={value}" for name, value in spec.environment.items()]
     run = ["docker", "run", "--rm", "--name=capibara", "--privileged", "--network=host", "--ipc=host"]
-    run += [f"--stop-timeout={spec.grace_s + 30}", *options, spec.image, *command(spec)]
+    run += [f"--stop-timeout={spec.grace_s + 30}", *options, spec.image, *command(spec, "--maintenance")]
     login = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
     return [
         *([f"capibara_try {login}"] if registry.endswith(_REGISTRIES) else []),
@@ -79,7 +79,9 @@ def _installed(spec: JobSpec) -> list[str]:
         "  touch installed",
         '  cd "$capibara_home"',
         "fi",
-        *_supervised([*exported, f"exec {folder}/venv/bin/python {shlex.join(command(spec)[1:])}"], spec),
+        *_supervised(
+            [*exported, f"exec {folder}/venv/bin/python {shlex.join(command(spec, '--maintenance')[1:])}"], spec
+        ),
     ]
 
 

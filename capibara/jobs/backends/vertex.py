@@ -79,7 +79,7 @@ class Vertex(Backend):
 
     def render(self, spec: JobSpec) -> Rendering:
         self.check(spec)
-        seconds = min(86_400 * self.max_days, spec.longest_s or float("inf"))
+        seconds = min(86_400 * self.max_days, spec.left_s or float("inf"))
         strategy = "SPOT" if spec.capacity is Capacity.SPOT else "STANDARD"
         job_spec: dict[str, object] = {
             "workerPoolSpecs": [self._pool(spec)],

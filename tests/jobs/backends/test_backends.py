@@ -38,7 +38,6 @@ def documents(where, spec, **fields):
         ("gce", {"slice_": "h100-8"}, "launch gce runs TPUs: use launch gke, slurm or ssh"),
         ("gce", {"slice_": "tpu7x-128"}, "the Cloud TPU API has no tpu7x: use launch gke"),
         ("gce", {"priority": "high"}, "--priority=high has no effect"),
-        ("gce", {"budget_usd": 500.0}, "--budget_usd=500 has no effect with launch gce"),
         ("slurm", {"slice_": "h100-8", "image": None, "priority": "a;b"}, "must have letters, digits"),
         ("slurm", {"slice_": "h100-8", "image": None, "grace_s": 65_530}, "--grace is 65530, must be at most 65505"),
         ("slurm", {}, "launch slurm runs GPUs and CPUs: use launch gce, gke or vertex"),
@@ -57,6 +56,14 @@ def test_what_a_back_end_cannot_run(where, spec, message):
     spec = {"slice_": "v5e-64", **spec}
     with pytest.raises(UserError, match=message):
         backend(where).render(job(spec.pop("slice_"), **spec))
+
+
+def test_a_budget_of_tpu_vms_needs_a_manager():
+    gce, spec = backend("gce"), job("v5e-64", budget_usd=500.0)
+    assert gce.render(spec).documents
+    with pytest.raises(UserError, match="--budget_usd=500 has no effect with launch gce unless capibara looks after"):
+        gce.check_unmanaged(spec)
+    backend("gke").check_unmanaged(spec)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Maintenance that a metadata server announces is SIGTERM for the run."""
+
+import contextlib
+import http.server
+import signal
+import threading
+import time
+
+import pytest
+
+from capibara.jobs import maintenance
+from capibara.jobs.maintenance import Maintenance
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    values: dict = {}
+
+    def do_GET(self):
+        name = self.path.removeprefix("/computeMetadata/v1/instance/")
+        found = self.values.get(name) if self.headers["Metadata-Flavor"] == "Google" else None
+        self.send_response(200 if found is not None else 404)
+        self.end_headers()
+        self.wfile.write((found or "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def values(monkeypatch):
+    Metadata.values = {"maintenance-event": "NONE", "preempted": "FALSE"}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not used
+    yield Metadata.values
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def terms():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def until(condition):
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_each_announcement_is_one_signal(values):
+    with terms() as came, Maintenance(every_s=0.01, say=lambda line: None) as watched:
+        time.sleep(0.1)
+        assert not came and not watched.was_announced()
+        values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        until(lambda: came)
+        time.sleep(0.1)
+        assert len(came) == 1 and watched.was_announced() and not watched.was_announced()
+        values["maintenance-event"] = "NONE"
+        time.sleep(0.1)
+        values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        until(lambda: len(came) == 2)
+        assert watched.was_announced()
+
+
+def test_a_metadata_server_that_does_not_answer_announces_nothing(values):
+    with terms() as came, Maintenance(every_s=0.01, say=lambda line: None):
+        del values["maintenance-event"]
+        time.sleep(0.1)
+        assert not came
+    assert not Maintenance.is_preempted()
+    values["preempted"] = "TRUE"
+    assert Maintenance.is_preempted()
+
+
+def test_no_metadata_server(monkeypatch):
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:9")
+    assert maintenance._read("preempted") is None
