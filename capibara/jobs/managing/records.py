@@ -1,0 +1,320 @@
+"""The jobs that were launched from here, in a SQLite database: what was begun is written down before it is done.
+
+A manager that is killed at any moment finds on its next start what it was about to do. The database's file is
+CAPIBARA_STATE, or jobs.sqlite in XDG_STATE_HOME/capibara (~/.local/state/capibara).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import os
+import pathlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from capibara.core.types import UserError
+from capibara.jobs import spec_file
+from capibara.jobs.backends.backend import Backend
+from capibara.jobs.spec import Attempt, JobSpec
+
+_BUSY_S = 30.0  # for another process that writes
+_VERSION = 1
+
+
+class State(enum.StrEnum):
+    """Where a job is.
+
+    Attributes:
+      SUBMITTING: a resource is to be made, or perhaps was.
+      WAITING: its resource waits for chips.
+      RUNNING: its resource has chips.
+      REPLACING: its resource is being deleted; another one follows.
+      ENDING: its resource is being deleted, and the job ends with `outcome`.
+      SUCCEEDED: it has ended.
+      FAILED: it has ended otherwise; `reason` says why.
+      CANCELLED: the user has ended it.
+    """
+
+    SUBMITTING = "submitting"
+    WAITING = "waiting"
+    RUNNING = "running"
+    REPLACING = "replacing"
+    ENDING = "ending"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing of the job is left to do."""
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is known of a job. Times are in seconds since 1970; 0.0: it has not happened.
+
+    Attributes:
+      name: of the job.
+      text: content of the job's own file (`spec_file`).
+      attempt: which of its resources is the present one.
+      state: where it is.
+      reason: of the state, in one line; may be empty.
+      outcome: how a job that is ENDING ends.
+      launched_s: when the user has launched it.
+      submit_s: when a call began to make the present resource whose answer has not come: perhaps there is one.
+      due_s: when the next resource may be made.
+      running_s: when the present resource was first seen with chips.
+      gone_s: when the present resource was first missed.
+      pauses: resources in a row that have not run for long: the longer is the pause before the next one.
+    """
+
+    name: str
+    text: str
+    attempt: Attempt
+    state: State = State.SUBMITTING
+    reason: str = ""
+    outcome: State | None = None
+    launched_s: float = 0.0
+    submit_s: float = 0.0
+    due_s: float = 0.0
+    running_s: float = 0.0
+    gone_s: float = 0.0
+    pauses: int = 0
+
+    def spec(self) -> tuple[Backend, JobSpec]:
+        """The back end, and the spec of the present attempt."""
+        backend, spec = spec_file.read_text(self.text)
+        return backend, dataclasses.replace(spec, attempt=self.attempt)
+
+    def spent_s(self, now_s: float) -> float:
+        """The seconds that all its resources have had chips."""
+        return self.attempt.spent_s + (max(0.0, now_s - self.running_s) if self.running_s else 0.0)
+
+
+_TABLES = f"""
+PRAGMA user_version = {_VERSION};
+CREATE TABLE IF NOT EXISTS jobs (
+  name TEXT PRIMARY KEY, text TEXT NOT NULL, launch TEXT NOT NULL, number INTEGER NOT NULL, failures INTEGER NOT NULL,
+  spent_s INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, outcome TEXT, launched_s REAL NOT NULL,
+  submit_s REAL NOT NULL, due_s REAL NOT NULL, running_s REAL NOT NULL, gone_s REAL NOT NULL, pauses INTEGER NOT NULL,
+  is_cancelled INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS events (job TEXT NOT NULL, time_s REAL NOT NULL, text TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_of_job ON events (job);
+"""
+_COLUMNS = (
+    "name text launch number failures spent_s state reason outcome launched_s submit_s due_s running_s gone_s pauses"
+).split()
+
+
+def default_path() -> pathlib.Path:
+    """Where the database lies unless a flag says so."""
+    if named := os.environ.get("CAPIBARA_STATE"):
+        return pathlib.Path(named)
+    root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return pathlib.Path(root).expanduser() / "capibara" / "jobs.sqlite"
+
+
+class Records:
+    """The database; several processes and threads may use it at once.
+
+    A file that SQLite cannot read, as a disk that was full may leave it, is quarantined beside it, and an empty one takes its
+    place: `capibara launch recover` fills it from the labels of the jobs' resources.
+
+    Args:
+      path: of its file; folders are made.
+      say: called with a line if the file was quarantined.
+    """
+
+    def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
+        self.path, self._lock = path, threading.RLock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise UserError(f"{path.parent} cannot be made ({error.strerror}): name another --state") from None
+        with _locked(path.with_name(f"{path.name}.lock"), wait=True):
+            try:
+                self._database = self._opened()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise UserError(f"{path} cannot be opened ({error}): name another --state") from None
+                aside = path.with_name(f"{path.name}.corrupted-{time.time():.0f}")
+                path.rename(aside)
+                for extra in ("-wal", "-shm"):
+                    path.with_name(path.name + extra).unlink(missing_ok=True)
+                say(
+                    f"{path} was no readable database ({error}): quarantined as {aside.name}; its jobs still run: find them "
+                    "with capibara launch recover"
+                )
+                self._database = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")  # what is written is there after a power failure, too
+            (found,) = database.execute("PRAGMA integrity_check").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(found.splitlines()[0])
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version > _VERSION:
+                raise UserError(f"{self.path} is of a later version of capibara ({version}): update capibara")
+            database.executescript(_TABLES)
+        except BaseException:
+            database.close()
+            raise
+        os.chmod(self.path, 0o600)
+        return database
+
+    def close(self) -> None:
+        """Closes the database."""
+        with self._lock:
+            self._database.close()
+
+    def all(self) -> list[Record]:
+        """All jobs, in the order in which they were launched."""
+        with self._lock:
+            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY launched_s, name")
+            return [_record(row) for row in rows]
+
+    def find(self, name: str) -> Record | None:
+        """The job of a name, or None."""
+        with self._lock:
+            row = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE name = ?", (name,)).fetchone()
+        return _record(row) if row else None
+
+    def add(self, record: Record) -> Record:
+        """Adds a job, or returns the one that runs already with the same name and the same files and flags.
+
+        A job that has ended is replaced.
+
+        Raises:
+          UserError: another job of this name runs.
+        """
+        with self._lock, self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            known = self.find(record.name)
+            if known is not None and not known.state.is_final:
+                if known.text == record.text:
+                    return known
+                raise UserError(
+                    f"job {record.name} is {known.state} with other files or flags: choose another --name, or end it with "
+                    f"capibara launch cancel {record.name}"
+                )
+            self._write(record)
+            self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
+        return record
+
+    def put(self, record: Record) -> None:
+        """Writes a job down; only the process that has its lock may."""
+        with self._lock, self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._write(record)
+
+    def _write(self, record: Record) -> None:
+        values = _row(record)
+        changes = ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS[1:])
+        self._database.execute(
+            f"INSERT INTO jobs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(values))}) "
+            f"ON CONFLICT (name) DO UPDATE SET {changes}",
+            values,
+        )
+
+    def resume(self, record: Record) -> None:
+        """Writes a job down that is to run again; as `put`."""
+        with self._lock, self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._write(record)
+            self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
+
+    def cancel(self, name: str) -> None:
+        """Notes that a job is to end; any process may."""
+        with self._lock:
+            self._database.execute("UPDATE jobs SET is_cancelled = 1 WHERE name = ?", (name,))
+
+    def cancelled(self) -> set[str]:
+        """The names of the jobs that are to end."""
+        with self._lock:
+            return {name for (name,) in self._database.execute("SELECT name FROM jobs WHERE is_cancelled")}
+
+    def note(self, name: str, text: str) -> None:
+        """Adds a line to a job's history."""
+        with self._lock:
+            self._database.execute("INSERT INTO events VALUES (?, ?, ?)", (name, time.time(), text))
+
+    def history(self, name: str) -> list[tuple[float, str]]:
+        """Time and text of what has happened to a job, the oldest first."""
+        with self._lock:
+            rows = self._database.execute("SELECT time_s, text FROM events WHERE job = ? ORDER BY rowid", (name,))
+            return [(float(time_s), str(text)) for time_s, text in rows]
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[bool]:
+        """The exclusive right to manage a job within the block; False: another process has it.
+
+        The system releases it when the process ends, however that happens.
+        """
+        folder = self.path.with_name(f"{self.path.name}.locks")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with _locked(folder / name, wait=False) as has_it:
+            yield has_it
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, *, wait: bool) -> Iterator[bool]:
+    file: IO[bytes] = path.open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _row(record: Record) -> list[str | int | float | None]:
+    attempt = record.attempt
+    return [
+        record.name,
+        record.text,
+        attempt.launch,
+        attempt.number,
+        attempt.failures,
+        attempt.spent_s,
+        str(record.state),
+        record.reason,
+        str(record.outcome) if record.outcome else None,
+        record.launched_s,
+        record.submit_s,
+        record.due_s,
+        record.running_s,
+        record.gone_s,
+        record.pauses,
+    ]
+
+
+def _record(row: tuple[str, ...]) -> Record:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    attempt = Attempt(
+        launch=values["launch"],
+        number=int(values["number"]),
+        failures=int(values["failures"]),
+        spent_s=int(values["spent_s"]),
+    )
+    return Record(
+        name=values["name"],
+        text=values["text"],
+        attempt=attempt,
+        state=State(values["state"]),
+        reason=values["reason"],
+        outcome=State(values["outcome"]) if values["outcome"] else None,
+        **{name: float(values[name]) for name in ("launched_s", "submit_s", "due_s", "running_s", "gone_s")},
+        pauses=int(values["pauses"]),
+    )

@@ -1,0 +1,323 @@
+"""The manager's passes: each job gets to its end, whatever its system answers."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.jobs import spec_file
+from capibara.jobs.backends.gke import Gke
+from capibara.jobs.managing import manager as managing
+from capibara.jobs.managing import recovery
+from capibara.jobs.managing.lifecycle import Rules
+from capibara.jobs.managing.manager import Manager, Times
+from capibara.jobs.managing.records import Record, Records, State
+from capibara.jobs.spec import Attempt, Bundle
+from capibara.jobs.systems.system import Busy, Denied, Phase, Resource
+
+sys.path += [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parents[1])]
+from clouds import Cloud  # noqa: E402
+from job_specs import SUM, job  # noqa: E402
+
+GKE = Gke(namespace="ml")
+QUICK = Rules(settle_s=0.05, vanish_s=0.05, hung_s=0.3, start_s=0.5, first_s=0.01, longest_s=0.02)
+
+
+@pytest.fixture
+def records(tmp_path):
+    opened = Records(tmp_path / "jobs.sqlite")
+    yield opened
+    opened.close()
+
+
+def launch(records, tmp_path, name="run", backend=GKE, **fields):
+    bundle = Bundle(url=f"{tmp_path}/jobs/{name}/0123456789abcdef", files={"gin/0/run.gin": SUM})
+    spec = spec_file.signed(backend, job("v5e-8", name=name, bundle=bundle, **fields))
+    spec_file.write(backend, spec)
+    text = spec_file.text_of(backend, spec)
+    return records.add(Record(name=name, text=text, attempt=Attempt(launch="ab"), launched_s=time.time()))
+
+
+class Pass:
+    """A manager whose passes a test makes one by one; `lines` is what it says."""
+
+    def __init__(self, records, cloud, names=None, rules=QUICK):
+        self.lines, self.records = [], records
+        self.manager = Manager(
+            records,
+            names,
+            rules=rules,
+            times=Times(poll_s=0.01, reports_s=0.0),
+            connect=lambda backend: cloud,
+            say=self.lines.append,
+        )
+
+    def __enter__(self):
+        self.manager.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.manager.__exit__(*error)
+
+    def until(self, condition, name="run"):
+        end_s = time.monotonic() + 10
+        while True:
+            self.manager.look()
+            if condition(self.records.find(name)):
+                return self.records.find(name)
+            assert time.monotonic() < end_s, self.records.find(name)
+            time.sleep(0.01)
+
+
+def is_state(state):
+    return lambda record: record.state is state
+
+
+def test_a_job_from_its_launch_to_its_end(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud()
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.WAITING))
+        cloud.become("run", Phase.RUNNING)
+        passes.until(is_state(State.RUNNING))
+        cloud.become("run", Phase.SUCCEEDED)
+        passes.until(is_state(State.SUCCEEDED))
+    assert cloud.submitted() == [("run", 0)] and cloud.calls[-1] == "close"
+    assert "run" in cloud.there  # its log stays, since it costs nothing
+    assert passes.lines == [f"job run is {state}" for state in ("waiting", "running", "ending", "succeeded")]
+    assert [text for _, text in records.history("run")] == ["waiting", "running", "ending", "succeeded"]
+
+
+def test_a_preempted_job_is_made_again_with_what_it_has_spent(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        running = passes.until(is_state(State.RUNNING))
+        records.put(dataclasses.replace(running, running_s=time.time() - 100))
+        cloud.become("run", Phase.PREEMPTED, reason="the node was taken")
+        passes.until(lambda record: record.state is State.RUNNING and record.attempt.number == 1)
+        labels = cloud.there["run"].labels
+        assert labels["capibara-attempt"] == "1" and 100 <= int(labels["capibara-spent"]) <= 110
+        assert labels["capibara-failures"] == "0"
+    assert cloud.submitted() == [("run", 0), ("run", 1)]
+    assert "job run is replacing: the node was taken" in passes.lines
+
+
+def test_a_storm_is_not_answered_with_a_storm(records, tmp_path, monkeypatch):
+    """Hundred jobs, and a system that refuses every call: three calls, then a pause, then one."""
+    for n in range(100):
+        launch(records, tmp_path, f"run-{n}")
+    cloud = Cloud()
+    clock = [1_000.0]
+    monkeypatch.setattr(managing.time, "time", lambda: clock[0])
+    with Pass(records, cloud) as passes:
+        cloud.faults = [None] + [Busy("429")] * 10_000
+        passes.manager.look()
+        first = len(cloud.calls)
+        assert first <= 1 + 3 + 8  # those of threads that were under way
+        for _ in range(10):
+            passes.manager.look()
+        assert len(cloud.calls) == first
+        clock[0] += 301
+        passes.manager.look()
+        assert len(cloud.calls) == first + 1
+        cloud.faults = []
+        clock[0] += 301
+        passes.manager.look()
+        assert len(cloud.submitted()) >= 100
+        names = [name for name, _ in cloud.submitted()]
+    assert set(cloud.there) == {f"run-{n}" for n in range(100)} and len(names) <= 112
+
+
+def test_half_an_answer_is_no_second_resource(records, tmp_path):
+    """The resource was made, and the answer was lost."""
+    launch(records, tmp_path)
+    cloud = Cloud()
+
+    def submit(spec):
+        Cloud.submit(cloud, spec)
+        raise Busy("the connection was cut")
+
+    cloud.submit = submit
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.WAITING))
+    assert cloud.submitted() == [("run", 0)]
+
+
+@pytest.mark.parametrize("error", [Denied("quota of v5e in us-west4-a is 0: ask for 8"), UserError("no such slice")])
+def test_what_is_refused_ends_at_once(records, tmp_path, error):
+    launch(records, tmp_path)
+    cloud = Cloud(refuses=error)
+    with Pass(records, cloud) as passes:
+        failed = passes.until(is_state(State.FAILED))
+        passes.manager.look()
+    assert failed.reason == str(error) and len(cloud.submitted()) == 1
+
+
+def test_a_name_that_something_else_has(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud()
+    cloud.there["run"] = Resource(id="run", labels={}, phase=Phase.RUNNING)  # somebody's own
+    with Pass(records, cloud) as passes:
+        failed = passes.until(is_state(State.FAILED))
+    assert "was not made for job run: choose another --name" in failed.reason and "run" in cloud.there
+
+
+def test_access_that_is_lost_ends_the_manager_and_no_job(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        cloud.faults = [Denied("grant roles/x")]
+        with pytest.raises(Denied, match="grant roles/x"):
+            passes.manager.run(lambda found: False)
+    assert records.find("run").state is State.RUNNING and "run" in cloud.there
+
+
+def test_cancelling_while_it_runs(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        records.cancel("run")
+        passes.until(is_state(State.CANCELLED))
+    assert cloud.there == {}
+
+
+def test_a_job_that_another_manager_has_is_left_to_it(records, tmp_path):
+    launch(records, tmp_path)
+    launch(records, tmp_path, "other")
+    mine, theirs = Cloud(), Cloud()
+    with Pass(records, theirs, ["run"]) as first, Pass(Records(records.path), mine) as second:
+        first.manager.look()
+        second.manager.look()
+        assert theirs.submitted() == [("run", 0)] and mine.submitted() == [("other", 0)]
+        assert [one.name for one in second.manager.look()] == ["other"]
+
+
+def test_what_another_place_denies_does_not_stop_the_rest(records, tmp_path):
+    launch(records, tmp_path)
+    launch(records, tmp_path, "other", backend=Gke(namespace="closed"))
+    good, bad, lines = Cloud(), Cloud(), []
+    bad.faults = [Denied("no")] * 99
+    with Manager(
+        records, rules=QUICK, connect=lambda backend: bad if backend.namespace == "closed" else good, say=lines.append
+    ) as manager:
+        manager.look()
+        manager.look()
+    assert good.submitted() == [("run", 0)] and bad.submitted() == []
+    assert bad.calls.count("resources") == 1
+
+
+def report(tmp_path, host, beats, code=None, attempt=0, message=""):
+    folder = tmp_path / "jobs/run/reports" / f"ab-{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"host": host, "beats": beats, "started_s": 1.0, "code": code, "message": message}
+    (folder / f"{host}.json").write_text(json.dumps(values))
+
+
+def test_a_run_that_reports_success_on_tpu_vms(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING, knows_result=False, ended_costs=True)
+    report(tmp_path, "a", 9, code=0)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.SUCCEEDED))
+    assert cloud.there == {}  # it would cost money still
+
+
+def test_a_host_that_is_silent_is_replaced_and_the_new_one_is_not(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    report(tmp_path, "a", 1)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        for beats in range(2, 60):  # longer than hung_s
+            report(tmp_path, "a", beats)
+            passes.manager.look()
+            time.sleep(0.01)
+        assert records.find("run").state is State.RUNNING and records.find("run").attempt.number == 0
+        replaced = passes.until(lambda record: record.attempt.number == 1)
+        assert replaced.reason.startswith("hung: a host has not reported") and replaced.attempt.failures == 1
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.4:  # its first report may come later
+            passes.manager.look()
+            time.sleep(0.01)
+        assert records.find("run").attempt.number == 1
+        passes.until(lambda record: record.attempt.number == 2)
+    assert any("1 hosts have not reported" in line for line in passes.lines)
+
+
+def test_files_of_hosts_that_were_replaced_are_not_silent_hosts(records, tmp_path):
+    """A cluster has started the pod again on another node."""
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    report(tmp_path, "old-node", 7)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        began_s, beats = time.monotonic(), 0
+        while time.monotonic() - began_s < 0.5:
+            beats += 1
+            report(tmp_path, "new-node", beats)
+            passes.manager.look()
+            time.sleep(0.01)
+    assert records.find("run").attempt.number == 0
+
+
+def test_reports_that_cannot_be_read_hang_nothing(records, tmp_path, monkeypatch):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    report(tmp_path, "a", 1)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        passes.manager.look()
+        folder = tmp_path / "jobs/run/reports/ab-0"
+        monkeypatch.setattr(managing.reports, "read", _unreadable)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.5:
+            passes.manager.look()
+            time.sleep(0.01)
+    assert folder.exists() and records.find("run").attempt.number == 0
+
+
+def _unreadable(folder):
+    raise managing.TryAgain(f"{folder} cannot be read")
+
+
+def test_a_lost_database_is_filled_from_the_labels(records, tmp_path):
+    launched = launch(records, tmp_path, budget_usd=100.0, restarts=4)
+    launch(records, tmp_path, "ended")
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        cloud.become("run", Phase.PREEMPTED)
+        passes.until(lambda record: record.state is State.RUNNING and record.attempt.number == 1)
+        cloud.become("ended", Phase.SUCCEEDED)
+    cloud.there["foreign"] = Resource(id="x", labels={"capibara-job": "foreign"}, phase=Phase.RUNNING)
+    lost, lines = Records(tmp_path / "new.sqlite"), []
+    (found,) = recovery.recover(lost, GKE, cloud, str(tmp_path), lines.append)
+    assert found.text == launched.text and found.attempt == records.find("run").attempt
+    assert found.attempt.number == 1 and lost.all() == [found]
+    assert any(line.startswith("job ended has ended") for line in lines)
+    assert any("foreign/specs/.json does not exist" in line for line in lines)
+    assert recovery.recover(lost, GKE, cloud, str(tmp_path), lines.append) == []
+    submitted = len(cloud.submitted())
+    with Pass(lost, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        cloud.become("run", Phase.FAILED, reason="x")
+        passes.until(lambda record: record.attempt.number == 2 and record.state is State.RUNNING)
+    assert len(cloud.submitted()) == submitted + 1
+
+
+def test_recovery_by_other_fields_names_them(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+    lines = []
+    other = Gke(namespace="ml", queue="q")
+    assert recovery.recover(Records(tmp_path / "new.sqlite"), other, cloud, str(tmp_path), lines.append) == []
+    assert lines == ["job run was launched with other fields of gke: --queue=None: skipped"]
