@@ -1,4 +1,4 @@
-"""Runs a verb here or on a slice: `python -m capibara.launch local -- train --gin_file=F`, `capibara launch gke F`."""
+"""Launches runs and looks after them: `python -m capibara.launch local -- train --gin_file=F`, `capibara launch gke F`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,32 @@ Run a verb on this machine, or a run's Gin file on a slice.
   gke      on Google Kubernetes Engine, or any Kubernetes: a JobSet on TPUs, a Job on GPUs and CPUs
   vertex   on Vertex AI, by a custom job
   slurm    on a cluster with Slurm, by a batch script
+  ssh      on hosts with SSH
+
+  list     the jobs that were launched from here
+  status   one of them, with its history
+  logs     its log
+  cancel   ends it
+  resume   runs one again that has ended
+  manage   looks after all of them
+  recover  finds jobs by their labels, where the database is lost
 
 examples:
   python -m capibara.launch local --restarts=5 -- train --gin_file=quickstart.gin --emulate=8
   python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --dry-run
+  python -m capibara.launch list
 
 `capibara launch WHERE --help` lists the flags of each."""
 
-_LAUNCHED = ("gce", "gke", "vertex", "slurm")
-_MODULES = {"local": "local", "staged": "staged", **dict.fromkeys(_LAUNCHED, "job")}
+_LAUNCHED = ("gce", "gke", "vertex", "slurm", "ssh")
+_MANAGED = ("list", "status", "logs", "cancel", "resume", "manage")
+_MODULES = {
+    "local": "local",
+    "recover": "recover",
+    "staged": "staged",
+    **dict.fromkeys(_LAUNCHED, "job"),
+    **dict.fromkeys(_MANAGED, "managed"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_DESCRIPTION)
         return 0
     if where not in _MODULES:
-        known = ["local", *_LAUNCHED]
-        raise UserError(f"launch cannot run on {where!r}{did_you_mean(where, known, 'places')} (see --help)")
+        known = ["local", *_LAUNCHED, *_MANAGED, "recover"]
+        raise UserError(f"launch has no {where!r}{did_you_mean(where, known, 'words')} (see --help)")
     module = importlib.import_module(f"capibara.cli.launching.{_MODULES[where]}")
     code: int = module.main(argv)
     return code

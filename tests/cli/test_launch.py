@@ -36,10 +36,13 @@ def run(*argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("moon", "run.gin"), "launch cannot run on 'moon': places are gce, gke, local, slurm, vertex"),
+        (
+            ("moon", "run.gin"),
+            "launch has no 'moon': words are cancel, gce, gke, list, local, logs, manage, recover, resume, slurm, ssh",
+        ),
         (("gek", "run.gin"), "did you mean gke or gce?"),
-        ((*GKE[:-1],), "launch gke prints a job and does not submit it"),
-        ((*GKE, "--stage"), "launch gke prints a job and does not submit it"),
+        ((*GKE, "--stage"), "--dry-run, --stage and --detach exclude each other"),
+        ((*GKE, "--detach"), "--dry-run, --stage and --detach exclude each other"),
         ((*GKE,), "--slice is not set, and neither is Plan.slice"),
         ((*GKE, "--slice=v5e-65"), "v5e has the sizes"),
         (("gke", "run.gin", "--image=i", "--slice=v5e-8", "--dry-run"), "--storage is not set"),

@@ -127,9 +127,11 @@ def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["local"], "launch needs a verb after --"),
+        (["local"], "launch needs a Gin file, or a verb after --"),
+        (["local", "--emulate=8"], "unrecognized arguments: --emulate=8"),
+        (["local", "run.gin", "--", "train"], "run.gin stands before --"),
         (["local", "--", "trian"], "unknown verb 'trian' after --: did you mean train?"),
-        (["cloud", "--", "train"], "launch cannot run on 'cloud'"),
+        (["cloud", "--", "train"], "launch has no 'cloud'"),
         (["local", "--restarts=-1", "--", "train"], "--restarts (-1) and --grace (300) must be at least 0"),
         (["local", "--processes=0", "--", "train"], "--processes (0) at least 1"),
         (["local", "--", "launch", "local"], "unknown verb 'launch' after --"),

@@ -20,6 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> No
     parser.add_argument("run", nargs="+", metavar="RUN.gin", help="Gin files of the run, as --gin_file of its verb")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what is submitted; stage nothing")
     parser.add_argument("--stage", action="store_true", help="stage the job's files, and print what is to be submitted")
+    parser.add_argument(
+        "--detach", action="store_true", help="end when the job is submitted; manage it by launch manage"
+    )
+    add_state(parser)
     group = parser.add_argument_group("job")
     add = group.add_argument
     add("--slice", metavar="NAME", help="v5e-64, 2xv6e-256, h100-8, cpu-1; default: the run's Plan.slice")
@@ -43,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> No
     add("--reservation", metavar="NAME", help="with --capacity=reserved")
     add("--budget_usd", type=float, metavar="USD", help="the job ends before its chips cost more")
     add("--usd_per_chip_hour", type=float, metavar="USD", help="the actual price; default: the list price on demand")
+    add_place(parser, backend)
+
+
+def add_place(parser: argparse.ArgumentParser, backend: type[Backend]) -> None:
+    """Adds --place, and a flag for each field of the back end."""
     group = parser.add_argument_group(
         backend.name, f"fields of {backend.__name__}; --place=FILE.gin can bind them, too"
     )
@@ -54,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> No
         default = "" if field.default in (None, dataclasses.MISSING) else f"; default: {field.default}"
         kind = bool if _kind(backend, field.name) is bool else _kind(backend, field.name)
         group.add_argument(f"--{field.name}", type=_boolean if kind is bool else kind, help=helps[field.name] + default)
+
+
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of all that reads the jobs' database."""
+    parser.add_argument(
+        "--state", metavar="FILE", help="database of the jobs; default: $CAPIBARA_STATE, or in ~/.local/state"
+    )
+    parser.add_argument("--poll", type=float, default=15.0, metavar="S", help="seconds between two looks; default: 15")
 
 
 def values_of(args: argparse.Namespace, backend: type[Backend]) -> dict[str, object]:

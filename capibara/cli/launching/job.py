@@ -1,4 +1,4 @@
-"""Renders a run as a job of a back end: `python -m capibara.launch gke RUN.gin --slice=v5e-64 --dry-run`."""
+"""Launches a run as a job of a back end, or shows it: `python -m capibara.launch gke RUN.gin --slice=v5e-64 --dry-run`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import sys
 from collections.abc import Sequence
 
 from capibara.cli.arguments import flags, jobs
+from capibara.cli.launching import managed
 from capibara.core.types import UserError
-from capibara.jobs import backends, bundle, secrets
+from capibara.jobs import backends, bundle, secrets, spec_file, systems
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.spec import Capacity, JobSpec, near_name
 from capibara.planner.hardware import slices
 from capibara.storage import stores
 
-_DESCRIPTION = """Make a job of Gin files: print the manifest, the request or the script that its system takes.
+_DESCRIPTION = """Make a job of Gin files, submit it, and look after it until it has ended.
 
-The Gin files and the modules that they import are staged in --storage, by the hash of their content.
+The Gin files and the modules that they import are staged in --storage, by the hash of their content. What was preempted,
+has failed or hangs is made again, and the run resumes. Ctrl-C ends the watch, not the job: `capibara launch manage` looks
+after it again. --dry-run prints the manifest, the request or the script that would be submitted.
 
 examples:
   python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --dry-run
+  python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE
   python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --stage | kubectl apply -f -
   python -m capibara.launch slurm my_run.gin --slice=2xh100-8 --storage=/shared --partition=gpu --stage | sbatch"""
 
@@ -34,18 +38,24 @@ def main(argv: Sequence[str]) -> int:
     parser = flags.ArgumentParser(f"capibara launch {where}", _DESCRIPTION)
     jobs.add_arguments(parser, kind)
     args = flags.parse_arguments(parser, argv[1:])
-    if args.dry_run == args.stage:
-        raise UserError(
-            f"launch {where} prints a job and does not submit it: add --dry-run to look at it, or --stage to stage its "
-            "files, too, and pass on what it prints"
-        )
+    if args.dry_run + args.stage + args.detach > 1:
+        raise UserError("--dry-run, --stage and --detach exclude each other: leave out all but one")
     backend, spec, sources = job_of(args, kind)
+    spec = spec_file.signed(backend, spec)
     rendered = backend.render(spec)
-    if args.stage:
+    is_shown = args.dry_run or args.stage
+    if is_shown:
+        backend.check_unmanaged(spec)
+    else:  # what is not installed, or has no credentials, is found before anything is written
+        systems.connect(backend).close()
+    if not args.dry_run:
         bundle.stage(spec.bundle, sources)
+        spec_file.write(backend, spec)
     print("".join(f"{line}\n" for line in facts(spec)), end="", file=sys.stderr)
-    print(rendered.text(), end="")
-    return 0
+    if is_shown:
+        print(rendered.text(), end="")
+        return 0
+    return managed.launch(backend, spec, args)
 
 
 def facts(spec: JobSpec) -> list[str]:

@@ -15,6 +15,9 @@ _DESCRIPTION = """Run a verb on this machine until it succeeds: restart it after
 examples:
   python -m capibara.launch local --restarts=5 -- train --gin_file=quickstart.gin --emulate=8
   python -m capibara.launch local --processes=2 -- train --gin_file=quickstart.gin --emulate=4
+  python -m capibara.launch local quickstart.gin --emulate=8
+
+RUN.gin stands for -- train --gin_file=RUN.gin; flags that launch does not have are train's.
 
 A run resumes from its last verified checkpoint. A stopped process (SIGSTOP) is continued after 3 s; if it stops again,
 all processes are restarted. They end with their launcher, however that ends.
@@ -25,7 +28,7 @@ exit codes: those of the verb; 128 + N if signal N stopped it"""
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and runs the verb; returns the exit code."""
     own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = _Parser(
+    parser = Parser(
         "capibara launch local", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("where", choices=("local",), metavar="local")
@@ -41,7 +44,14 @@ def main(argv: Sequence[str]) -> int:
         metavar="S",
         help="seconds to exit after another process crashed",
     )
-    args = parser.parse_args(list(own))
+    parser.add_argument("run", nargs="*", metavar="RUN.gin", help="Gin files of a run that is to be trained")
+    args, more = parser.parse_known_args(list(own))
+    if verb and (args.run or more):
+        raise UserError(f"{(args.run or more)[0]} stands before --, but the verb's arguments follow it: move it")
+    if args.run:
+        verb = ["train", *(f"--gin_file={file}" for file in args.run), *more]
+    elif more:
+        raise UserError(f"unrecognized arguments: {' '.join(more)} (see --help)")
     check_verb(verb)
     _check(args)
     from capibara.jobs.local import Supervisor
@@ -63,7 +73,9 @@ def check_verb(verb: Sequence[str]) -> None:
     from capibara.core.fields import did_you_mean
 
     if not verb:
-        raise UserError("launch needs a verb after --, e.g. capibara launch local -- train --gin_file=quickstart.gin")
+        raise UserError(
+            "launch needs a Gin file, or a verb after --: capibara launch local -- train --gin_file=quickstart.gin"
+        )
     if verb[0] not in VERBS or verb[0] == "launch":
         raise UserError(f"unknown verb {verb[0]!r} after --{did_you_mean(verb[0], VERBS, 'verbs')}")
 
@@ -76,6 +88,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """argparse, with mistakes raised as UserError."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")

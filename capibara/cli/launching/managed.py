@@ -1,0 +1,176 @@
+"""What can be done with jobs that were launched: `python -m capibara.launch list|status|logs|cancel|resume|manage|recover`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Sequence
+
+from capibara.cli.arguments import jobs
+from capibara.cli.launching import watching
+from capibara.cli.launching.local import Parser
+from capibara.cli.launching.watching import Opened, say
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from capibara.jobs import spec_file, systems
+from capibara.jobs.backends.backend import Backend
+from capibara.jobs.managing.records import Record, Records, State
+from capibara.jobs.spec import Attempt, JobSpec
+
+_TEXTS = {
+    "list": "List the jobs that were launched from here.",
+    "status": "Show a job, with its history.",
+    "logs": "Print the log of a job, or where it is.",
+    "cancel": "End jobs: the run saves a checkpoint, and their resources are deleted.",
+    "resume": "Run jobs again that have failed or were cancelled; a run resumes from its last verified checkpoint.",
+    "manage": "Look after all jobs until they have ended: what was preempted, has failed or hangs is made again.",
+}
+_STARTED = (State.WAITING, State.RUNNING)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parses the command line and does it; returns the exit code."""
+    what = argv[0]
+    parser = Parser(f"capibara launch {what}", description=_TEXTS[what], allow_abbrev=False)
+    if what in ("status", "logs", "cancel", "resume"):
+        parser.add_argument("name", nargs=1 if what in ("status", "logs") else "+", help="of the job")
+    jobs.add_state(parser)
+    if what in ("list", "status"):
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    if what in ("cancel", "resume"):
+        parser.add_argument("--detach", action="store_true", help="leave it to a manager that runs")
+    if what == "manage":
+        parser.add_argument("--forever", action="store_true", help="wait for jobs that are launched later, too")
+    args = parser.parse_args(list(argv[1:]))
+    with Opened(args) as records:
+        for name in getattr(args, "name", ()):
+            if records.find(name) is None:
+                known = [one.name for one in records.all()]
+                raise UserError(f"there is no job {name!r}{did_you_mean(name, known, 'jobs')} in {records.path}")
+        return _ACTIONS[what](records, args)
+
+
+def launch(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> int:
+    """Records a job whose files are staged, submits it and looks after it; returns the exit code."""
+    record = Record(
+        name=spec.name,
+        text=spec_file.text_of(backend, spec),
+        attempt=Attempt(launch=secrets.token_hex(4)),
+        launched_s=time.time(),
+    )
+    with Opened(args) as records:
+        added = records.add(record)
+        if added.attempt.launch == record.attempt.launch:
+            records.note(spec.name, "launched")
+        else:
+            say(f"job {spec.name} is {added.state} already, with the same files and flags")
+        found = watching.look_after(
+            records,
+            [spec.name],
+            args,
+            lambda found: found[0].state.is_final or (args.detach and found[0].state in _STARTED),
+        )
+        return watching.exit_code(found)
+
+
+def _list(records: Records, args: argparse.Namespace) -> int:
+    found, now_s = records.all(), time.time()
+    if args.json:
+        print(json.dumps([watching.as_json(one, now_s) for one in found], indent=2))
+    else:
+        print(watching.table(found, now_s) if found else f"no jobs in {records.path}\n", end="")
+    return 0
+
+
+def _status(records: Records, args: argparse.Namespace) -> int:
+    (record,), now_s = _named(records, args), time.time()
+    history = records.history(record.name)
+    if args.json:
+        events = [{"time_s": time_s, "text": text} for time_s, text in history]
+        print(json.dumps({**watching.as_json(record, now_s), "history": events}, indent=2))
+        return 0
+    print(watching.table([record], now_s))
+    for time_s, text in history:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}  {text}")
+    return 0
+
+
+def _logs(records: Records, args: argparse.Namespace) -> int:
+    (record,) = _named(records, args)
+    backend, spec = record.spec()
+    system = systems.connect(backend)
+    try:
+        mine = [one for one in system.resources() if one.job == spec.name]
+        present = [one for one in mine if one.attempt.launch == record.attempt.launch]
+        if not present:
+            raise UserError(f"job {spec.name} has no resource at present: it is {record.state}")
+        newest = max(present, key=lambda one: (one.attempt.number, one.created_s))
+        for line in system.log(spec, newest):
+            print(line)
+    finally:
+        system.close()
+    return 0
+
+
+def _cancel(records: Records, args: argparse.Namespace) -> int:
+    for one in _named(records, args):
+        if one.state.is_final:
+            say(f"job {one.name} has ended already: {one.state}")
+        else:
+            records.cancel(one.name)
+    return _until_over(records, args)
+
+
+def _resume(records: Records, args: argparse.Namespace) -> int:
+    for one in _named(records, args):
+        if one.state is State.SUCCEEDED:
+            raise UserError(f"job {one.name} has succeeded: launch it again with a larger TRAIN_STEPS to train on")
+        if not one.state.is_final:
+            raise UserError(f"job {one.name} is {one.state}: there is nothing to resume")
+        with records.lock(one.name) as has_it:
+            if not has_it:
+                raise UserError(f"job {one.name} is looked after by another process: try again when that has ended")
+            again = dataclasses.replace(
+                one,
+                attempt=dataclasses.replace(one.attempt, failures=0),
+                state=State.REPLACING,  # what is left of it is deleted first
+                outcome=None,
+                reason="resumed",
+                due_s=0.0,
+                pauses=0,
+            )
+            records.resume(again)
+        records.note(one.name, "resumed")
+    return _until_over(records, args)
+
+
+def _until_over(records: Records, args: argparse.Namespace) -> int:
+    if args.detach:
+        return 0
+    found = watching.look_after(records, args.name, args, lambda found: all(one.state.is_final for one in found))
+    return watching.exit_code([one for one in found if one.state is not State.CANCELLED])
+
+
+def _manage(records: Records, args: argparse.Namespace) -> int:
+    found = watching.look_after(
+        records, None, args, lambda found: not args.forever and all(one.state.is_final for one in found)
+    )
+    print(watching.table(found, time.time()) if found else "no jobs to look after\n", end="")
+    return watching.exit_code(found)
+
+
+def _named(records: Records, args: argparse.Namespace) -> list[Record]:
+    return [one for name in args.name if (one := records.find(name)) is not None]
+
+
+_ACTIONS = {
+    "list": _list,
+    "status": _status,
+    "logs": _logs,
+    "cancel": _cancel,
+    "resume": _resume,
+    "manage": _manage,
+}

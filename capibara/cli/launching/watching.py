@@ -1,0 +1,140 @@
+"""Looks after jobs from the command line, and shows them: as a table, as JSON, and as a line while they run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.jobs.managing.manager import Manager, Times
+from capibara.jobs.managing.records import Record, Records, State, default_path
+from capibara.monitoring.status import StatusLine
+
+_HEAD = ("JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "FOR", "COST", "WHY")
+_MOST = 90  # characters of a reason in the table
+
+
+class Opened:
+    """The database of a command line, in a `with` block."""
+
+    def __init__(self, args: argparse.Namespace):
+        if not args.poll > 0:
+            raise UserError(f"--poll is {args.poll:g}, must be above 0")
+        self._path = pathlib.Path(args.state).expanduser() if args.state else default_path()
+
+    def __enter__(self) -> Records:
+        self._records = Records(self._path, say)
+        return self._records
+
+    def __exit__(self, *_: object) -> None:
+        self._records.close()
+
+
+def look_after(
+    records: Records,
+    names: Collection[str] | None,
+    args: argparse.Namespace,
+    is_enough: Callable[[Sequence[Record]], bool],
+) -> list[Record]:
+    """Manages jobs until it is enough, with a line that shows how they are; returns their records.
+
+    Args:
+      records: the database.
+      names: of the jobs; None: all.
+      args: with --poll.
+      is_enough: of the records after each pass.
+    """
+    with StatusLine() as line:
+
+        def show(found: Sequence[Record]) -> None:
+            if live := [one for one in found if not one.state.is_final]:
+                line.show(*progress(live, time.time()))
+
+        try:
+            with Manager(records, names, times=Times(poll_s=args.poll), say=say) as manager:
+                return manager.run(is_enough, show)
+        except KeyboardInterrupt:
+            say("the jobs still run: capibara launch manage looks after them")
+            raise
+
+
+def exit_code(found: Sequence[Record]) -> int:
+    """Prints an error for each job that has failed; returns 0 if there is none."""
+    failed = [one for one in found if one.state is State.FAILED]
+    for one in failed:
+        print(f"error: job {one.name} has failed: {one.reason}", file=sys.stderr)
+    return exits.EXIT_FAULT if failed else 0
+
+
+def say(text: str) -> None:
+    """Prints a line with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def progress(live: Sequence[Record], now_s: float) -> tuple[str, str]:
+    """The line that shows jobs while they run: how many are in each state, and what they have cost."""
+    states = collections.Counter(one.state for one in live)
+    topic = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    parts = [f"for {duration(now_s - min(one.launched_s for one in live))}"]
+    costs = [cost for one in live if (cost := cost_of(one, now_s)) is not None]
+    parts += [f"{sum(costs):,.2f} USD"] if any(costs) else []
+    if len(live) == 1 and live[0].reason:
+        parts.append(live[0].reason)
+    return topic, ", ".join(parts)
+
+
+def cost_of(record: Record, now_s: float) -> float | None:
+    """What the chips of a job have cost, in USD; None: the price is unknown."""
+    price = record.spec()[1].usd_per_hour
+    return None if price is None else price * record.spent_s(now_s) / 3600
+
+
+def as_json(record: Record, now_s: float) -> dict[str, object]:
+    """What is known of a job, for machines."""
+    backend, spec = record.spec()
+    return {
+        "name": record.name,
+        "where": backend.name,
+        "place": {name: value for name, value in vars(backend).items() if value is not None},
+        "slice": spec.slice_.name,
+        "state": str(record.state),
+        "reason": record.reason,
+        "attempt": record.attempt.number + 1,
+        "failures": record.attempt.failures,
+        "launched": datetime.datetime.fromtimestamp(record.launched_s, datetime.UTC).isoformat(timespec="seconds"),
+        "chip_seconds": round(record.spent_s(now_s) * spec.slice_.chips, 1),
+        "usd": cost_of(record, now_s),
+        "budget_usd": spec.budget_usd,
+        "storage": spec.folder,
+    }
+
+
+def table(found: Sequence[Record], now_s: float) -> str:
+    """Jobs as a table of text."""
+    rows = [_HEAD]
+    for one in found:
+        backend, spec = one.spec()
+        cost = cost_of(one, now_s)
+        reason = one.reason if len(one.reason) <= _MOST else f"{one.reason[: _MOST - 3]}..."
+        shown = "" if cost is None else f"{cost:,.2f}"
+        row = (one.name, backend.name, spec.slice_.name, one.state, str(one.attempt.number + 1))
+        rows.append((*row, duration(now_s - one.launched_s), shown, reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def duration(seconds: float) -> str:
+    """A time in words of a few letters: 12s, 5m, 3h07m, 2d04h."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if minutes < 1:
+        return f"{max(0.0, seconds):.0f}s"
+    if hours < 1:
+        return f"{minutes}m"
+    return f"{hours}h{minutes % 60:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"

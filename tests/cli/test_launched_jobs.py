@@ -1,0 +1,209 @@
+"""Jobs from their launch to their end, by the command line, on a cluster that is a server on loopback."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from capibara.cli import launch
+from capibara.core import exits
+from capibara.jobs.managing.records import Records
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path += [str(HERE.parent / "jobs" / "systems"), str(HERE.parent / "jobs")]
+from fake_kubernetes import FakeKubernetes  # noqa: E402
+
+CHECKOUT = HERE.parents[1]
+GKE = ("gke", "run.gin", "--storage=gs://bucket/cli", "--image=i", "--slice=v5e-8", "--poll=0.05")
+RUN = """
+include "runs/pretrain.gin"
+include "models/tiny.gin"
+include "tasks/stdlib.gin"
+MODEL_DIR = "runs/mine"
+TRAIN_STEPS = 3
+BATCH_SIZE = 4
+LENGTH = 64
+LEARNING_RATE = 1e-3
+"""
+
+
+@pytest.fixture(autouse=True)
+def cwd(tmp_path, monkeypatch, gs):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAPIBARA_STATE", str(tmp_path / "state" / "jobs.sqlite"))
+    (tmp_path / "run.gin").write_text(RUN)
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    def start(**options):
+        server = started.append(FakeKubernetes(gone_after_s=(0.0, 0.1), **options)) or started[-1]
+        server.write_kubeconfig(tmp_path / "kubeconfig")
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        return server
+
+    started = []
+    yield start
+    for server in started:
+        server.__exit__(None, None, None)
+
+
+def run(*argv):
+    return exits.run_verb(launch.main, list(argv))
+
+
+def creations(server):
+    return [call for call in server.calls if call.startswith("POST ")]
+
+
+def test_a_job_is_launched_watched_and_listed(cluster, capsys):
+    server = cluster(active_after_s=0.1, done_after_s=0.2)
+    assert run(*GKE) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.splitlines()[0].startswith("job run: v5e-8, 8 v5e chips on 1 host")
+    for state in ("waiting", "running", "succeeded"):
+        assert f" job run is {state}" in shown.err
+    assert len(creations(server)) == 1
+
+    assert run("list") == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "FOR", "COST", "WHY"]
+    assert row.split()[:5] == ["run", "gke", "v5e-8", "succeeded", "1"]
+    assert run("list", "--json") == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["state"] == "succeeded" and listed["slice"] == "v5e-8" and listed["where"] == "gke"
+    assert listed["place"] == {"namespace": "default"} and listed["usd"] >= 0 and listed["budget_usd"] is None
+    assert run("status", "run", "--json") == 0
+    status = json.loads(capsys.readouterr().out)
+    assert [event["text"] for event in status["history"]] == ["launched", "waiting", "running", "ending", "succeeded"]
+    assert run("status", "run") == 0
+    assert "succeeded" in capsys.readouterr().out
+    assert run("manage") == 0
+    assert capsys.readouterr().out == "no jobs to look after\n"
+
+
+def test_launching_twice_is_one_job(cluster, capsys):
+    server = cluster()
+    assert run(*GKE, "--detach") == 0
+    assert run(*GKE, "--detach") == 0
+    assert "job run is waiting already, with the same files and flags" in capsys.readouterr().err
+    assert run(*GKE, "--restarts=1", "--detach") == exits.EXIT_USER_ERROR
+    assert "choose another --name" in capsys.readouterr().err
+    assert len(creations(server)) == 1
+
+
+def test_a_job_is_cancelled_and_resumed(cluster, capsys):
+    server = cluster(active_after_s=0.0)
+    assert run(*GKE, "--detach") == 0
+    assert run("cancel", "run", "--poll=0.05") == 0
+    assert " job run is cancelled" in capsys.readouterr().err and server.objects("jobsets") == {}
+    assert run("cancel", "run") == 0
+    assert "has ended already: cancelled" in capsys.readouterr().err
+    server.fault_next()
+    assert run("resume", "run", "--detach") == 0
+    assert run("resume", "run", "--detach") == exits.EXIT_USER_ERROR
+    assert "there is nothing to resume" in capsys.readouterr().err
+    manager = subprocess.Popen(
+        [sys.executable, "-m", "capibara.launch", "manage", "--poll=0.05"],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.objects("jobsets"):
+        assert manager.poll() is None
+        time.sleep(0.05)
+    (made,) = server.objects("jobsets").values()
+    assert made["metadata"]["labels"]["capibara-attempt"] == "1"
+    assert run("cancel", "run", "--poll=0.05") == 0  # the other manager does it
+    assert manager.wait(30) == 0 and "job run is cancelled" in manager.stderr.read()
+    assert len(creations(server)) == 2 and server.objects("jobsets") == {}
+
+
+def test_the_log_of_a_job(cluster, capsys):
+    server = cluster(active_after_s=0.0)
+    assert run(*GKE, "--detach") == 0
+    while run("logs", "run") != 0 or "step 1" not in (out := capsys.readouterr().out):
+        for pod in server.pods("run"):
+            server.say(pod["metadata"]["name"], "step 1\nstep 2\n")
+    assert out.splitlines()[-2:] == ["step 1", "step 2"]
+
+
+def test_a_job_that_fails_says_why_and_fails(cluster, capsys):
+    cluster(active_after_s=0.0, fail=1.0)
+    assert run(*GKE, "--restarts=0") == exits.EXIT_FAULT
+    err = capsys.readouterr().err
+    assert "error: job run has failed: " in err and "(--restarts=0 are used up)" in err
+
+
+def test_a_missing_right_ends_at_once_with_what_to_ask_for(cluster, capsys):
+    server = cluster()
+    server.refuse_rights("create", "jobsets")
+    assert run(*GKE) == exits.EXIT_FAULT
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: job run has failed: ") and "create" in error and "jobsets" in error
+    assert len(creations(server)) == 1
+
+
+def test_ctrl_c_ends_the_watch_and_not_the_job(cluster, tmp_path):
+    server = cluster()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "capibara.launch", *GKE],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.objects("jobsets"):
+        assert watching.poll() is None
+        time.sleep(0.05)
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(30) == exits.EXIT_INTERRUPTED
+    assert "the jobs still run: capibara launch manage looks after them" in watching.stderr.read()
+    assert len(server.objects("jobsets")) == 1
+
+
+def test_a_lost_database_is_recovered(cluster, tmp_path, capsys):
+    server = cluster(active_after_s=0.0)
+    assert run(*GKE, "--detach") == 0
+    (tmp_path / "state" / "jobs.sqlite").write_bytes(b"cut")
+    assert run("list") == 0
+    assert "quarantined as jobs.sqlite.corrupted-" in capsys.readouterr().err
+    assert run("recover", "gke", "--storage=gs://bucket/cli", "--namespace=ml") == 0
+    assert capsys.readouterr().out == "found no jobs\n"
+    assert run("recover", "gke", "--storage=gs://bucket/cli") == 0
+    assert capsys.readouterr().out.startswith("job run: attempt 1\nfound 1 jobs")
+    server.play("complete", "run")
+    assert run("manage", "--poll=0.05") == 0
+    assert len(creations(server)) == 1
+    records = Records(tmp_path / "state" / "jobs.sqlite")
+    assert records.find("run").state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("status", "rnu"), "there is no job 'rnu'"),
+        (("cancel",), "the following arguments are required: name"),
+        (("list", "--poll=0"), "--poll is 0, must be above 0"),
+        (("list", "--state=/proc/none/jobs.sqlite"), "name another --state"),
+        (("recover", "moon", "--storage=x"), "launch recover cannot look on 'moon'"),
+        (("recover", "gke"), "the following arguments are required: --storage"),
+        (("recover", "gce", "--storage=gs://b"), "--project is not set"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, argv, message):
+    assert run(*argv) == exits.EXIT_USER_ERROR
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and err.startswith("error: ")
+
+
+def test_a_cluster_that_is_not_there_is_found_before_anything_is_recorded(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert run(*GKE) == exits.EXIT_USER_ERROR
+    assert "gcloud container clusters get-credentials" in capsys.readouterr().err
+    assert run("list") == 0 and capsys.readouterr().out.startswith("no jobs in ")
