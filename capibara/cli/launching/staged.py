@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             reporter.end(exits.EXIT_FAULT, f"{type(error).__name__}: {error}")
             raise
-        if code <= 128:  # what a signal has ended, its system starts again, or has deleted
+        if code not in (_TERMINATED, exits.EXIT_INTERRUPTED):  # its system starts it again, or has deleted it
             reporter.end(code, f"see its log for why {verb[0]} has ended" if code else "")
         return code
 
