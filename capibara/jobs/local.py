@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import shlex
 import signal
 import socket
 import sys
@@ -82,6 +83,15 @@ class Supervisor:
                 stop.wait(pause_s)
                 if stop.number is not None:
                     return 128 + stop.number
+
+    def script(self) -> str:
+        """The commands that it starts, a line each; PORT stands for a free one."""
+        address = "127.0.0.1:PORT" if self.processes > 1 else None
+        lines = []
+        for index in range(self.processes):
+            variables = [f"{name}={value}" for name, value in self._environment(index, address).items()]
+            lines.append(f"{' '.join([*variables, shlex.join(self.command)])}{' &' * (self.processes > 1)}\n")
+        return "".join(lines)
 
     def _once(self, stop: _Signals, guard: Guard, permit: str) -> int:
         """Runs all processes until one has failed, all have ended or a signal arrived; returns the exit code."""

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="S",
         help="seconds to exit after another process crashed",
     )
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands; start nothing")
     parser.add_argument("run", nargs="*", metavar="RUN.gin", help="Gin files of a run that is to be trained")
     args, more = parser.parse_known_args(list(own))
     if verb and (args.run or more):
@@ -64,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
         grace_s=args.grace,
         crash_grace_s=args.crash_grace,
     )
+    if args.dry_run:
+        print(supervisor.script(), end="")
+        return 0
     return supervisor.run()
 
 
