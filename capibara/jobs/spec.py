@@ -147,7 +147,7 @@ class JobSpec:
             if not _VARIABLE.fullmatch(variable):
                 raise UserError(f"--env={variable}=... must name a variable in letters, digits and _, no digit first")
             if _SHELLS.fullmatch(variable):
-                raise UserError(f"--env={variable}=... is a variable of the shell: leave it out")
+                raise UserError(f"--env={variable}=... is a variable of the shell: omit it")
             if not _is_line(value):
                 raise UserError(f"--env={variable}=... must be one line of text")
             check_public(variable, value)
@@ -161,7 +161,7 @@ class JobSpec:
             )
         twice = {*self.environment} & {secret.variable for secret in self.secrets}
         if twice:
-            raise UserError(f"{min(twice)} is set by --env and --secret: leave out one of them")
+            raise UserError(f"{min(twice)} is set by --env and --secret: omit one of them")
         if self.restarts < 0 or self.grace_s < 0:
             raise UserError(f"--restarts ({self.restarts}) and --grace ({self.grace_s}) must be at least 0")
         if (self.reservation is not None) != (self.capacity is Capacity.RESERVED):
@@ -232,7 +232,8 @@ def _check_labels(labels: Mapping[str, str]) -> None:
 
 
 def _is_line(text: str) -> bool:
-    return not any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in text)
+    signs = "\x7f\x85\u2028\u2029"
+    return not any(ord(letter) < 32 or letter in signs or "\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def near_name(name: str) -> str:

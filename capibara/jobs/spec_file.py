@@ -11,8 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import backends
+from capibara.jobs import backends, secrets
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.secrets import Secret, Source
 from capibara.jobs.spec import Attempt, Bundle, Capacity, JobSpec
@@ -59,20 +60,25 @@ def read_text(text: str) -> tuple[Backend, JobSpec]:
       UserError: it is not such a file.
     """
     try:
-        document = json.loads(text)
-        name, fields, known = document["backend"], document["fields"], document["spec"]
+        document = limits.parse_json(text)
+        name, fields, known = document["backend"], document["fields"], dict(document["spec"])
         if name not in backends.NAMES:
             raise UserError(f"it is of the unknown back end {name!r}")
         known["slice_"] = slices.parse(known.pop("slice"))
-        known["bundle"] = Bundle(**known["bundle"])
-        known["secrets"] = tuple(
-            Secret(variable=one["variable"], source=Source(one["source"]), name=one["name"]) for one in known["secrets"]
-        )
+        known["bundle"] = Bundle(url=known["bundle"]["url"], files=dict(known["bundle"]["files"].items()))
+        known["secrets"] = tuple(map(_secret, known["secrets"]))
         known["arguments"] = tuple(known["arguments"])
         known["capacity"] = Capacity(known["capacity"])
         return backends.find(name)(**fields), JobSpec(**known, digest=digest_of(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"no file of a job: {type(error).__name__}: {error}") from None
+
+
+_REFERENCES = {Source.SECRET_MANAGER: "", Source.KUBERNETES: "kubernetes:", Source.ENVIRONMENT: "env:"}
+
+
+def _secret(values: Mapping[str, str]) -> Secret:
+    return secrets.parse(f"{values['variable']}={_REFERENCES[Source(values['source'])]}{values['name']}")
 
 
 def url_of(spec: JobSpec) -> str:
@@ -95,8 +101,8 @@ def write(backend: Backend, spec: JobSpec) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror or error}): name another --storage") from None
 
 
-def read(storage: str, labels: Mapping[str, str]) -> tuple[Backend, JobSpec]:
-    """The back end and the spec of a job that is known by the labels of its resource.
+def read(storage: str, labels: Mapping[str, str]) -> str:
+    """The content of the file of a job that is known by the labels of its resource.
 
     Args:
       storage: --storage of the job.
@@ -114,14 +120,14 @@ def read(storage: str, labels: Mapping[str, str]) -> tuple[Backend, JobSpec]:
         raise UserError(f"{path} does not exist: name the --storage with which job {name} was launched") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8: it was not written by capibara") from None
-    except OSError as error:
+    except (OSError, limits.Refused) as error:
         raise TryAgain(f"{path} cannot be read: {error}") from None
     if digest_of(text) != digest:
         raise UserError(f"{path} has another content than when job {name} was launched: cancel the job by other means")
     try:
-        backend, spec = read_text(text)
+        _, spec = read_text(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if spec.name != name:
         raise UserError(f"{path} is of job {spec.name}, not of {name}")
-    return backend, spec
+    return text

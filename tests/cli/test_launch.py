@@ -60,6 +60,10 @@ def run(*argv):
         ((*GKE[:2], "--storage=ftp://b", *GKE[3:], "--slice=v5e-8"), "--storage=ftp://... must be in gs:// or s3://"),
         ((*GKE, "--slice=v5e-8", "--verb=evaluate"), "unknown flag --verb"),
         ((*GKE, "--slice=v5e-8", "--env=hf_value"), "--env must be --env=NAME=VALUE"),
+        (
+            ("gce", "run.gin", "--project=p", "--zone=z", *GKE[2:4], "--slice=v5e-8", "--budget_usd=96", "--detach"),
+            "--budget_usd=96 has no effect with launch gce unless a manager watches the job",
+        ),
         (("staged", "--url=x", "--sha256=y", "--", "launch"), "unknown verb 'launch'"),
         (("local", "--", "trian"), "did you mean train?"),
     ],

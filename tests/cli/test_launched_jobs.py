@@ -1,5 +1,6 @@
 """Jobs from their launch to their end, by the command line, on a cluster that is a server on loopback."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,12 +12,17 @@ import time
 import pytest
 
 from capibara.cli import launch
+from capibara.cli.launching import watching
 from capibara.core import exits
-from capibara.jobs.managing.records import Records
+from capibara.jobs import spec_file
+from capibara.jobs.backends.gke import Gke
+from capibara.jobs.managing.records import Record, Records, State
+from capibara.jobs.spec import Attempt
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE.parent / "jobs" / "systems"), str(HERE.parent / "jobs")]
 from fake_kubernetes import FakeKubernetes  # noqa: E402
+from job_specs import job  # noqa: E402
 
 CHECKOUT = HERE.parents[1]
 GKE = ("gke", "run.gin", "--storage=gs://bucket/cli", "--image=i", "--slice=v5e-8", "--poll=0.05")
@@ -73,7 +79,7 @@ def test_a_job_is_launched_watched_and_listed(cluster, capsys):
 
     assert run("list") == 0
     head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "FOR", "COST", "WHY"]
+    assert head.split() == ["JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "LAUNCHED", "USD", "WHY"]
     assert row.split()[:5] == ["run", "gke", "v5e-8", "succeeded", "1"]
     assert run("list", "--json") == 0
     (listed,) = json.loads(capsys.readouterr().out)
@@ -85,7 +91,7 @@ def test_a_job_is_launched_watched_and_listed(cluster, capsys):
     assert run("status", "run") == 0
     assert "succeeded" in capsys.readouterr().out
     assert run("manage") == 0
-    assert capsys.readouterr().out == "no jobs to look after\n"
+    assert capsys.readouterr().out == "no jobs to manage\n"
 
 
 def test_launching_twice_is_one_job(cluster, capsys):
@@ -152,19 +158,84 @@ def test_a_missing_right_ends_at_once_with_what_to_ask_for(cluster, capsys):
 
 def test_ctrl_c_ends_the_watch_and_not_the_job(cluster, tmp_path):
     server = cluster()
-    watching = subprocess.Popen(
+    launched = subprocess.Popen(
         [sys.executable, "-m", "capibara.launch", *GKE],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         stderr=subprocess.PIPE,
         text=True,
     )
     while not server.objects("jobsets"):
-        assert watching.poll() is None
+        assert launched.poll() is None
         time.sleep(0.05)
-    watching.send_signal(signal.SIGINT)
-    assert watching.wait(30) == exits.EXIT_INTERRUPTED
-    assert "the jobs still run: capibara launch manage looks after them" in watching.stderr.read()
+    launched.send_signal(signal.SIGINT)
+    assert launched.wait(30) == exits.EXIT_INTERRUPTED
+    assert "the jobs still run: capibara launch manage manages them" in launched.stderr.read()
     assert len(server.objects("jobsets")) == 1
+
+
+def test_a_launch_that_is_cancelled_has_not_succeeded(cluster, tmp_path):
+    server = cluster()
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "capibara.launch", *GKE],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.objects("jobsets"):
+        assert launched.poll() is None
+        time.sleep(0.05)
+    assert run("cancel", "run", "--detach") == 0
+    assert launched.wait(30) == exits.EXIT_FAULT and "job run is cancelled" in launched.stderr.read()
+
+
+def test_a_job_whose_budget_is_spent_is_not_resumed(cluster, tmp_path, capsys):
+    server = cluster(active_after_s=0.0)
+    assert run(*GKE, "--detach", "--budget_usd=9.6") == 0
+    assert "nothing replaces the job when it is preempted unless capibara launch manage runs" in capsys.readouterr().err
+    assert run("cancel", "run", "--poll=0.05") == 0
+    records = Records(tmp_path / "state" / "jobs.sqlite")
+    ended = records.find("run")
+    records.put(dataclasses.replace(ended, attempt=dataclasses.replace(ended.attempt, spent_s=3600)))
+    capsys.readouterr()
+    assert run("resume", "run") == exits.EXIT_USER_ERROR
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "error: job run cannot be resumed: its chips have cost the budget of 9.60 USD: raise --budget"
+    )
+    assert len(creations(server)) == 1 and records.find("run").state == "cancelled"
+
+
+def test_of_several_jobs_all_are_resumed_or_none(cluster, tmp_path, capsys):
+    cluster(active_after_s=0.0)
+    for name in ("run", "other"):
+        assert run(*GKE, f"--name={name}", "--detach") == 0
+    assert run("cancel", "run", "--poll=0.05") == 0
+    assert run("resume", "run", "other", "--detach") == exits.EXIT_USER_ERROR
+    assert "job other is waiting: there is nothing to resume" in capsys.readouterr().err.replace("running", "waiting")
+    assert Records(tmp_path / "state" / "jobs.sqlite").find("run").state == "cancelled"
+
+
+def test_what_a_host_says_does_not_drive_the_terminal(tmp_path, capsys):
+    path = tmp_path / "state" / "jobs.sqlite"
+    records = Records(path)
+    text = spec_file.text_of(Gke(), job(name="run"))
+    bad = Record(name="run", text=text, attempt=Attempt(), state=State.FAILED, reason="a\x1b[2J\nerror: b\x07")
+    records.put(bad)
+    records.note("run", "failed: \x1b]0;title\x07")
+    for words in (("list",), ("status", "run")):
+        assert run(*words) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and "\x07" not in out and "a [2J error: b" in out
+    assert watching.exit_code([bad]) == exits.EXIT_FAULT
+    assert capsys.readouterr().err == "error: job run has failed: a [2J error: b \n"
+
+
+def test_a_job_of_another_version_is_listed(tmp_path, capsys):
+    Records(tmp_path / "state" / "jobs.sqlite").put(Record(name="run", text='{"x": 1}', attempt=Attempt()))
+    for words in (("list",), ("status", "run"), ("list", "--json")):
+        assert run(*words) == 0
+        out = capsys.readouterr().out
+        assert "run" in out and "no file of a job" in out
 
 
 def test_a_lost_database_is_recovered(cluster, tmp_path, capsys):
@@ -190,6 +261,8 @@ def test_a_lost_database_is_recovered(cluster, tmp_path, capsys):
         (("status", "rnu"), "there is no job 'rnu'"),
         (("cancel",), "the following arguments are required: name"),
         (("list", "--poll=0"), "--poll is 0, must be above 0"),
+        (("list", "--poll=inf"), "--poll is inf, must be above 0 and at most 3600"),
+        (("list", "--state=run.gin"), "run.gin is no database of jobs: name another --state"),
         (("list", "--state=/proc/none/jobs.sqlite"), "name another --state"),
         (("recover", "moon", "--storage=x"), "launch recover cannot look on 'moon'"),
         (("recover", "gke"), "the following arguments are required: --storage"),

@@ -60,8 +60,9 @@ def stored(tmp_path):
 
 def test_a_job_is_found_by_its_labels(stored, tmp_path):
     spec, path = stored
-    assert path.exists() and spec_file.read(str(tmp_path), spec.all_labels) == (GCE, spec)
-    assert spec_file.read(f"{tmp_path}/", spec.all_labels)[1] == spec
+    text = spec_file.read(str(tmp_path), spec.all_labels)
+    assert text == path.read_text() == spec_file.read(f"{tmp_path}/", spec.all_labels)
+    assert spec_file.read_text(text) == (GCE, spec)
 
 
 def test_a_file_that_was_changed_is_not_used(stored, tmp_path):
@@ -94,6 +95,10 @@ def test_a_file_that_is_missing(tmp_path):
         lambda d: d["spec"].update(slice="v9-4"),
         lambda d: d["spec"].update(name="Not A Name"),
         lambda d: d["spec"].update(secrets=[{"variable": "A", "source": "nowhere", "name": "x"}]),
+        lambda d: d["spec"].update(secrets=[{"variable": "A", "source": "secret_manager", "name": "--x"}]),
+        lambda d: d["spec"]["bundle"].update(files=[]),
+        lambda d: d["spec"].update(arguments=[1]),
+        lambda d: d["spec"].update(restarts="many"),
         lambda d: d["fields"].update(zone="nowhere"),
         lambda d: d["fields"].update(more=1),
     ],
@@ -105,7 +110,7 @@ def test_what_is_no_file_of_a_job(change):
         spec_file.read_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "{", "1"])
+@pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "{", "1", "[" * 100_000])
 def test_text_that_is_no_file_of_a_job(text):
     with pytest.raises(UserError, match="no file of a job"):
         spec_file.read_text(text)

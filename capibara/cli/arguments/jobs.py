@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> No
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what is submitted; stage nothing")
     parser.add_argument("--stage", action="store_true", help="stage the job's files, and print what is to be submitted")
     parser.add_argument(
-        "--detach", action="store_true", help="end when the job is submitted; manage it by launch manage"
+        "--detach", action="store_true", help="end when the job is submitted; then launch manage must run"
     )
     add_state(parser)
     group = parser.add_argument_group("job")
@@ -87,7 +87,7 @@ def pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
         if not equals or not name:
             raise UserError(f"{flag} must be {flag}=NAME=VALUE")  # without the text, which may be a secret
         if name in found:
-            raise UserError(f"{flag}={name}=... is there twice: leave out one of them")
+            raise UserError(f"{flag}={name}=... is there twice: omit one of them")
         found[name] = value
     return found
 

@@ -18,11 +18,11 @@ from capibara.jobs.spec import Capacity, JobSpec, near_name
 from capibara.planner.hardware import slices
 from capibara.storage import stores
 
-_DESCRIPTION = """Make a job of Gin files, submit it, and look after it until it has ended.
+_DESCRIPTION = """Make a job of Gin files, submit it, and manage it until it has ended.
 
 The Gin files and the modules that they import are staged in --storage, by the hash of their content. What was preempted,
-has failed or hangs is made again, and the run resumes. Ctrl-C ends the watch, not the job: `capibara launch manage` looks
-after it again. --dry-run prints the manifest, the request or the script that would be submitted.
+has failed or hangs is made again, and the run resumes. Ctrl-C ends the watch, not the job: `capibara launch manage`
+manages it again. --dry-run prints the manifest, the request or the script that would be submitted.
 
 examples:
   python -m capibara.launch gke base_v5e64.gin --storage=gs://bucket --image=IMAGE --dry-run
@@ -39,14 +39,14 @@ def main(argv: Sequence[str]) -> int:
     jobs.add_arguments(parser, kind)
     args = flags.parse_arguments(parser, argv[1:])
     if args.dry_run + args.stage + args.detach > 1:
-        raise UserError("--dry-run, --stage and --detach exclude each other: leave out all but one")
+        raise UserError("--dry-run, --stage and --detach exclude each other: choose one")
     backend, spec, sources = job_of(args, kind)
     spec = spec_file.signed(backend, spec)
     rendered = backend.render(spec)
     is_shown = args.dry_run or args.stage
-    if is_shown:
+    if is_shown or args.detach:
         backend.check_unmanaged(spec)
-    else:  # what is not installed, or has no credentials, is found before anything is written
+    if not is_shown:  # what is not installed, or has no credentials, is found before anything is written
         systems.connect(backend).close()
     if not args.dry_run:
         bundle.stage(spec.bundle, sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -13,10 +14,12 @@ from capibara.cli.arguments import jobs
 from capibara.cli.launching import watching
 from capibara.cli.launching.local import Parser
 from capibara.cli.launching.watching import Opened, say
+from capibara.core import exits
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.jobs import spec_file, systems
 from capibara.jobs.backends.backend import Backend
+from capibara.jobs.managing import lifecycle
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.spec import Attempt, JobSpec
 
@@ -26,7 +29,7 @@ _TEXTS = {
     "logs": "Print the log of a job, or where it is.",
     "cancel": "End jobs: the run saves a checkpoint, and their resources are deleted.",
     "resume": "Run jobs again that have failed or were cancelled; a run resumes from its last verified checkpoint.",
-    "manage": "Look after all jobs until they have ended: what was preempted, has failed or hangs is made again.",
+    "manage": "Manage all jobs until they have ended: what was preempted, has failed or hangs is replaced.",
 }
 _STARTED = (State.WAITING, State.RUNNING)
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> int:
-    """Records a job whose files are staged, submits it and looks after it; returns the exit code."""
+    """Records a job whose files are staged, submits it and manages it; returns the exit code."""
     record = Record(
         name=spec.name,
         text=spec_file.text_of(backend, spec),
@@ -67,13 +70,15 @@ def launch(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> int:
             records.note(spec.name, "launched")
         else:
             say(f"job {spec.name} is {added.state} already, with the same files and flags")
-        found = watching.look_after(
+        found = watching.manage(
             records,
             [spec.name],
             args,
             lambda found: found[0].state.is_final or (args.detach and found[0].state in _STARTED),
         )
-        return watching.exit_code(found)
+        if args.detach and not found[0].state.is_final:
+            say("nothing replaces the job when it is preempted unless capibara launch manage runs")
+        return watching.exit_code(found) or (exits.EXIT_FAULT if found[0].state is State.CANCELLED else 0)
 
 
 def _list(records: Records, args: argparse.Namespace) -> int:
@@ -94,7 +99,7 @@ def _status(records: Records, args: argparse.Namespace) -> int:
         return 0
     print(watching.table([record], now_s))
     for time_s, text in history:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}  {text}")
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}  {watching.printable(text)}")
     return 0
 
 
@@ -109,7 +114,7 @@ def _logs(records: Records, args: argparse.Namespace) -> int:
             raise UserError(f"job {spec.name} has no resource at present: it is {record.state}")
         newest = max(present, key=lambda one: (one.attempt.number, one.created_s))
         for line in system.log(spec, newest):
-            print(line)
+            print(watching.printable(line))
     finally:
         system.close()
     return 0
@@ -125,40 +130,44 @@ def _cancel(records: Records, args: argparse.Namespace) -> int:
 
 
 def _resume(records: Records, args: argparse.Namespace) -> int:
-    for one in _named(records, args):
-        if one.state is State.SUCCEEDED:
-            raise UserError(f"job {one.name} has succeeded: launch it again with a larger TRAIN_STEPS to train on")
-        if not one.state.is_final:
-            raise UserError(f"job {one.name} is {one.state}: there is nothing to resume")
-        with records.lock(one.name) as has_it:
-            if not has_it:
-                raise UserError(f"job {one.name} is looked after by another process: try again when that has ended")
-            again = dataclasses.replace(
-                one,
-                attempt=dataclasses.replace(one.attempt, failures=0),
-                state=State.REPLACING,  # what is left of it is deleted first
-                outcome=None,
-                reason="resumed",
-                due_s=0.0,
-                pauses=0,
-            )
-            records.resume(again)
-        records.note(one.name, "resumed")
+    with contextlib.ExitStack() as locks:
+        for name in args.name:
+            if not locks.enter_context(records.lock(name)):
+                raise UserError(f"job {name} is managed by another process: wait until it has ended")
+        found = _named(records, args)
+        for one in found:
+            _check_resumes(one)
+        for one in found:
+            attempt = dataclasses.replace(one.attempt, failures=0)
+            again = dataclasses.replace(one, attempt=attempt, outcome=None, reason="resumed", due_s=0.0, pauses=0)
+            records.resume(dataclasses.replace(again, state=State.REPLACING))  # what is left of it is deleted first
+            records.note(one.name, "resumed")
     return _until_over(records, args)
+
+
+def _check_resumes(record: Record) -> None:
+    """Raises UserError unless a job can be resumed."""
+    if record.state is State.SUCCEEDED:
+        raise UserError(f"job {record.name} has succeeded: launch it again with a larger TRAIN_STEPS to train on")
+    if not record.state.is_final:
+        raise UserError(f"job {record.name} is {record.state}: there is nothing to resume")
+    _, spec = record.spec()
+    if lifecycle.is_over_budget(spec, record.spent_s(time.time())):
+        raise UserError(f"job {record.name} cannot be resumed: {lifecycle.over_budget(spec)}")
 
 
 def _until_over(records: Records, args: argparse.Namespace) -> int:
     if args.detach:
         return 0
-    found = watching.look_after(records, args.name, args, lambda found: all(one.state.is_final for one in found))
+    found = watching.manage(records, args.name, args, lambda found: all(one.state.is_final for one in found))
     return watching.exit_code([one for one in found if one.state is not State.CANCELLED])
 
 
 def _manage(records: Records, args: argparse.Namespace) -> int:
-    found = watching.look_after(
+    found = watching.manage(
         records, None, args, lambda found: not args.forever and all(one.state.is_final for one in found)
     )
-    print(watching.table(found, time.time()) if found else "no jobs to look after\n", end="")
+    print(watching.table(found, time.time()) if found else "no jobs to manage\n", end="")
     return watching.exit_code(found)
 
 

@@ -14,7 +14,7 @@ from capibara.jobs.managing import recovery
 
 _DESCRIPTION = """Find the jobs of a system by the labels of their resources, where the database is lost.
 
-Then `capibara launch manage` looks after them.
+Then `capibara launch manage` manages them. Stop other managers of these jobs first.
 
 example:
   python -m capibara.launch recover gce --storage=gs://bucket --project=my-project --zone=us-west4-a"""
@@ -50,5 +50,5 @@ def main(argv: Sequence[str]) -> int:
             system.close()
     for one in added:
         print(f"job {one.name}: attempt {one.attempt.number + 1}")
-    print(f"found {len(added)} jobs: capibara launch manage looks after them" if added else "found no jobs")
+    print(f"found {len(added)} jobs: capibara launch manage manages them" if added else "found no jobs")
     return 0

@@ -1,4 +1,4 @@
-"""Looks after jobs from the command line, and shows them: as a table, as JSON, and as a line while they run."""
+"""Manages jobs from the command line, and shows them: as a table, as JSON, and as a line while they run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import collections
 import datetime
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,16 +17,17 @@ from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records, State, default_path
 from capibara.monitoring.status import StatusLine
 
-_HEAD = ("JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "FOR", "COST", "WHY")
+_HEAD = ("JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "LAUNCHED", "USD", "WHY")
 _MOST = 90  # characters of a reason in the table
+_LONGEST_POLL_S = 3600
 
 
 class Opened:
     """The database of a command line, in a `with` block."""
 
     def __init__(self, args: argparse.Namespace):
-        if not args.poll > 0:
-            raise UserError(f"--poll is {args.poll:g}, must be above 0")
+        if not 0 < args.poll <= _LONGEST_POLL_S:
+            raise UserError(f"--poll is {args.poll:g}, must be above 0 and at most {_LONGEST_POLL_S}")
         self._path = pathlib.Path(args.state).expanduser() if args.state else default_path()
 
     def __enter__(self) -> Records:
@@ -36,7 +38,7 @@ class Opened:
         self._records.close()
 
 
-def look_after(
+def manage(
     records: Records,
     names: Collection[str] | None,
     args: argparse.Namespace,
@@ -54,13 +56,15 @@ def look_after(
 
         def show(found: Sequence[Record]) -> None:
             if live := [one for one in found if not one.state.is_final]:
-                line.show(*progress(live, time.time()))
+                topic, detail = progress(live, time.time())
+                room = shutil.get_terminal_size().columns - len(topic) - 3  # a line that is wrapped cannot be cleared
+                line.show(topic, detail if not sys.stderr.isatty() else detail[: max(0, room)])
 
         try:
             with Manager(records, names, times=Times(poll_s=args.poll), say=say) as manager:
                 return manager.run(is_enough, show)
         except KeyboardInterrupt:
-            say("the jobs still run: capibara launch manage looks after them")
+            say("the jobs still run: capibara launch manage manages them")
             raise
 
 
@@ -68,13 +72,19 @@ def exit_code(found: Sequence[Record]) -> int:
     """Prints an error for each job that has failed; returns 0 if there is none."""
     failed = [one for one in found if one.state is State.FAILED]
     for one in failed:
-        print(f"error: job {one.name} has failed: {one.reason}", file=sys.stderr)
+        print(f"error: job {one.name} has failed: {printable(one.reason)}", file=sys.stderr)
     return exits.EXIT_FAULT if failed else 0
 
 
 def say(text: str) -> None:
-    """Prints a line with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    """Prints a line with the time, in place of the one that shows the jobs."""
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text of a system or a host in one line, without signs that would drive the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def progress(live: Sequence[Record], now_s: float) -> tuple[str, str]:
@@ -85,19 +95,25 @@ def progress(live: Sequence[Record], now_s: float) -> tuple[str, str]:
     costs = [cost for one in live if (cost := cost_of(one, now_s)) is not None]
     parts += [f"{sum(costs):,.2f} USD"] if any(costs) else []
     if len(live) == 1 and live[0].reason:
-        parts.append(live[0].reason)
+        parts.append(printable(live[0].reason))
     return topic, ", ".join(parts)
 
 
 def cost_of(record: Record, now_s: float) -> float | None:
     """What the chips of a job have cost, in USD; None: the price is unknown."""
-    price = record.spec()[1].usd_per_hour
+    try:
+        price = record.spec()[1].usd_per_hour
+    except UserError:
+        return None
     return None if price is None else price * record.spent_s(now_s) / 3600
 
 
 def as_json(record: Record, now_s: float) -> dict[str, object]:
     """What is known of a job, for machines."""
-    backend, spec = record.spec()
+    try:
+        backend, spec = record.spec()
+    except UserError as error:  # of another version of capibara
+        return {"name": record.name, "state": str(record.state), "reason": str(error)}
     return {
         "name": record.name,
         "where": backend.name,
@@ -119,12 +135,16 @@ def table(found: Sequence[Record], now_s: float) -> str:
     """Jobs as a table of text."""
     rows = [_HEAD]
     for one in found:
-        backend, spec = one.spec()
+        try:
+            backend, spec = one.spec()
+            where, slice_, reason = backend.name, spec.slice_.name, printable(one.reason)
+        except UserError as error:  # of another version of capibara
+            where, slice_, reason = "?", "?", str(error)
         cost = cost_of(one, now_s)
-        reason = one.reason if len(one.reason) <= _MOST else f"{one.reason[: _MOST - 3]}..."
+        reason = reason if len(reason) <= _MOST else f"{reason[: _MOST - 3]}..."
         shown = "" if cost is None else f"{cost:,.2f}"
-        row = (one.name, backend.name, spec.slice_.name, one.state, str(one.attempt.number + 1))
-        rows.append((*row, duration(now_s - one.launched_s), shown, reason))
+        row = (one.name, where, slice_, one.state, str(one.attempt.number + 1))
+        rows.append((*row, f"{duration(now_s - one.launched_s)} ago", shown, reason))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -108,8 +108,8 @@ class Backend(abc.ABC):
         """Raises UserError if the job needs a manager, so that it must not be submitted by other means."""
         if spec.budget_usd is not None and not self.has_limit:
             raise UserError(
-                f"--budget_usd={spec.budget_usd:g} has no effect with launch {self.name} unless capibara looks after the job: "
-                "leave it out, or launch without --dry-run and --stage"
+                f"--budget_usd={spec.budget_usd:g} has no effect with launch {self.name} unless a manager watches the job: "
+                "omit it, or launch without --dry-run, --stage and --detach"
             )
 
     @staticmethod

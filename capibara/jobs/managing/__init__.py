@@ -1,1 +1,1 @@
-"""Keeps jobs alive: submits them, looks after them, replaces what was taken from them, and remembers all that."""
+"""Keeps jobs alive: submits them, watches them, replaces what was preempted, and remembers all that."""

@@ -51,7 +51,7 @@ class Breaker:
         """Notes that a call was not answered.
 
         Args:
-          now_s: the time.
+          now_s: the time, of a clock that nobody sets.
           after_s: the seconds that the system asks to wait; None: it does not.
         """
         with self._lock:

@@ -12,6 +12,8 @@ from capibara.jobs.reports import Outcome
 from capibara.jobs.spec import JobSpec
 from capibara.jobs.systems.system import Phase, Resource, System
 
+_SHORTEST_S = 60.0  # of an attempt that a budget must pay for
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -75,13 +77,14 @@ class Lifecycle:
     """Decides for the jobs of one system.
 
     Attributes:
-      knows_result, ended_costs, has_unique_names: of the System.
+      knows_result, ended_costs, has_unique_names, repeats_delete: of the System.
       rules: times.
     """
 
     knows_result: bool
     ended_costs: bool
     has_unique_names: bool
+    repeats_delete: bool = False
     rules: Rules = Rules()
 
     @staticmethod
@@ -91,6 +94,7 @@ class Lifecycle:
             knows_result=system.knows_result,
             ended_costs=system.ended_costs,
             has_unique_names=system.has_unique_names,
+            repeats_delete=system.repeats_delete,
             rules=rules,
         )
 
@@ -105,12 +109,14 @@ class Lifecycle:
         """
         mine = [one for one in seen.resources if one.attempt.launch == record.attempt.launch]
         if record.state.is_final:  # a call that was answered after all
-            return Decision(record=record, delete=_to_delete([one for one in mine if not self._is_over(one)]))
+            return Decision(record=record, delete=self._to_delete([one for one in mine if not self._is_over(one)]))
         if mine and (newest := max(one.attempt.number for one in mine)) > record.attempt.number:
             attempt = next(one.attempt for one in mine if one.attempt.number == newest)
-            record = dataclasses.replace(record, attempt=attempt, state=State.WAITING, submit_s=0.0)
+            record = dataclasses.replace(record, attempt=attempt, state=State.WAITING)
+        if any(one.attempt.number == record.attempt.number for one in mine):
+            record = dataclasses.replace(record, submit_s=0.0)
         if seen.is_cancelled and record.state is not State.ENDING:
-            record = _ending(record, State.CANCELLED, "cancelled", now_s)
+            record = ending(record, State.CANCELLED, "cancelled", now_s)
         if record.state is State.ENDING:
             return self._end(record, mine, now_s)
         if record.state is State.REPLACING:
@@ -123,12 +129,15 @@ class Lifecycle:
         if record.state is State.SUBMITTING:
             if not present:
                 return self._submit(record, seen.resources, others, now_s)
-            record = dataclasses.replace(record, state=State.WAITING, submit_s=0.0)
+            record = dataclasses.replace(record, state=State.WAITING)
         if not present:
             return self._miss(record, spec, others, now_s)
         record = dataclasses.replace(record, gone_s=0.0)
         decided = self._look(record, spec, present[0], seen, now_s)
-        return dataclasses.replace(decided, delete=[*decided.delete, *_to_delete(others)])
+        return dataclasses.replace(decided, delete=[*decided.delete, *self._to_delete(others)])
+
+    def _to_delete(self, resources: Sequence[Resource]) -> list[Resource]:
+        return [one for one in resources if self.repeats_delete or one.phase is not Phase.DELETING]
 
     def _is_over(self, resource: Resource) -> bool:
         """Whether nothing of a resource costs any more."""
@@ -141,69 +150,73 @@ class Lifecycle:
     def _end(self, record: Record, mine: Sequence[Resource], now_s: float) -> Decision:
         left = [one for one in mine if not self._is_over(one)]
         if left or self._is_uncertain(record, now_s):
-            return Decision(record=record, delete=_to_delete(left))
+            return Decision(record=record, delete=self._to_delete(left))
         return Decision(record=dataclasses.replace(record, state=record.outcome or State.FAILED, submit_s=0.0))
 
     def _replace(self, record: Record, mine: Sequence[Resource], now_s: float) -> Decision:
         left = [one for one in mine if self.has_unique_names or not one.phase.has_ended]
         if left or self._is_uncertain(record, now_s):
-            return Decision(record=record, delete=_to_delete(left))
+            return Decision(record=record, delete=self._to_delete(left))
         attempt = dataclasses.replace(record.attempt, number=record.attempt.number + 1)
         return Decision(record=dataclasses.replace(record, attempt=attempt, state=State.SUBMITTING, submit_s=0.0))
 
     def _submit(self, record: Record, named: Sequence[Resource], others: Sequence[Resource], now_s: float) -> Decision:
         strangers = [one for one in named if one.attempt.launch != record.attempt.launch]
-        live = [one for one in strangers if not one.phase.has_ended and one.phase is not Phase.DELETING]
+        # What was preempted waits for its own manager.
+        live = [one for one in strangers if not one.phase.has_ended or one.phase is Phase.PREEMPTED]
+        live = [one for one in live if one.phase is not Phase.DELETING]
         if live and not others:
-            reason = f"{live[0].id} runs already, of another launch of job {record.name}: choose another --name"
+            reason = f"{live[0].id} is {live[0].phase} already, of another launch of job {record.name}: choose another --name"
             return Decision(record=dataclasses.replace(record, state=State.FAILED, reason=reason))
         left = [one for one in strangers if self.has_unique_names] + list(others)
         is_uncertain = not self.has_unique_names and self._is_uncertain(record, now_s)
         if left or is_uncertain or now_s < record.due_s:
-            return Decision(record=record, delete=_to_delete(left))
+            return Decision(record=record, delete=self._to_delete(left))
         return Decision(record=dataclasses.replace(record, submit_s=now_s), submit=True)
 
     def _miss(self, record: Record, spec: JobSpec, others: Sequence[Resource], now_s: float) -> Decision:
+        if self._is_uncertain(record, now_s):  # a list may lag behind
+            return Decision(record=record, delete=self._to_delete(others))
         if not record.gone_s:
-            return Decision(record=dataclasses.replace(record, gone_s=now_s), delete=_to_delete(others))
+            return Decision(record=dataclasses.replace(record, gone_s=now_s), delete=self._to_delete(others))
         if now_s - record.gone_s < self.rules.vanish_s:
-            return Decision(record=record, delete=_to_delete(others))
+            return Decision(record=record, delete=self._to_delete(others))
         return Decision(record=self._failed(record, spec, "its resource is gone", now_s))
 
     def _look(self, record: Record, spec: JobSpec, one: Resource, seen: Seen, now_s: float) -> Decision:
         """A job whose present resource is there."""
         code = seen.outcome.code if not self.knows_result or one.phase is Phase.FAILED else None
         if one.phase is Phase.SUCCEEDED or (code == 0 and not self.knows_result):
-            return Decision(record=_ending(record, State.SUCCEEDED, "", now_s))
+            return Decision(record=ending(record, State.SUCCEEDED, "", now_s))
         if one.phase is Phase.PREEMPTED:
-            return Decision(record=self._again(record, one.reason or "preempted", now_s))
+            return Decision(record=self._again(record, spec, one.reason or "preempted", now_s))
         if one.phase is Phase.CANCELLED:
-            return Decision(record=_ending(record, State.CANCELLED, one.reason or f"{one.id} was cancelled", now_s))
+            return Decision(record=ending(record, State.CANCELLED, one.reason or f"{one.id} was cancelled", now_s))
         if one.phase is Phase.DELETING:
             return Decision(record=dataclasses.replace(record, reason=one.reason or "its resource is being deleted"))
         if code == exits.EXIT_USER_ERROR or one.is_denied:
             reason = one.reason if one.is_denied else f"exit code 2: {seen.outcome.message}"
-            return Decision(record=_ending(record, State.FAILED, reason, now_s))
+            return Decision(record=ending(record, State.FAILED, reason, now_s))
         if code or one.phase is Phase.FAILED:
             reason = f"exit code {code}: {seen.outcome.message}" if code else one.reason or "failed"
             return Decision(record=self._failed(record, spec, reason, now_s))
-        if one.phase is Phase.WAITING:
-            return Decision(record=dataclasses.replace(record, state=State.WAITING, reason=one.reason))
+        if one.is_partial:
+            return Decision(record=dataclasses.replace(record, state=State.SUBMITTING, submit_s=now_s), submit=True)
+        if one.phase is Phase.WAITING:  # perhaps once more, as when a queue suspends a job
+            return Decision(record=dataclasses.replace(_spent(record, now_s), state=State.WAITING, reason=one.reason))
         record = dataclasses.replace(
             record, state=State.RUNNING, reason=one.reason, running_s=record.running_s or now_s
         )
         if spec.longest_s is not None and record.spent_s(now_s) >= spec.longest_s:
-            reason = (
-                f"its chips have cost the budget of {spec.budget_usd:,.2f} USD: raise --budget_usd and launch it again"
-            )
-            return Decision(record=_ending(record, State.FAILED, reason, now_s))
+            return Decision(record=ending(record, State.FAILED, over_budget(spec), now_s))
         if why := self._hangs(record, seen, now_s):
             return Decision(record=self._failed(record, spec, why, now_s))
         return Decision(record=record)
 
     def _hangs(self, record: Record, seen: Seen, now_s: float) -> str | None:
-        if seen.silent_s >= self.rules.hung_s:
-            return f"hung: a host has not reported for {seen.silent_s / 60:.0f} minutes"
+        silent_s = min(seen.silent_s, now_s - record.running_s)  # without chips nobody reports
+        if silent_s >= self.rules.hung_s:
+            return f"hung: a host has not reported for {silent_s / 60:.0f} minutes"
         if seen.missing and now_s - record.running_s >= self.rules.start_s:
             return f"hung: {seen.missing} hosts have not reported within {self.rules.start_s / 60:.0f} minutes"
         return None
@@ -212,10 +225,12 @@ class Lifecycle:
         failures = record.attempt.failures + 1
         record = dataclasses.replace(record, attempt=dataclasses.replace(record.attempt, failures=failures))
         if failures > spec.restarts:
-            return _ending(record, State.FAILED, f"{reason} (--restarts={spec.restarts} are used up)", now_s)
-        return self._again(record, reason, now_s)
+            return ending(record, State.FAILED, f"{reason} (--restarts={spec.restarts} are used up)", now_s)
+        return self._again(record, spec, reason, now_s)
 
-    def _again(self, record: Record, reason: str, now_s: float) -> Record:
+    def _again(self, record: Record, spec: JobSpec, reason: str, now_s: float) -> Record:
+        if is_over_budget(spec, record.spent_s(now_s)):
+            return ending(record, State.FAILED, f"{reason}; {over_budget(spec)}", now_s)
         ran_well = record.running_s and now_s - record.running_s >= self.rules.well_s
         pauses = 1 if ran_well else record.pauses + 1
         due_s = now_s + breaker.pause_s(pauses, self.rules.first_s, self.rules.longest_s)
@@ -223,14 +238,21 @@ class Lifecycle:
         return dataclasses.replace(record, state=State.REPLACING, reason=reason, due_s=due_s, gone_s=0.0, pauses=pauses)
 
 
-def _ending(record: Record, outcome: State, reason: str, now_s: float) -> Record:
+def is_over_budget(spec: JobSpec, spent_s: float) -> bool:
+    """Whether the budget pays for less than a minute more, which is not enough for another attempt."""
+    return spec.longest_s is not None and spent_s > spec.longest_s - _SHORTEST_S
+
+
+def over_budget(spec: JobSpec) -> str:
+    """Why a job ends whose budget is spent."""
+    return f"its chips have cost the budget of {spec.budget_usd:,.2f} USD: raise --budget_usd and launch it again"
+
+
+def ending(record: Record, outcome: State, reason: str, now_s: float) -> Record:
+    """The record of a job whose resources are deleted now, and which then ends."""
     return dataclasses.replace(_spent(record, now_s), state=State.ENDING, outcome=outcome, reason=reason)
 
 
 def _spent(record: Record, now_s: float) -> Record:
     attempt = dataclasses.replace(record.attempt, spent_s=round(record.spent_s(now_s)))
     return dataclasses.replace(record, attempt=attempt, running_s=0.0)
-
-
-def _to_delete(resources: Sequence[Resource]) -> list[Resource]:
-    return [one for one in resources if one.phase is not Phase.DELETING]

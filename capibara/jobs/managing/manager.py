@@ -1,4 +1,4 @@
-"""Looks after jobs until they have ended: one pass after another over their systems, each of which may be killed."""
+"""Manages jobs until they have ended: one pass after another over their systems, each of which may be killed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import reports, systems
 from capibara.jobs.backends.backend import Backend
-from capibara.jobs.managing.breaker import Breaker
+from capibara.jobs.managing.breaker import LONGEST_S, Breaker
 from capibara.jobs.managing.lifecycle import Decision, Lifecycle, Rules, Seen
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.spec import JobSpec
@@ -64,10 +66,10 @@ class Manager:
         self._records, self._names, self._rules, self._times = records, names, rules, times
         self._connect, self._say = connect, say
         self._places: dict[str, _Place] = {}
-        self._denied: dict[str, UserError] = {}
+        self._denied: dict[str, _Denial] = {}
         self._watches = collections.defaultdict[str, _Watch](_Watch)
-        self._locks = contextlib.ExitStack()
-        self._mine: set[str] = set()
+        self._locks: dict[str, contextlib.ExitStack] = {}  # of the jobs that it manages now
+        self._managed: set[str] = set()  # now or before
 
     def __enter__(self) -> Manager:
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "capibara-manager")
@@ -75,7 +77,8 @@ class Manager:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._locks.close()
+        for lock in self._locks.values():
+            lock.close()
         for place in self._places.values():
             place.system.close()
 
@@ -103,54 +106,63 @@ class Manager:
                 return found
             left = [one for one in found if not one.state.is_final]
             if self._denied and all(_place_of(one) in self._denied for one in left):
-                raise next(iter(self._denied.values()))
+                raise next(iter(self._denied.values())).error
             time.sleep(self._times.poll_s * random.uniform(0.8, 1.0))
 
     def look(self) -> list[Record]:
         """One pass over all jobs; returns their records after it."""
         self._take()
         cancelled = self._records.cancelled()
-        chosen = [one for one in self._records.all() if one.name in self._mine]
+        chosen = [one for one in self._records.all() if one.name in self._locks and self._is_readable(one)]
         by_place = collections.defaultdict[str, list[Record]](list)
         for one in chosen:
             by_place[_place_of(one)].append(one)
         for key, found in by_place.items():
-            if key in self._denied or all(one.state.is_final and not one.submit_s for one in found):
-                continue
-            self._visit(key, found, cancelled)
-        names = self._names
-        return [
-            one for one in self._records.all() if (one.name in names if names is not None else one.name in self._mine)
-        ]
+            if key not in self._denied or time.monotonic() >= self._denied[key].until_s:
+                self._visit(key, found, cancelled)
+        self._release()
+        names = self._managed if self._names is None else self._names
+        return [one for one in self._records.all() if one.name in names]
 
     def _take(self) -> None:
         """Takes the locks of the jobs to manage."""
         for one in self._records.all():
-            wanted = one.name in self._names if self._names is not None else not one.state.is_final
-            if wanted and one.name not in self._mine:
+            wanted = self._names is None or one.name in self._names
+            if wanted and not _is_over(one) and one.name not in self._locks:
                 with contextlib.ExitStack() as stack:
                     if stack.enter_context(self._records.lock(one.name)):
-                        self._mine.add(one.name)
-                        self._locks.enter_context(stack.pop_all())
+                        self._managed.add(one.name)
+                        self._locks[one.name] = stack.pop_all()
+
+    def _release(self) -> None:
+        """Releases the locks of jobs that have ended, so that they can be resumed."""
+        for one in self._records.all():
+            if _is_over(one) and one.name in self._locks:
+                self._locks.pop(one.name).close()
+
+    def _is_readable(self, record: Record) -> bool:
+        try:
+            record.spec()
+        except UserError as error:  # of another version of capibara
+            self._watches[record.name].say_once(f"job {record.name} is not managed: {error}", self._say)
+            return False
+        return True
 
     def _visit(self, key: str, found: Sequence[Record], cancelled: set[str]) -> None:
         """One pass over the jobs of one place."""
         place = self._place(key, found[0])
-        if place is None or not place.breaker.allows(time.time()):
+        if place is None or not place.reads.breaker.allows(time.monotonic()):
             return
         try:
             resources = place.system.resources()
-        except Busy as error:
-            place.breaker.failed(time.time(), error.after_s)
-            if str(error) != place.fault:
-                self._say(f"{error}: tried again")
-            place.fault = str(error)
-            return
         except UserError as error:
-            self._denied[key] = error
+            self._deny(key, error)
             return
-        place.breaker.succeeded()
-        place.fault = ""
+        except Exception as error:  # of any client
+            place.reads.failed(error, self._say)
+            return
+        place.reads.succeeded()
+        self._denied.pop(key, None)
         by_job = collections.defaultdict[str, list[Resource]](list)
         for one in resources:
             by_job[one.job].append(one)
@@ -159,32 +171,48 @@ class Manager:
             step.result()
 
     def _place(self, key: str, record: Record) -> _Place | None:
-        """The place of a job; None: there is no way to it."""
+        """The place of a job; None: there is no way to it at present."""
         if key not in self._places:
             try:
                 system = self._connect(record.spec()[0])
             except UserError as error:
-                self._denied[key] = error
+                self._deny(key, error)
                 return None
-            self._places[key] = _Place(system, Lifecycle.of(system, self._rules), Breaker())
+            except TryAgain as error:
+                self._watches[record.name].say_once(f"{error}: tried again", self._say)
+                return None
+            self._places[key] = _Place(system, Lifecycle.of(system, self._rules))
         return self._places[key]
 
+    def _deny(self, key: str, error: UserError) -> None:
+        """Leaves a place alone for a while, in which the user may mend it."""
+        if key not in self._denied:
+            self._say(f"{error}: its jobs are not managed until then")
+        self._denied[key] = _Denial(error, time.monotonic() + LONGEST_S)
+
     def _step(self, place: _Place, record: Record, resources: Sequence[Resource], is_cancelled: bool) -> None:
-        """Decides for one job, writes that down and does it."""
-        _, spec = record.spec()
-        watch, now_s = self._watches[record.name], time.time()
-        if record.state in (State.WAITING, State.RUNNING) and now_s - watch.read_s >= self._times.reports_s:
-            watch.read(spec, now_s, self._say)
-        seen = Seen(
-            resources=resources,
-            outcome=watch.outcome_of(spec),
-            silent_s=watch.silent_s(now_s),
-            missing=watch.missing,
-            is_cancelled=is_cancelled,
-        )
-        decision = place.lifecycle.decide(record, spec, seen, now_s)
-        self._write(record, decision.record)
-        self._act(place, decision)
+        """Decides for one job, writes that down and does it; no other job depends on whether that succeeds."""
+        watch = self._watches[record.name]
+        try:
+            _, spec = record.spec()
+            now_s = time.monotonic()
+            if record.state in (State.WAITING, State.RUNNING) and now_s - watch.read_s >= self._times.reports_s:
+                watch.read(spec, now_s, self._say)
+            seen = Seen(
+                resources=resources,
+                outcome=watch.outcome_of(spec),
+                silent_s=watch.silent_s(now_s),
+                missing=watch.missing,
+                is_cancelled=is_cancelled,
+            )
+            decision = place.lifecycle.decide(record, spec, seen, time.time())
+            if decision.submit and not place.writes.breaker.allows(time.monotonic()):
+                after = dataclasses.replace(decision.record, submit_s=record.submit_s)  # no call is begun
+                decision = dataclasses.replace(decision, record=after, submit=False)
+            self._write(record, decision.record)
+            self._act(place, record, decision)
+        except Exception as error:
+            watch.say_once(f"job {record.name}: {type(error).__name__}: {error}: tried again", self._say)
 
     def _write(self, before: Record, after: Record) -> None:
         if before != after:
@@ -195,45 +223,53 @@ class Manager:
             self._records.note(after.name, text)
             self._say(f"job {after.name} is {text}")
 
-    def _act(self, place: _Place, decision: Decision) -> None:
+    def _act(self, place: _Place, before: Record, decision: Decision) -> None:
         record = decision.record
         try:
             for resource in decision.delete:
-                if place.breaker.allows(time.time()):
+                if place.writes.breaker.allows(time.monotonic()):
                     place.system.delete(resource)
-                    place.breaker.succeeded()
+                    place.writes.succeeded()
             if decision.submit:
                 self._submit(place, record)
         except Busy as error:
-            place.breaker.failed(time.time(), error.after_s)
+            place.writes.failed(error, self._say)
+            self._records.put(dataclasses.replace(record, reason=str(error)))
         except UserError as error:
             reason = str(error)
             if decision.submit:
-                # What is refused was not made: nothing is left to delete.
-                self._write(record, dataclasses.replace(record, state=State.FAILED, reason=reason, submit_s=0.0))
+                # What is refused was not made, but an earlier call may have made it.
+                state = State.ENDING if before.submit_s else State.FAILED
+                refused = dataclasses.replace(record, state=state, outcome=State.FAILED, reason=reason)
+                self._write(record, dataclasses.replace(refused, submit_s=before.submit_s))
             elif reason != record.reason:
                 self._write(record, dataclasses.replace(record, reason=reason))
                 self._say(f"job {record.name}: {reason}")
 
     def _submit(self, place: _Place, record: Record) -> None:
         watch, (_, spec) = self._watches[record.name], record.spec()
-        if not place.breaker.allows(time.time()):  # no call was begun, so nothing is uncertain
-            self._records.put(dataclasses.replace(record, submit_s=0.0))
-            return
         try:
             place.system.submit(spec)
         except Exists as error:
-            place.breaker.succeeded()
+            place.writes.succeeded()
             watch.clashes += 1
             if watch.clashes > _CLASHES:
                 raise UserError(
-                    f"{error} exists already, and was not made for job {record.name}: choose another --name"
+                    f"{error} exists already, without the labels of job {record.name}, and may run: delete it, or choose "
+                    "another --name"
                 ) from None
-            self._records.put(dataclasses.replace(record, submit_s=0.0))
             return
-        place.breaker.succeeded()
+        place.writes.succeeded()
         watch.clashes = 0
-        self._write(record, dataclasses.replace(record, state=State.WAITING, submit_s=0.0))
+        # `submit_s` stays until the resource is seen, since a list may lag behind.
+        self._write(record, dataclasses.replace(record, state=State.WAITING, reason=""))
+
+
+class _Denial(NamedTuple):
+    """Why a place is left alone, and until when."""
+
+    error: UserError
+    until_s: float
 
 
 @dataclasses.dataclass
@@ -242,8 +278,29 @@ class _Place:
 
     system: System
     lifecycle: Lifecycle
-    breaker: Breaker
-    fault: str = ""  # why its last call was not answered
+    reads: _Calls = dataclasses.field(default_factory=lambda: _Calls())
+    writes: _Calls = dataclasses.field(default_factory=lambda: _Calls())
+
+
+@dataclasses.dataclass
+class _Calls:
+    """Calls of one kind: lists may be answered while nothing can be made."""
+
+    breaker: Breaker = dataclasses.field(default_factory=Breaker)
+    fault: str = ""  # why the last one was not answered
+
+    def succeeded(self) -> None:
+        """Notes that one was answered."""
+        self.breaker.succeeded()
+        self.fault = ""
+
+    def failed(self, error: Exception, say: Callable[[str], None]) -> None:
+        """Notes that one was not answered; says why if that is new."""
+        self.breaker.failed(time.monotonic(), error.after_s if isinstance(error, Busy) else None)
+        fault = str(error) if isinstance(error, Busy) else f"{type(error).__name__}: {error}"
+        if fault != self.fault:
+            say(f"{fault}: tried again")
+        self.fault = fault
 
 
 @dataclasses.dataclass
@@ -254,11 +311,18 @@ class _Watch:
     """
 
     attempt: tuple[str, int] = ("", 0)
-    read_s: float = 0.0
+    read_s: float = -math.inf
     found: Mapping[str, reports.Report] = dataclasses.field(default_factory=dict)
     changed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     hosts: int = 0
     clashes: int = 0
+    said: str = ""
+
+    def say_once(self, text: str, say: Callable[[str], None]) -> None:
+        """Says what is not what it has said last."""
+        if text != self.said:
+            say(text)
+        self.said = text
 
     def read(self, spec: JobSpec, now_s: float, say: Callable[[str], None]) -> None:
         """Reads the reports; those that cannot be read are as they were, and nothing is silent meanwhile."""
@@ -266,8 +330,8 @@ class _Watch:
         try:
             found = reports.read(spec.reports)
         except TryAgain as error:
-            say(f"job {spec.name}: {error}")
-            self.changed_s = dict.fromkeys(self.changed_s, now_s)
+            self.say_once(f"job {spec.name}: {error}: tried again", say)
+            self.changed_s, self.read_s = dict.fromkeys(self.changed_s, now_s), now_s
             return
         for name, report in found.items():
             if report != self.found.get(name):
@@ -277,7 +341,8 @@ class _Watch:
     def _begin(self, spec: JobSpec) -> None:
         attempt = (spec.attempt.launch, spec.attempt.number)
         if attempt != self.attempt:
-            self.attempt, self.found, self.changed_s, self.read_s = attempt, {}, {}, 0.0
+            self.attempt, self.found, self.changed_s, self.read_s = attempt, {}, {}, -math.inf
+            self.clashes = 0
 
     def outcome_of(self, spec: JobSpec) -> reports.Outcome:
         """What the reports amount to."""
@@ -301,6 +366,11 @@ class _Watch:
     def missing(self) -> int:
         """How many hosts have not reported yet."""
         return max(0, self.hosts - len(self.found))
+
+
+def _is_over(record: Record) -> bool:
+    """Whether nothing of a job is left to do, and nothing of it can appear any more."""
+    return record.state.is_final and not record.submit_s
 
 
 def _place_of(record: Record) -> str:

@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from capibara.core.types import UserError
+from capibara.core.types import TryAgain, UserError
 from capibara.jobs import spec_file
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.spec import Attempt, JobSpec
 
 _BUSY_S = 30.0  # for another process that writes
 _VERSION = 1
+_ID = 0x6361_7069  # of our databases, in the header of the file
+_MAGIC, _ID_AT = b"SQLite format 3\0", 68  # source: sqlite.org/fileformat2.html
 
 
 class State(enum.StrEnum):
@@ -99,6 +101,7 @@ class Record:
 
 
 _TABLES = f"""
+PRAGMA application_id = {_ID};
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS jobs (
   name TEXT PRIMARY KEY, text TEXT NOT NULL, launch TEXT NOT NULL, number INTEGER NOT NULL, failures INTEGER NOT NULL,
@@ -128,37 +131,49 @@ class Records:
     A file that SQLite cannot read, as a disk that was full may leave it, is quarantined beside it, and an empty one takes its
     place: `capibara launch recover` fills it from the labels of the jobs' resources.
 
+    Every method raises TryAgain if the disk is full, or another process writes for half a minute.
+
     Args:
       path: of its file; folders are made.
       say: called with a line if the file was quarantined.
+
+    Raises:
+      UserError: the file cannot be opened, or is not of this program.
     """
 
     def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
+        path = path.resolve()  # else a link would have a lock of its own
         self.path, self._lock = path, threading.RLock()
-        try:
+        was_ours = path.with_name(f"{path.name}.lock").exists() or _has_our_id(path)
+        with _named(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise UserError(f"{path.parent} cannot be made ({error.strerror}): name another --state") from None
-        with _locked(path.with_name(f"{path.name}.lock"), wait=True):
-            try:
-                self._database = self._opened()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
-                    raise UserError(f"{path} cannot be opened ({error}): name another --state") from None
-                aside = path.with_name(f"{path.name}.corrupted-{time.time():.0f}")
-                path.rename(aside)
-                for extra in ("-wal", "-shm"):
-                    path.with_name(path.name + extra).unlink(missing_ok=True)
-                say(
-                    f"{path} was no readable database ({error}): quarantined as {aside.name}; its jobs still run: find them "
-                    "with capibara launch recover"
-                )
-                self._database = self._opened()
+            if not was_ours and path.exists() and path.stat().st_size:
+                raise UserError(f"{path} is no database of jobs: name another --state")
+            with _locked(path.with_name(f"{path.name}.lock"), wait=True):
+                try:
+                    self._database = self._opened()
+                except sqlite3.DatabaseError as error:
+                    if isinstance(error, sqlite3.OperationalError):
+                        raise
+                    self._quarantine(error, say)
+                    self._database = self._opened()
+
+    def _quarantine(self, error: sqlite3.Error, say: Callable[[str], None]) -> None:
+        aside = self.path.with_name(f"{self.path.name}.corrupted-{time.time():.0f}")
+        self.path.rename(aside)
+        for extra in ("-wal", "-shm", "-journal"):
+            self.path.with_name(self.path.name + extra).unlink(missing_ok=True)
+        say(
+            f"{self.path} was no readable database ({error}): quarantined as {aside.name}; its jobs still run: find them "
+            "with capibara launch recover"
+        )
 
     def _opened(self) -> sqlite3.Connection:
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            database.execute("PRAGMA journal_mode = WAL")
+            # A write-ahead log would not work in a home folder that several machines have by NFS.
+            database.execute("PRAGMA journal_mode = DELETE")
             database.execute("PRAGMA synchronous = FULL")  # what is written is there after a power failure, too
             (found,) = database.execute("PRAGMA integrity_check").fetchone()
             if found != "ok":
@@ -166,11 +181,11 @@ class Records:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             if version > _VERSION:
                 raise UserError(f"{self.path} is of a later version of capibara ({version}): update capibara")
-            database.executescript(_TABLES)
+            if version < _VERSION:
+                database.executescript(_TABLES)
         except BaseException:
             database.close()
             raise
-        os.chmod(self.path, 0o600)
         return database
 
     def close(self) -> None:
@@ -178,15 +193,31 @@ class Records:
         with self._lock:
             self._database.close()
 
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """For one thread alone; raises TryAgain where the disk is full or another process writes for too long."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.OperationalError as error:
+                raise TryAgain(f"{self.path} cannot be read or written: {error}") from None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """All that is written within the block, or nothing of it."""
+        with self._using(), self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            yield
+
     def all(self) -> list[Record]:
         """All jobs, in the order in which they were launched."""
-        with self._lock:
+        with self._using():
             rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY launched_s, name")
             return [_record(row) for row in rows]
 
     def find(self, name: str) -> Record | None:
         """The job of a name, or None."""
-        with self._lock:
+        with self._using():
             row = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE name = ?", (name,)).fetchone()
         return _record(row) if row else None
 
@@ -196,12 +227,15 @@ class Records:
         A job that has ended is replaced.
 
         Raises:
-          UserError: another job of this name runs.
+          UserError: another job of this name runs, or this one is being ended.
         """
-        with self._lock, self._database:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._writing():
             known = self.find(record.name)
             if known is not None and not known.state.is_final:
+                if known.state is State.ENDING or record.name in self.cancelled():
+                    raise UserError(
+                        f"job {record.name} is being ended: launch it again when it has ended, or as --name=..."
+                    )
                 if known.text == record.text:
                     return known
                 raise UserError(
@@ -214,8 +248,7 @@ class Records:
 
     def put(self, record: Record) -> None:
         """Writes a job down; only the process that has its lock may."""
-        with self._lock, self._database:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._writing():
             self._write(record)
 
     def _write(self, record: Record) -> None:
@@ -229,29 +262,28 @@ class Records:
 
     def resume(self, record: Record) -> None:
         """Writes a job down that is to run again; as `put`."""
-        with self._lock, self._database:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._writing():
             self._write(record)
             self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
 
     def cancel(self, name: str) -> None:
         """Notes that a job is to end; any process may."""
-        with self._lock:
+        with self._using():
             self._database.execute("UPDATE jobs SET is_cancelled = 1 WHERE name = ?", (name,))
 
     def cancelled(self) -> set[str]:
         """The names of the jobs that are to end."""
-        with self._lock:
+        with self._using():
             return {name for (name,) in self._database.execute("SELECT name FROM jobs WHERE is_cancelled")}
 
     def note(self, name: str, text: str) -> None:
         """Adds a line to a job's history."""
-        with self._lock:
+        with self._using():
             self._database.execute("INSERT INTO events VALUES (?, ?, ?)", (name, time.time(), text))
 
     def history(self, name: str) -> list[tuple[float, str]]:
         """Time and text of what has happened to a job, the oldest first."""
-        with self._lock:
+        with self._using():
             rows = self._database.execute("SELECT time_s, text FROM events WHERE job = ? ORDER BY rowid", (name,))
             return [(float(time_s), str(text)) for time_s, text in rows]
 
@@ -262,14 +294,33 @@ class Records:
         The system releases it when the process ends, however that happens.
         """
         folder = self.path.with_name(f"{self.path.name}.locks")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with _locked(folder / name, wait=False) as has_it:
+        with contextlib.ExitStack() as stack:
+            with _named(self.path):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                has_it = stack.enter_context(_locked(folder / name, wait=False))
             yield has_it
+
+
+def _has_our_id(path: pathlib.Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        head = file.read(_ID_AT + 4)
+        return head.startswith(_MAGIC) and head[_ID_AT:] == _ID.to_bytes(4, "big")
+    return False
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path) -> Iterator[None]:
+    """Raises UserError with the database's name if it cannot be opened or written."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        cause = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"{path} cannot be opened or written ({cause}): mend that, or name another --state") from None
 
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, *, wait: bool) -> Iterator[bool]:
-    file: IO[bytes] = path.open("ab")
+    file: IO[bytes] = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "ab")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 
-from capibara.core.types import UserError
-from capibara.jobs import spec_file
+from capibara.core.types import TryAgain, UserError
+from capibara.jobs import reports, spec_file
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.managing.records import Record, Records, State
-from capibara.jobs.systems.system import Resource, System
+from capibara.jobs.spec import JobSpec
+from capibara.jobs.systems.system import Phase, Resource, System
 
 
 def recover(
@@ -19,7 +22,7 @@ def recover(
     """Adds the jobs of a system that the database does not have.
 
     A job whose own file is not in the storage is skipped with a line; its resources stay as they are. So is one of which
-    all resources have ended.
+    all resources have ended. No other manager may have the jobs: each would replace what the other deletes.
 
     Args:
       records: the database.
@@ -40,26 +43,30 @@ def recover(
     added = []
     for name, resources in sorted(by_job.items()):
         known = records.find(name)
-        newest = max(resources, key=lambda one: (one.created_s, one.attempt.number))
+        live = [one for one in resources if not one.phase.has_ended or system.ended_costs]
+        newest = max(live or resources, key=lambda one: (one.created_s, one.attempt.number))
         if known is not None and (not known.state.is_final or known.attempt.launch == newest.attempt.launch):
             continue
-        if newest.phase.has_ended and not system.ended_costs:
-            say(f"job {name} has ended ({newest.phase}): skipped")
+        if not live:
+            say(f"job {name} has ended ({newest.phase}): skipped; launched again, its run resumes")
             continue
         try:
-            owner, spec = spec_file.read(storage, newest.labels)
+            text = spec_file.read(storage, newest.labels)
+            owner, spec = spec_file.read_text(text)
             if owner != backend:
                 raise UserError(
                     f"job {name} was launched with other fields of {backend.name}: {_differences(owner, backend)}"
                 )
-        except UserError as error:
-            say(f"{error}: skipped")
+        except (UserError, TryAgain) as error:
+            say(f"job {name} is skipped: {error}")
             continue
+        spec = dataclasses.replace(spec, attempt=newest.attempt)
         record = Record(
             name=name,
-            text=spec_file.text_of(owner, spec),
+            text=text,
             attempt=newest.attempt,
             state=State.WAITING,
+            running_s=_running_s(spec, newest),
             reason="recovered from its labels",
             launched_s=newest.created_s or time.time(),
         )
@@ -68,8 +75,19 @@ def recover(
     return added
 
 
+def _running_s(spec: JobSpec, resource: Resource) -> float:
+    """Since when a resource has chips: since its first host has reported, or at most since it was made."""
+    if resource.phase is not Phase.RUNNING:
+        return 0.0
+    with contextlib.suppress(TryAgain):
+        if found := reports.read(spec.reports):
+            return max(resource.created_s, min(report.started_s for report in found.values()))
+    return resource.created_s
+
+
 def _differences(one: Backend, other: Backend) -> str:
     mine, theirs = vars(one), vars(other)
     if type(one) is not type(other):
         return f"it is of {one.name}"
-    return ", ".join(f"--{name}={mine[name]}" for name in mine if mine[name] != theirs[name])
+    different = [name for name in mine if mine[name] != theirs[name]]
+    return ", ".join(f"{name} is {mine[name]}, not {theirs[name]}" for name in different)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import re
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -55,6 +56,7 @@ class Resource:
       phase: where it is in its life.
       reason: why, in the system's words, in one line; may be empty.
       created_s: when it was made, in seconds since 1970; 0.0: the system does not say.
+      is_partial: not all of it was made, since a submission was interrupted: `submit` makes the rest.
       is_denied: it has failed because a quota or a right is missing, which a new attempt would not mend.
     """
 
@@ -63,6 +65,7 @@ class Resource:
     phase: Phase
     reason: str = ""
     created_s: float = 0.0
+    is_partial: bool = False
     is_denied: bool = False
 
     @property
@@ -76,7 +79,7 @@ class Resource:
 
         def number(name: str) -> int:
             text = self.labels.get(f"capibara-{name}", "")
-            return int(text) if text.isascii() and text.isdigit() else 0
+            return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
         return Attempt(
             launch=self.labels.get("capibara-launch", "0"),
@@ -115,6 +118,7 @@ class System(abc.ABC):
       ended_costs: a resource that has ended costs money until it is deleted.
       has_unique_names: a name is taken until its resource is deleted. Otherwise resources that have ended stay listed and
         cannot be deleted, names can be taken twice, and a submission that is repeated makes a second resource.
+      repeats_delete: a deletion has several steps, and each call does the next one.
 
     Every method may raise Busy, after which the same call may succeed, and Denied, after which it will not. Several threads
     call at once.
@@ -123,6 +127,7 @@ class System(abc.ABC):
     knows_result: ClassVar[bool] = True
     ended_costs: ClassVar[bool] = False
     has_unique_names: ClassVar[bool] = True
+    repeats_delete: ClassVar[bool] = False
 
     @abc.abstractmethod
     def submit(self, spec: JobSpec) -> None:

@@ -177,6 +177,58 @@ def test_a_budget_ends_a_job(lifecycle):
 
 
 @ALL
+@pytest.mark.parametrize("phase", [Phase.FAILED, Phase.PREEMPTED])
+def test_a_budget_that_is_spent_pays_for_no_other_attempt(lifecycle, phase):
+    spec = job("v5e-64", budget_usd=76.8)
+    last = decide(lifecycle, record(spent_s=3000, running_s=NOW - 541), resource(phase, reason="x"), spec=spec).record
+    assert last.outcome is State.FAILED and last.reason.startswith("x; its chips have cost the budget")
+    assert last.attempt.spent_s == 3541
+    again = decide(lifecycle, record(spent_s=3000, running_s=NOW - 540), resource(phase), spec=spec).record
+    assert again.state is State.REPLACING
+
+
+@ALL
+def test_a_job_that_waits_for_chips_again_pays_nothing_and_does_not_hang(lifecycle):
+    waits = decide(lifecycle, record(running_s=NOW - 50), resource(Phase.WAITING)).record
+    assert waits.attempt.spent_s == 50 and waits.running_s == 0
+    assert decide(lifecycle, waits, resource(Phase.WAITING), now_s=NOW + 9999).record.attempt.spent_s == 50
+    runs = decide(lifecycle, waits, resource(), now_s=NOW + 9999, silent_s=9999.0).record
+    assert runs.state is State.RUNNING and runs.spent_s(NOW + 9999) == 50
+    hung = decide(lifecycle, runs, resource(), now_s=NOW + 9999 + 900, silent_s=9999.0).record
+    assert hung.state is State.REPLACING
+
+
+@ALL
+def test_a_resource_that_a_list_does_not_show_yet_is_not_gone(lifecycle):
+    made = record(State.WAITING, submit_s=NOW - 30)
+    assert decide(lifecycle, made).record == made
+    assert decide(lifecycle, made, is_cancelled=True).record.submit_s == NOW - 30
+    assert decide(lifecycle, made, resource()).record.submit_s == 0
+    assert decide(lifecycle, made, now_s=NOW + 61).record.gone_s == NOW + 61
+
+
+@ALL
+def test_a_resource_that_was_made_in_part_is_submitted_again(lifecycle):
+    decision = decide(lifecycle, record(State.WAITING), resource(Phase.WAITING, is_partial=True))
+    assert decision.submit and decision.record.state is State.SUBMITTING and decision.record.submit_s == NOW
+
+
+@ALL
+def test_what_was_preempted_of_another_launch_is_left_to_its_manager(lifecycle):
+    decision = decide(lifecycle, record(State.SUBMITTING), resource(Phase.PREEMPTED, launch="cd"))
+    assert decision.record.state is State.FAILED and not decision.delete
+    assert decision.record.reason.startswith("run-0 is preempted already, of another launch of job run")
+
+
+def test_a_deletion_of_several_steps_is_repeated():
+    hosts = dataclasses.replace(CLUSTER, repeats_delete=True)
+    ending = record(State.ENDING, outcome=State.CANCELLED)
+    for lifecycle, count in ((CLUSTER, 0), (hosts, 1)):
+        decision = decide(lifecycle, ending, resource(Phase.DELETING))
+        assert len(decision.delete) == count and decision.record.state is State.ENDING
+
+
+@ALL
 def test_a_resource_that_vanishes_is_made_again_after_a_while(lifecycle):
     missed = decide(lifecycle, record()).record
     assert missed.state is State.RUNNING and missed.gone_s == NOW

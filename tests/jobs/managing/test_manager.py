@@ -108,17 +108,18 @@ def test_a_preempted_job_is_made_again_with_what_it_has_spent(records, tmp_path)
 
 
 def test_a_storm_is_not_answered_with_a_storm(records, tmp_path, monkeypatch):
-    """Hundred jobs, and a system that refuses every call: three calls, then a pause, then one."""
+    """Hundred jobs, and a system that refuses every call: three of each kind, then a pause, then one."""
     for n in range(100):
         launch(records, tmp_path, f"run-{n}")
     cloud = Cloud()
     clock = [1_000.0]
-    monkeypatch.setattr(managing.time, "time", lambda: clock[0])
+    monkeypatch.setattr(managing.time, "monotonic", lambda: clock[0])
     with Pass(records, cloud) as passes:
         cloud.faults = [None] + [Busy("429")] * 10_000
-        passes.manager.look()
+        for _ in range(4):
+            passes.manager.look()
         first = len(cloud.calls)
-        assert first <= 1 + 3 + 8  # those of threads that were under way
+        assert first <= 1 + 3 + 8 + 3  # those of threads that were under way
         for _ in range(10):
             passes.manager.look()
         assert len(cloud.calls) == first
@@ -131,6 +132,140 @@ def test_a_storm_is_not_answered_with_a_storm(records, tmp_path, monkeypatch):
         assert len(cloud.submitted()) >= 100
         names = [name for name, _ in cloud.submitted()]
     assert set(cloud.there) == {f"run-{n}" for n in range(100)} and len(names) <= 112
+
+
+def test_lists_that_are_answered_allow_no_storm_of_submissions(records, tmp_path, monkeypatch):
+    for n in range(20):
+        launch(records, tmp_path, f"run-{n}")
+    clock = [1_000.0]
+    monkeypatch.setattr(managing.time, "monotonic", lambda: clock[0])
+    cloud = Cloud(refuses=Busy("503"))
+    with Pass(records, cloud) as passes:
+        for _ in range(60):  # a quarter of an hour
+            passes.manager.look()
+            clock[0] += 15
+    assert cloud.calls.count("resources") == 60 and len(cloud.submitted()) <= 8 * 10
+    assert passes.lines == ["503: tried again"] and "503" in {one.reason for one in records.all()}
+    assert {one.state for one in records.all()} == {State.SUBMITTING}
+
+
+def test_what_is_refused_may_have_been_made_by_the_call_before(records, tmp_path):
+    """The first answer is lost, the list lags behind, and then a quota is used up: the resource is deleted."""
+    launch(records, tmp_path)
+    cloud = Cloud()
+    cloud.faults = [None, Busy("half an answer")]
+    with Pass(records, cloud, rules=dataclasses.replace(QUICK, settle_s=30)) as passes:
+        passes.manager.look()
+        cloud.refuses = Denied("quota")
+        passes.until(is_state(State.ENDING))
+        spec = records.find("run").spec()[1]
+        cloud.there["run"] = Resource(id="run", labels=spec.all_labels, phase=Phase.RUNNING)
+        failed = passes.until(is_state(State.FAILED))
+    assert failed.reason == "quota" and cloud.there == {}
+
+
+def test_what_a_list_does_not_show_yet_is_not_cancelled(records, tmp_path):
+    launch(records, tmp_path)
+    cloud, hidden = Cloud(), {}
+    with Pass(records, cloud, rules=dataclasses.replace(QUICK, settle_s=30)) as passes:
+        passes.until(is_state(State.WAITING))
+        hidden, cloud.there = cloud.there, hidden
+        records.cancel("run")
+        for _ in range(20):
+            passes.manager.look()
+        assert records.find("run").state is State.ENDING
+        cloud.there = hidden
+        passes.until(is_state(State.CANCELLED))
+    assert cloud.there == {} and len(cloud.submitted()) == 1
+
+
+def test_one_job_that_breaks_the_manager_does_not_stop_the_rest(records, tmp_path, monkeypatch):
+    for name in ("bad", "run"):
+        launch(records, tmp_path, name)
+    cloud = Cloud(phase=Phase.RUNNING)
+    submit = cloud.submit
+
+    def broken(spec):
+        if spec.name == "bad":
+            raise RuntimeError("a bug")
+        submit(spec)
+
+    cloud.submit = broken
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        passes.manager.look()
+    assert passes.lines.count("job bad: RuntimeError: a bug: tried again") == 1
+
+
+def test_a_record_of_another_version_does_not_stop_the_rest(records, tmp_path):
+    launch(records, tmp_path)
+    document = json.loads(records.find("run").text)
+    document["spec"]["later"] = 1
+    later = Record(name="later", text=json.dumps(document), attempt=Attempt(launch="cd"))
+    records.put(later)
+    with Pass(records, Cloud(phase=Phase.RUNNING)) as passes:
+        passes.until(is_state(State.RUNNING))
+    assert records.find("later") == later
+    assert [line for line in passes.lines if line.startswith("job later is not managed: no file of a job")] != []
+
+
+def test_a_label_that_is_too_large_a_number_is_none(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        labels = {**cloud.there["run"].labels, "capibara-attempt": "9" * 40}
+        cloud.there["twin"] = Resource(id="twin", labels=labels, phase=Phase.RUNNING, created_s=9.0)
+        passes.manager.look()
+    assert records.find("run").attempt.number == 0 and [*cloud.there] == ["run"]
+
+
+def test_a_client_that_cannot_connect_is_tried_again(records, tmp_path):
+    launch(records, tmp_path)
+    cloud, faults, lines = Cloud(), [Busy("no credentials yet")] * 3, []
+
+    def connect(backend):
+        if faults:
+            raise faults.pop()
+        return cloud
+
+    with Manager(records, rules=QUICK, connect=connect, say=lines.append) as manager:
+        for _ in range(4):
+            manager.look()
+    assert cloud.submitted() == [("run", 0)] and lines[0] == "no credentials yet: tried again"
+    assert lines.count(lines[0]) == 1
+
+
+def test_a_job_that_has_ended_can_be_resumed_while_its_manager_runs(records, tmp_path):
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        records.cancel("run")
+        cancelled = passes.until(is_state(State.CANCELLED))
+        other = Records(records.path)
+        with other.lock("run") as has_it:
+            assert has_it
+            other.resume(dataclasses.replace(cancelled, state=State.REPLACING, outcome=None))
+        other.close()
+        passes.until(lambda record: record.state is State.RUNNING and record.attempt.number == 1)
+
+
+def test_a_place_that_denies_access_is_tried_again_later(records, tmp_path, monkeypatch):
+    launch(records, tmp_path)
+    cloud, clock = Cloud(), [1_000.0]
+    monkeypatch.setattr(managing.time, "monotonic", lambda: clock[0])
+    cloud.faults = [Denied("log in"), Denied("log in")]
+    with Pass(records, cloud) as passes:
+        for _ in range(3):
+            passes.manager.look()
+        assert cloud.calls == ["resources"]
+        clock[0] += 301
+        passes.manager.look()
+        clock[0] += 301
+        passes.manager.look()
+    assert cloud.submitted() == [("run", 0)] and passes.lines[0] == "log in: its jobs are not managed until then"
+    assert passes.lines.count(passes.lines[0]) == 1
 
 
 def test_half_an_answer_is_no_second_resource(records, tmp_path):
@@ -164,7 +299,7 @@ def test_a_name_that_something_else_has(records, tmp_path):
     cloud.there["run"] = Resource(id="run", labels={}, phase=Phase.RUNNING)  # somebody's own
     with Pass(records, cloud) as passes:
         failed = passes.until(is_state(State.FAILED))
-    assert "was not made for job run: choose another --name" in failed.reason and "run" in cloud.there
+    assert "exists already, without the labels of job run" in failed.reason and "run" in cloud.there
 
 
 def test_access_that_is_lost_ends_the_manager_and_no_job(records, tmp_path):
@@ -320,4 +455,38 @@ def test_recovery_by_other_fields_names_them(records, tmp_path):
     lines = []
     other = Gke(namespace="ml", queue="q")
     assert recovery.recover(Records(tmp_path / "new.sqlite"), other, cloud, str(tmp_path), lines.append) == []
-    assert lines == ["job run was launched with other fields of gke: --queue=None: skipped"]
+    assert lines == ["job run is skipped: job run was launched with other fields of gke: queue is None, not q"]
+
+
+def test_recovery_finds_the_resource_that_runs_beside_one_that_was_cancelled(records, tmp_path):
+    launched = launch(records, tmp_path)
+    labels = launched.spec()[1].all_labels
+    cloud = Cloud()
+    cloud.there = {
+        "a": Resource(id="a", labels=labels, phase=Phase.RUNNING, created_s=5.0),
+        "b": Resource(id="b", labels=labels, phase=Phase.CANCELLED, created_s=6.0),
+    }
+    report(tmp_path, "host", 1)
+    (found,) = recovery.recover(Records(tmp_path / "new.sqlite"), GKE, cloud, str(tmp_path))
+    assert found.running_s == 5.0  # it has chips, at the latest since then
+
+
+def test_recovery_counts_chips_since_the_first_report(records, tmp_path):
+    launched = launch(records, tmp_path)
+    cloud = Cloud()
+    cloud.there = {"a": Resource(id="a", labels=launched.spec()[1].all_labels, phase=Phase.RUNNING, created_s=0.5)}
+    report(tmp_path, "host", 1)
+    (found,) = recovery.recover(Records(tmp_path / "new.sqlite"), GKE, cloud, str(tmp_path))
+    assert found.running_s == 1.0
+
+
+@pytest.mark.parametrize("content", [b"[" * 3000, b"\xff", b" " * (2 << 20)])
+def test_a_file_that_is_none_of_a_job_does_not_stop_the_recovery(records, tmp_path, content):
+    launch(records, tmp_path)
+    bad = launch(records, tmp_path, "bad").spec()[1]
+    pathlib.Path(spec_file.url_of(bad)).write_bytes(content)
+    cloud, lines = Cloud(phase=Phase.RUNNING), []
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+    found = recovery.recover(Records(tmp_path / "new.sqlite"), GKE, cloud, str(tmp_path), lines.append)
+    assert [one.name for one in found] == ["run"] and len(lines) == 1 and lines[0].startswith("job bad is skipped: ")

@@ -4,13 +4,14 @@ import dataclasses
 import os
 import pathlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from capibara.core.types import UserError
+from capibara.core.types import TryAgain, UserError
 from capibara.jobs import spec_file
 from capibara.jobs.backends.gke import Gke
 from capibara.jobs.managing.records import Record, Records, State, default_path
@@ -148,7 +149,64 @@ def test_a_database_of_a_later_version_is_left_alone(records):
     assert records.path.exists()
 
 
+def test_a_file_of_another_program_is_left_alone(tmp_path):
+    """A mistyped --state."""
+    gin, foreign = tmp_path / "run.gin", tmp_path / "other.sqlite"
+    gin.write_text("TRAIN_STEPS = 1\n")
+    with sqlite3.connect(foreign) as other:
+        other.execute("CREATE TABLE jobs (name TEXT)")
+    other.close()
+    for path in (gin, foreign):
+        content = path.read_bytes()
+        for _ in range(2):
+            with pytest.raises(UserError, match="is no database of jobs: name another --state"):
+                Records(path)
+        assert path.read_bytes() == content
+    assert sorted(os.listdir(tmp_path)) == ["other.sqlite", "run.gin"]
+
+
+def test_a_database_that_was_moved_is_ours_still(records, tmp_path):
+    records.put(record())
+    moved = Records(records.path.rename(tmp_path / "moved.sqlite"))
+    assert moved.find("run") == record()
+    moved.close()
+
+
+def test_a_link_is_no_second_database(records, tmp_path):
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(records.path)
+    other = Records(link)
+    with records.lock("run") as has_it, other.lock("run") as has_it_too:
+        assert has_it and not has_it_too
+    other.close()
+
+
+def test_a_job_that_is_being_ended_is_not_launched_again(records):
+    first = records.add(record())
+    records.cancel("run")
+    with pytest.raises(UserError, match="job run is being ended: launch it again when it has ended"):
+        records.add(record(launch="cd"))
+    records.put(dataclasses.replace(first, state=State.ENDING))
+    with pytest.raises(UserError, match="is being ended"):
+        records.add(record(launch="cd"))
+
+
+def test_a_full_disk_is_an_error_that_passes(records):
+    records.put(record())
+    (pages,) = records._database.execute("PRAGMA page_count").fetchone()
+    records._database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(TryAgain, match="cannot be read or written: database or disk is full"):
+        for n in range(200):
+            records.put(record(f"run-{n}"))
+    records._database.execute("PRAGMA max_page_count = 100000")
+    records.put(record("last"))
+    assert records.find("last") is not None
+
+
 def test_nobody_else_reads_it(records):
+    with records.lock("run"):
+        for path in records.path.parent.rglob("*"):
+            assert path.stat().st_mode & 0o077 == 0, path
     assert records.path.stat().st_mode & 0o077 == 0
     assert records.path.parent.stat().st_mode & 0o077 == 0
 
