@@ -61,7 +61,16 @@ def run(*argv):
         ((*GKE, "--slice=v5e-8", "--verb=evaluate"), "unknown flag --verb"),
         ((*GKE, "--slice=v5e-8", "--env=hf_value"), "--env must be --env=NAME=VALUE"),
         (
-            ("gce", "run.gin", "--project=p", "--zone=z", *GKE[2:4], "--slice=v5e-8", "--budget_usd=96", "--detach"),
+            (
+                "gce",
+                "run.gin",
+                "--project=my-project",
+                "--zone=us-west4-a",
+                *GKE[2:4],
+                "--slice=v5e-8",
+                "--budget_usd=96",
+                "--detach",
+            ),
             "--budget_usd=96 has no effect with launch gce unless a manager watches the job",
         ),
         (("staged", "--url=x", "--sha256=y", "--", "launch"), "unknown verb 'launch'"),

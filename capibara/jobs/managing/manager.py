@@ -234,7 +234,8 @@ class Manager:
                 self._submit(place, record)
         except Busy as error:
             place.writes.failed(error, self._say)
-            self._records.put(dataclasses.replace(record, reason=str(error)))
+            if decision.submit:
+                self._records.put(dataclasses.replace(record, reason=str(error)))
         except UserError as error:
             reason = str(error)
             if decision.submit:
@@ -242,9 +243,8 @@ class Manager:
                 state = State.ENDING if before.submit_s else State.FAILED
                 refused = dataclasses.replace(record, state=state, outcome=State.FAILED, reason=reason)
                 self._write(record, dataclasses.replace(refused, submit_s=before.submit_s))
-            elif reason != record.reason:
-                self._write(record, dataclasses.replace(record, reason=reason))
-                self._say(f"job {record.name}: {reason}")
+            else:  # the reason of its end is another one
+                self._watches[record.name].say_once(f"job {record.name}: {reason}", self._say)
 
     def _submit(self, place: _Place, record: Record) -> None:
         watch, (_, spec) = self._watches[record.name], record.spec()

@@ -164,6 +164,19 @@ def test_what_is_refused_may_have_been_made_by_the_call_before(records, tmp_path
     assert failed.reason == "quota" and cloud.there == {}
 
 
+@pytest.mark.parametrize("error", [Busy("503"), Denied("grant tpu.nodes.delete")])
+def test_why_a_job_has_failed_is_not_why_it_cannot_be_deleted(records, tmp_path, error):
+    launch(records, tmp_path, restarts=0)
+    cloud = Cloud(phase=Phase.RUNNING, ended_costs=True)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        cloud.become("run", Phase.FAILED, reason="disk lost")
+        cloud.faults = [None, None, error, None, error]
+        failed = passes.until(is_state(State.FAILED))
+    assert failed.reason == "disk lost (--restarts=0 are used up)"
+    assert [line for line in passes.lines if str(error) in line] and cloud.there == {}
+
+
 def test_what_a_list_does_not_show_yet_is_not_cancelled(records, tmp_path):
     launch(records, tmp_path)
     cloud, hidden = Cloud(), {}
