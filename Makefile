@@ -5,6 +5,7 @@
 # make test-t5x T5X_PYTHON=PATH   training and beam search as in T5X, with T5X itself in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-mergekit MERGEKIT_PYTHON=PATH    merges against mergekit, which is in the environment of that python
+# make test-xmanager XMANAGER_PYTHON=PATH    runs and jobs by XManager, which is in the environment of that python
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
@@ -32,7 +33,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-faults test-hosts test-slices finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-faults test-hosts test-slices finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -56,6 +57,9 @@ test-quantized: $(STAMP)
 test-mergekit: $(STAMP)
 	MERGEKIT_PYTHON=$(MERGEKIT_PYTHON) $(BIN)/python -m pytest -q -s tests/consensus/merging tests/interop/merge $(ARGS)
 
+test-xmanager: $(STAMP)
+	XMANAGER_PYTHON=$(XMANAGER_PYTHON) $(BIN)/python -m pytest -q tests/launch $(ARGS)
+
 test-hosts: $(STAMP)
 	$(PYTEST) tests/hosts tests/core/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
 	$(PYTEST) tests/integration/test_train.py tests/faults/test_numbers.py -k two_processes $(ARGS)
@@ -73,8 +77,8 @@ types: $(STAMP)
 	$(BIN)/python -m mypy $(ARGS)
 
 format: $(STAMP)
-	$(BIN)/ruff format capibara benchmarks tests examples
-	$(BIN)/ruff check --fix capibara benchmarks tests examples
+	$(BIN)/ruff format capibara benchmarks tests examples launch
+	$(BIN)/ruff check --fix capibara benchmarks tests examples launch
 
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/finetune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done

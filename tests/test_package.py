@@ -48,7 +48,7 @@ def installed(wheel, tmp_path_factory) -> pathlib.Path:
 
 def test_the_wheel_holds_the_code_and_the_gin_files(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert "capibara/__init__.py" in names and "capibara/config/__init__.py" in names
+    assert {"capibara/__init__.py", "capibara/config/__init__.py", "capibara/launch_files/xm_launch.py"} <= {*names}
     assert GIN_FILES
     assert sorted(name for name in names if name.endswith(".gin")) == [f"capibara/gin_files/{n}" for n in GIN_FILES]
     tops = {name.partition("/")[0] for name in names}

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("command", ["check", "format --check"], ids=lambda command: command.split()[0])
 def test_ruff_has_nothing_to_say(command):
-    folders = ["capibara", "benchmarks", "tests", "examples"]
+    folders = ["capibara", "benchmarks", "tests", "examples", "launch"]
     argv = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", *folders]
     done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
@@ -42,7 +42,7 @@ GIVEN_UP = {
 def test_a_word_that_was_given_up_is_said_nowhere(pattern):
     files = [
         path
-        for folder in ("capibara", "tests", "benchmarks", "docs", "examples", "gin")
+        for folder in ("capibara", "tests", "benchmarks", "docs", "examples", "gin", "launch")
         for path in (ROOT / folder).rglob("*")
     ]
     found = [

@@ -1,4 +1,4 @@
-"""Launches runs and looks after them: `python -m capibara.launch local -- train --gin_file=F`, `capibara launch gke F`."""
+"""Launches runs and manages them: `python -m capibara.launch local -- train --gin_file=F`, `capibara launch gke F`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ Run a verb on this machine, or a run's Gin file on a slice.
   vertex   on Vertex AI, by a custom job
   slurm    on a cluster with Slurm, by a batch script
   ssh      on hosts with SSH
+  xmanager as an experiment of XManager, on this machine or as jobs of the above
+  sweep    on any of these, many times with different bindings: launch sweep WHERE ...
 
   list     the jobs that were launched from here
   status   one of them, with its history
   logs     its log
   cancel   ends it
   resume   runs one again that has ended
-  manage   looks after all of them
+  manage   replaces what is preempted, fails or hangs
   recover  finds jobs by their labels, where the database is lost
 
 examples:
@@ -41,6 +43,8 @@ _MODULES = {
     "local": "local",
     "recover": "recover",
     "staged": "staged",
+    "sweep": "sweep",
+    "xmanager": "xmanager",
     **dict.fromkeys(_LAUNCHED, "job"),
     **dict.fromkeys(_MANAGED, "managed"),
 }
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_DESCRIPTION)
         return 0
     if where not in _MODULES:
-        known = ["local", *_LAUNCHED, *_MANAGED, "recover"]
+        known = ["local", "sweep", "xmanager", *_LAUNCHED, *_MANAGED, "recover"]
         raise UserError(f"launch has no {where!r}{did_you_mean(where, known, 'words')} (see --help)")
     module = importlib.import_module(f"capibara.cli.launching.{_MODULES[where]}")
     code: int = module.main(argv)
