@@ -6,20 +6,17 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
-import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
 
-from capibara.core.types import TryAgain, UserError
-from capibara.jobs import reports, systems
+from capibara.core.types import UserError
+from capibara.jobs import systems
 from capibara.jobs.backends.backend import Backend
-from capibara.jobs.managing.breaker import LONGEST_S, Breaker
-from capibara.jobs.managing.lifecycle import Decision, Lifecycle, Rules, Seen
+from capibara.jobs.managing.lifecycle import Decision, Rules, Seen
+from capibara.jobs.managing.places import Place, Places
 from capibara.jobs.managing.records import Record, Records, State
-from capibara.jobs.spec import JobSpec
+from capibara.jobs.managing.watch import Watch
 from capibara.jobs.systems.system import Busy, Exists, Resource, System
 
 _THREADS = 8
@@ -63,11 +60,9 @@ class Manager:
         connect: Callable[[Backend], System] = systems.connect,
         say: Callable[[str], None] = print,
     ):
-        self._records, self._names, self._rules, self._times = records, names, rules, times
-        self._connect, self._say = connect, say
-        self._places: dict[str, _Place] = {}
-        self._denied: dict[str, _Denial] = {}
-        self._watches = collections.defaultdict[str, _Watch](_Watch)
+        self._records, self._names, self._times = records, names, times
+        self._places, self._say = Places(connect, rules, say), say
+        self._watches = collections.defaultdict[str, Watch](Watch)
         self._locks: dict[str, contextlib.ExitStack] = {}  # of the jobs that it manages now
         self._managed: set[str] = set()  # now or before
 
@@ -79,8 +74,7 @@ class Manager:
         self._pool.shutdown(cancel_futures=True)
         for lock in self._locks.values():
             lock.close()
-        for place in self._places.values():
-            place.system.close()
+        self._places.close()
 
     def run(
         self,
@@ -105,8 +99,9 @@ class Manager:
             if until(found):
                 return found
             left = [one for one in found if not one.state.is_final]
-            if self._denied and all(_place_of(one) in self._denied for one in left):
-                raise next(iter(self._denied.values())).error
+            denials = [self._places.denial(Places.of(one)) for one in left]
+            if denials and denials[0] is not None and None not in denials:
+                raise denials[0]
             time.sleep(self._times.poll_s * random.uniform(0.8, 1.0))
 
     def look(self) -> list[Record]:
@@ -116,10 +111,9 @@ class Manager:
         chosen = [one for one in self._records.all() if one.name in self._locks and self._is_readable(one)]
         by_place = collections.defaultdict[str, list[Record]](list)
         for one in chosen:
-            by_place[_place_of(one)].append(one)
+            by_place[Places.of(one)].append(one)
         for key, found in by_place.items():
-            if key not in self._denied or time.monotonic() >= self._denied[key].until_s:
-                self._visit(key, found, cancelled)
+            self._visit(key, found, cancelled)
         self._release()
         names = self._managed if self._names is None else self._names
         return [one for one in self._records.all() if one.name in names]
@@ -150,19 +144,19 @@ class Manager:
 
     def _visit(self, key: str, found: Sequence[Record], cancelled: set[str]) -> None:
         """One pass over the jobs of one place."""
-        place = self._place(key, found[0])
+        place = self._places.find(key, found[0])
         if place is None or not place.reads.breaker.allows(time.monotonic()):
             return
         try:
             resources = place.system.resources()
         except UserError as error:
-            self._deny(key, error)
+            self._places.deny(key, error)
             return
         except Exception as error:  # of any client
             place.reads.failed(error, self._say)
             return
         place.reads.succeeded()
-        self._denied.pop(key, None)
+        self._places.allow(key)
         by_job = collections.defaultdict[str, list[Resource]](list)
         for one in resources:
             by_job[one.job].append(one)
@@ -170,27 +164,7 @@ class Manager:
         for step in steps:
             step.result()
 
-    def _place(self, key: str, record: Record) -> _Place | None:
-        """The place of a job; None: there is no way to it at present."""
-        if key not in self._places:
-            try:
-                system = self._connect(record.spec()[0])
-            except UserError as error:
-                self._deny(key, error)
-                return None
-            except TryAgain as error:
-                self._watches[record.name].say_once(f"{error}: tried again", self._say)
-                return None
-            self._places[key] = _Place(system, Lifecycle.of(system, self._rules))
-        return self._places[key]
-
-    def _deny(self, key: str, error: UserError) -> None:
-        """Leaves a place alone for a while, in which the user may mend it."""
-        if key not in self._denied:
-            self._say(f"{error}: its jobs are not managed until then")
-        self._denied[key] = _Denial(error, time.monotonic() + LONGEST_S)
-
-    def _step(self, place: _Place, record: Record, resources: Sequence[Resource], is_cancelled: bool) -> None:
+    def _step(self, place: Place, record: Record, resources: Sequence[Resource], is_cancelled: bool) -> None:
         """Decides for one job, writes that down and does it; no other job depends on whether that succeeds."""
         watch = self._watches[record.name]
         try:
@@ -223,7 +197,7 @@ class Manager:
             self._records.note(after.name, text)
             self._say(f"job {after.name} is {text}")
 
-    def _act(self, place: _Place, before: Record, decision: Decision) -> None:
+    def _act(self, place: Place, before: Record, decision: Decision) -> None:
         record = decision.record
         try:
             for resource in decision.delete:
@@ -246,7 +220,7 @@ class Manager:
             else:  # the reason of its end is another one
                 self._watches[record.name].say_once(f"job {record.name}: {reason}", self._say)
 
-    def _submit(self, place: _Place, record: Record) -> None:
+    def _submit(self, place: Place, record: Record) -> None:
         watch, (_, spec) = self._watches[record.name], record.spec()
         try:
             place.system.submit(spec)
@@ -265,115 +239,6 @@ class Manager:
         self._write(record, dataclasses.replace(record, state=State.WAITING, reason=""))
 
 
-class _Denial(NamedTuple):
-    """Why a place is left alone, and until when."""
-
-    error: UserError
-    until_s: float
-
-
-@dataclasses.dataclass
-class _Place:
-    """A system at one place, with what the manager knows of it."""
-
-    system: System
-    lifecycle: Lifecycle
-    reads: _Calls = dataclasses.field(default_factory=lambda: _Calls())
-    writes: _Calls = dataclasses.field(default_factory=lambda: _Calls())
-
-
-@dataclasses.dataclass
-class _Calls:
-    """Calls of one kind: lists may be answered while nothing can be made."""
-
-    breaker: Breaker = dataclasses.field(default_factory=Breaker)
-    fault: str = ""  # why the last one was not answered
-
-    def succeeded(self) -> None:
-        """Notes that one was answered."""
-        self.breaker.succeeded()
-        self.fault = ""
-
-    def failed(self, error: Exception, say: Callable[[str], None]) -> None:
-        """Notes that one was not answered; says why if that is new."""
-        self.breaker.failed(time.monotonic(), error.after_s if isinstance(error, Busy) else None)
-        fault = str(error) if isinstance(error, Busy) else f"{type(error).__name__}: {error}"
-        if fault != self.fault:
-            say(f"{fault}: tried again")
-        self.fault = fault
-
-
-@dataclasses.dataclass
-class _Watch:
-    """What this manager has seen of the reports of a job's present attempt.
-
-    The hosts' clocks are not compared with ours: a report is as old as the time since it last changed here.
-    """
-
-    attempt: tuple[str, int] = ("", 0)
-    read_s: float = -math.inf
-    found: Mapping[str, reports.Report] = dataclasses.field(default_factory=dict)
-    changed_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    hosts: int = 0
-    clashes: int = 0
-    said: str = ""
-
-    def say_once(self, text: str, say: Callable[[str], None]) -> None:
-        """Says what is not what it has said last."""
-        if text != self.said:
-            say(text)
-        self.said = text
-
-    def read(self, spec: JobSpec, now_s: float, say: Callable[[str], None]) -> None:
-        """Reads the reports; those that cannot be read are as they were, and nothing is silent meanwhile."""
-        self._begin(spec)
-        try:
-            found = reports.read(spec.reports)
-        except TryAgain as error:
-            self.say_once(f"job {spec.name}: {error}: tried again", say)
-            self.changed_s, self.read_s = dict.fromkeys(self.changed_s, now_s), now_s
-            return
-        for name, report in found.items():
-            if report != self.found.get(name):
-                self.changed_s[name] = now_s
-        self.found, self.read_s, self.hosts = found, now_s, spec.slice_.hosts
-
-    def _begin(self, spec: JobSpec) -> None:
-        attempt = (spec.attempt.launch, spec.attempt.number)
-        if attempt != self.attempt:
-            self.attempt, self.found, self.changed_s, self.read_s = attempt, {}, {}, -math.inf
-            self.clashes = 0
-
-    def outcome_of(self, spec: JobSpec) -> reports.Outcome:
-        """What the reports amount to."""
-        self._begin(spec)
-        return reports.outcome(self.found, spec.slice_.hosts)
-
-    def silent_s(self, now_s: float) -> float:
-        """The seconds for which the host that is silent for longest has not reported.
-
-        A system that starts hosts again elsewhere leaves files of earlier ones: as many files count as there are hosts.
-        """
-        newest = sorted((self.changed_s[name] for name in self.found), reverse=True)[: self.hosts]
-        running = [
-            changed_s
-            for name, changed_s in self.changed_s.items()
-            if name in self.found and not self.found[name].is_final
-        ]
-        return now_s - min(newest) if newest and min(newest) in running else 0.0
-
-    @property
-    def missing(self) -> int:
-        """How many hosts have not reported yet."""
-        return max(0, self.hosts - len(self.found))
-
-
 def _is_over(record: Record) -> bool:
     """Whether nothing of a job is left to do, and nothing of it can appear any more."""
     return record.state.is_final and not record.submit_s
-
-
-def _place_of(record: Record) -> str:
-    """The back end with its fields, by which the jobs of one system are found together."""
-    document = json.loads(record.text)
-    return json.dumps([document["backend"], document["fields"]], sort_keys=True)

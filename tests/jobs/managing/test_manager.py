@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from capibara.core.types import UserError
-from capibara.jobs import spec_file
+from capibara.core.types import TryAgain, UserError
+from capibara.jobs import reports, spec_file
 from capibara.jobs.backends.gke import Gke
 from capibara.jobs.managing import manager as managing
 from capibara.jobs.managing import recovery
@@ -423,7 +423,7 @@ def test_reports_that_cannot_be_read_hang_nothing(records, tmp_path, monkeypatch
         passes.until(is_state(State.RUNNING))
         passes.manager.look()
         folder = tmp_path / "jobs/run/reports/ab-0"
-        monkeypatch.setattr(managing.reports, "read", _unreadable)
+        monkeypatch.setattr(reports, "read", _unreadable)
         began_s = time.monotonic()
         while time.monotonic() - began_s < 0.5:
             passes.manager.look()
@@ -432,7 +432,7 @@ def test_reports_that_cannot_be_read_hang_nothing(records, tmp_path, monkeypatch
 
 
 def _unreadable(folder):
-    raise managing.TryAgain(f"{folder} cannot be read")
+    raise TryAgain(f"{folder} cannot be read")
 
 
 def test_a_lost_database_is_filled_from_the_labels(records, tmp_path):

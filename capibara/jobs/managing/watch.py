@@ -1,0 +1,76 @@
+"""What a manager has seen of the reports of a job's hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from capibara.core.types import TryAgain
+from capibara.jobs import reports
+from capibara.jobs.spec import JobSpec
+
+
+@dataclasses.dataclass
+class Watch:
+    """What this manager has seen of the reports of a job's present attempt.
+
+    The hosts' clocks are not compared with ours: a report is as old as the time since it last changed here.
+    """
+
+    attempt: tuple[str, int] = ("", 0)
+    read_s: float = -math.inf
+    found: Mapping[str, reports.Report] = dataclasses.field(default_factory=dict)
+    changed_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    hosts: int = 0
+    clashes: int = 0
+    said: str = ""
+
+    def say_once(self, text: str, say: Callable[[str], None]) -> None:
+        """Says what is not what it has said last."""
+        if text != self.said:
+            say(text)
+        self.said = text
+
+    def read(self, spec: JobSpec, now_s: float, say: Callable[[str], None]) -> None:
+        """Reads the reports; those that cannot be read are as they were, and nothing is silent meanwhile."""
+        self._begin(spec)
+        try:
+            found = reports.read(spec.reports)
+        except TryAgain as error:
+            self.say_once(f"job {spec.name}: {error}: tried again", say)
+            self.changed_s, self.read_s = dict.fromkeys(self.changed_s, now_s), now_s
+            return
+        for name, report in found.items():
+            if report != self.found.get(name):
+                self.changed_s[name] = now_s
+        self.found, self.read_s, self.hosts = found, now_s, spec.slice_.hosts
+
+    def _begin(self, spec: JobSpec) -> None:
+        attempt = (spec.attempt.launch, spec.attempt.number)
+        if attempt != self.attempt:
+            self.attempt, self.found, self.changed_s, self.read_s = attempt, {}, {}, -math.inf
+            self.clashes = 0
+
+    def outcome_of(self, spec: JobSpec) -> reports.Outcome:
+        """What the reports amount to."""
+        self._begin(spec)
+        return reports.outcome(self.found, spec.slice_.hosts)
+
+    def silent_s(self, now_s: float) -> float:
+        """The seconds for which the host that is silent for longest has not reported.
+
+        A system that starts hosts again elsewhere leaves files of earlier ones: as many files count as there are hosts.
+        """
+        newest = sorted((self.changed_s[name] for name in self.found), reverse=True)[: self.hosts]
+        running = [
+            changed_s
+            for name, changed_s in self.changed_s.items()
+            if name in self.found and not self.found[name].is_final
+        ]
+        return now_s - min(newest) if newest and min(newest) in running else 0.0
+
+    @property
+    def missing(self) -> int:
+        """How many hosts have not reported yet."""
+        return max(0, self.hosts - len(self.found))
