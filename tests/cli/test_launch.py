@@ -119,9 +119,9 @@ def test_what_was_staged_runs_on_a_host(cwd, tmp_path_factory, capsys):
     (cwd / "run.gin").write_text(RUN.replace("models/tiny.gin", "sub/own.gin"))
     flags = ("--slice=cpu-1", f"--storage={storage}", f"--python={sys.executable}", "--gin.TRAIN_STEPS=1", "--stage")
     assert run("slurm", "run.gin", *flags) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("srun ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "srun " in line and "launch staged" in line]
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    command = line.removeprefix("srun --kill-on-bad-exit=0 ").removesuffix(" &")
+    command = line.partition("srun --kill-on-bad-exit=0 ")[2].partition(" >&4")[0]
     checkout = pathlib.Path(launch.__file__).parents[2]
     ended = subprocess.run(
         ["bash", "-c", f"XLA_FLAGS= PYTHONPATH={checkout} JAX_PLATFORMS=cpu {command}"],

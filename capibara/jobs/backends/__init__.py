@@ -7,7 +7,7 @@ import importlib
 from capibara.jobs.backends.backend import Backend
 
 # Name -> class, in the module of that name.
-NAMES = {"gce": "Gce", "gke": "Gke", "slurm": "Slurm", "vertex": "Vertex"}
+NAMES = {"gce": "Gce", "gke": "Gke", "slurm": "Slurm", "ssh": "Ssh", "vertex": "Vertex"}
 
 
 def find(name: str) -> type[Backend]:

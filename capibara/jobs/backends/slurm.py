@@ -59,7 +59,7 @@ class Slurm(Backend):
         if spec.image is not None or spec.bundle.wheel is not None:
             flag = "--image" if spec.image is not None else "--wheel"
             raise UserError(
-                f"{flag} has no effect with launch slurm, which runs --python={self.python} of the nodes: leave it out"
+                f"{flag} has no effect with launch slurm, which runs --python={self.python} of the nodes: omit it"
             )
         for secret in spec.secrets:
             if secret.source not in self.secret_sources:
@@ -103,7 +103,7 @@ class Slurm(Backend):
     def _minutes(self, spec: JobSpec) -> int | None:
         if spec.left_s is None:
             return self.minutes
-        return min(self.minutes or _MOST_MINUTES, round(spec.left_s) // 60)
+        return min(self.minutes or _MOST_MINUTES, max(1, round(spec.left_s) // 60))  # 0 is no limit
 
     def _body(self, spec: JobSpec) -> list[str]:
         # JAX would give one device to each task of Slurm: a node's only task has all of them.
@@ -125,11 +125,14 @@ class Slurm(Backend):
             "",
             "# JAX finds the other nodes by Slurm's variables. The step gets SIGTERM before the job's time ends.",
             "# To the processes of the step: srun itself would kill them when it gets the signal.",
-            "trap 'capibara_told=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM",
-            f"srun --kill-on-bad-exit=0 {cpus}{run} &",
+            "trap 'capibara_signalled=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' TERM",
+            "# Its exit code comes through a pipe: that of `wait` is lost if a signal comes at the same moment.",
+            "exec 4>&1",
+            f"exec 3< <(trap : TERM; srun --kill-on-bad-exit=0 {cpus}{run} >&4 4>&- < /dev/null; echo $?)",
             "capibara_step=$!",
             "# A signal ends `wait`; then the step saves a checkpoint, and is waited for again.",
-            'while capibara_told=""; wait "$capibara_step"; capibara_code=$?; [ -n "$capibara_told" ]; do :; done',
+            'while capibara_signalled=""; wait "$capibara_step"; [ -n "$capibara_signalled" ]; do :; done',
+            "read -r capibara_code <&3 || capibara_code=1",
             *([] if spec.budget_usd is not None else _requeued(spec)),
             'exit "$capibara_code"',
         ]

@@ -28,6 +28,12 @@ COMMANDS = {
     "gce.json": ("gce", STORAGE, "--project=my-project", "--zone=us-west4-a", f"--wheel={WHEEL}"),
     "vertex.json": ("vertex", STORAGE, IMAGE, "--project=my-project", "--region=us-west1"),
     "slurm.sh": ("slurm", "--slice=8xh100-8", "--storage=/shared", "--partition=gpu"),
+    "ssh.sh": (
+        "ssh",
+        "--slice=8xh100-8",
+        "--storage=/shared",
+        "--hosts=gpu0,gpu1,gpu2,gpu3,gpu4,gpu5,gpu6,gpu7",
+    ),
     "local.sh": ("local", "--processes=4"),
     "xmanager.txt": ("xmanager", "--where=vertex", STORAGE, IMAGE, "--project=my-project", "--region=us-west1"),
 }
