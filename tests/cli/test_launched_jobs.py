@@ -205,6 +205,15 @@ def test_a_job_whose_budget_is_spent_is_not_resumed(cluster, tmp_path, capsys):
     assert len(creations(server)) == 1 and records.find("run").state == "cancelled"
 
 
+def test_a_job_that_is_resumed_may_fail_as_often_as_a_new_one(tmp_path):
+    records = Records(tmp_path / "state" / "jobs.sqlite")
+    attempt = Attempt(launch="ab", number=3, failures=2, spent_s=60)
+    records.put(Record(name="run", text=spec_file.text_of(Gke(), job()), attempt=attempt, state=State.FAILED))
+    assert run("resume", "run", "--detach") == 0
+    resumed = records.find("run")
+    assert resumed.state is State.REPLACING and resumed.attempt == dataclasses.replace(attempt, failures=0)
+
+
 def test_of_several_jobs_all_are_resumed_or_none(cluster, tmp_path, capsys):
     cluster(active_after_s=0.0)
     for name in ("run", "other"):
@@ -228,6 +237,15 @@ def test_what_a_host_says_does_not_drive_the_terminal(tmp_path, capsys):
         assert "\x1b" not in out and "\x07" not in out and "a [2J error: b" in out
     assert watching.exit_code([bad]) == exits.EXIT_FAULT
     assert capsys.readouterr().err == "error: job run has failed: a [2J error: b \n"
+
+
+def test_what_a_job_costs_is_that_of_all_its_chips(tmp_path, capsys):
+    text = spec_file.text_of(Gke(), job("v5e-8"))
+    ended = Record(name="run", text=text, attempt=Attempt(number=1, spent_s=1800), state=State.CANCELLED)
+    Records(tmp_path / "state" / "jobs.sqlite").put(ended)
+    assert run("list", "--json") == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["chip_seconds"] == 8 * 1800 and listed["usd"] == pytest.approx(9.6 / 2)
 
 
 def test_a_job_of_another_version_is_listed(tmp_path, capsys):

@@ -39,6 +39,19 @@ def test_a_job_comes_back_as_it_was():
     assert backend == GCE and spec == spec_file.signed(GCE, whole())
 
 
+NAMES = {
+    Source.SECRET_MANAGER: "projects/p/secrets/s/versions/1",
+    Source.KUBERNETES: "hugging-face/token",
+    Source.ENVIRONMENT: "MY_TOKEN",
+}
+
+
+@pytest.mark.parametrize("source", [*Source])
+def test_a_secret_of_each_source_comes_back(source):
+    spec = job(secrets=(Secret(variable="HF_TOKEN", source=source, name=NAMES[source]),))
+    assert spec_file.read_text(spec_file.text_of(GCE, spec))[1].secrets == spec.secrets
+
+
 def test_the_digest_is_of_all_but_the_attempt():
     signed = spec_file.signed(GCE, whole())
     assert spec_file.signed(GCE, whole(attempt=Attempt(launch="ab", number=3))).digest == signed.digest

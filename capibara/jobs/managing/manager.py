@@ -37,9 +37,7 @@ class Times:
 
 
 class Manager:
-    """Manages jobs; use it in a `with` block.
-
-    It manages the jobs whose locks it gets; those of another manager are left to that one.
+    """Manages the jobs whose locks it gets, in a `with` block; those of another manager are left to that one.
 
     Args:
       records: the jobs.

@@ -62,13 +62,9 @@ class Watch:
 
         A system that starts hosts again elsewhere leaves files of earlier ones: as many files count as there are hosts.
         """
-        newest = sorted((self.changed_s[name] for name in self.found), reverse=True)[: self.hosts]
-        running = [
-            changed_s
-            for name, changed_s in self.changed_s.items()
-            if name in self.found and not self.found[name].is_final
-        ]
-        return now_s - min(newest) if newest and min(newest) in running else 0.0
+        newest = sorted(self.found, key=lambda name: self.changed_s[name], reverse=True)[: self.hosts]
+        running = [self.changed_s[name] for name in newest if not self.found[name].is_final]
+        return now_s - min(running) if running else 0.0
 
     @property
     def missing(self) -> int:

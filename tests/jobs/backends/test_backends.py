@@ -61,7 +61,9 @@ def test_what_a_back_end_cannot_run(where, spec, message):
 def test_a_budget_of_tpu_vms_needs_a_manager():
     gce, spec = backend("gce"), job("v5e-64", budget_usd=500.0)
     assert gce.render(spec).documents
-    with pytest.raises(UserError, match="--budget_usd=500 has no effect with launch gce unless capibara looks after"):
+    with pytest.raises(
+        UserError, match="--budget_usd=500 has no effect with launch gce unless a manager watches the job"
+    ):
         gce.check_unmanaged(spec)
     backend("gke").check_unmanaged(spec)
 

@@ -175,6 +175,12 @@ def test_a_job_with_a_budget_is_not_put_back(tmp_path):
     assert "#SBATCH --time=1\n" in text_of("slurm", spent)  # 0 would be no limit
 
 
+@pytest.mark.parametrize(("minutes", "shorter"), [(30, 30), (600, 60)])
+def test_a_job_with_a_budget_has_the_shorter_of_its_two_times(minutes, shorter):
+    spec = job("2xh100-8", image=None, budget_usd=172.8)  # an hour
+    assert f"#SBATCH --time={shorter}\n" in text_of("slurm", spec, minutes=minutes)
+
+
 def test_each_node_has_one_process_with_all_its_chips_and_what_the_launcher_inherits(tmp_path):
     secret = Secret(variable="HF_TOKEN", source=Source.ENVIRONMENT, name="MY_TOKEN")
     spec = job("2xh100-8", image=None, environment={"A": "b c"}, secrets=(secret,))

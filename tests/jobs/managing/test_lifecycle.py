@@ -87,6 +87,14 @@ def test_what_is_left_of_an_ended_job_of_the_same_name_makes_room():
 
 
 @ALL
+def test_what_is_being_deleted_of_an_earlier_launch_is_waited_for(lifecycle):
+    """A job that was cancelled a moment ago, and is launched again."""
+    decision = decide(lifecycle, record(State.SUBMITTING), resource(Phase.DELETING, launch="cd"))
+    assert decision.record.state is State.SUBMITTING and not decision.delete
+    assert decision.submit is not lifecycle.has_unique_names
+
+
+@ALL
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RUNNING])
 def test_a_job_has_the_state_of_its_resource(lifecycle, phase):
     decision = decide(lifecycle, record(State.WAITING), resource(phase, reason="why"))

@@ -149,6 +149,22 @@ def test_lists_that_are_answered_allow_no_storm_of_submissions(records, tmp_path
     assert {one.state for one in records.all()} == {State.SUBMITTING}
 
 
+def test_a_job_that_was_not_submitted_in_a_storm_is_cancelled_at_once(records, tmp_path, monkeypatch):
+    """No call was begun, so nothing of it can appear later."""
+    launch(records, tmp_path)
+    monkeypatch.setattr(managing.time, "monotonic", lambda: 1_000.0)
+    cloud = Cloud(refuses=Busy("503"))
+    with Pass(records, cloud, rules=dataclasses.replace(QUICK, settle_s=30)) as passes:
+        for _ in range(3):
+            passes.manager.look()
+        launch(records, tmp_path, "late")
+        passes.manager.look()
+        records.cancel("late")
+        passes.manager.look()
+    assert records.find("late").state is State.CANCELLED
+    assert [name for name, _ in cloud.submitted()] == ["run"] * 3
+
+
 def test_what_is_refused_may_have_been_made_by_the_call_before(records, tmp_path):
     """The first answer is lost, the list lags behind, and then a quota is used up: the resource is deleted."""
     launch(records, tmp_path)
@@ -415,6 +431,20 @@ def test_files_of_hosts_that_were_replaced_are_not_silent_hosts(records, tmp_pat
     assert records.find("run").attempt.number == 0
 
 
+def test_a_host_that_has_ended_is_not_silent(records, tmp_path):
+    """Its system has not seen that yet, or waits for the other hosts."""
+    launch(records, tmp_path)
+    cloud = Cloud(phase=Phase.RUNNING)
+    report(tmp_path, "a", 9, code=0)
+    with Pass(records, cloud) as passes:
+        passes.until(is_state(State.RUNNING))
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.5:
+            passes.manager.look()
+            time.sleep(0.01)
+    assert records.find("run").state is State.RUNNING and records.find("run").attempt.number == 0
+
+
 def test_reports_that_cannot_be_read_hang_nothing(records, tmp_path, monkeypatch):
     launch(records, tmp_path)
     cloud = Cloud(phase=Phase.RUNNING)
@@ -469,6 +499,19 @@ def test_recovery_by_other_fields_names_them(records, tmp_path):
     other = Gke(namespace="ml", queue="q")
     assert recovery.recover(Records(tmp_path / "new.sqlite"), other, cloud, str(tmp_path), lines.append) == []
     assert lines == ["job run is skipped: job run was launched with other fields of gke: queue is None, not q"]
+
+
+def test_recovery_finds_a_later_launch_of_a_job_that_the_database_has_as_ended(records, tmp_path):
+    """The database is a copy of last week's."""
+    ended = dataclasses.replace(launch(records, tmp_path), state=State.FAILED)
+    records.put(ended)
+    spec, cloud = ended.spec()[1], Cloud()
+    cloud.there["a"] = Resource(id="a", labels=spec.all_labels, phase=Phase.RUNNING, created_s=5.0)
+    assert recovery.recover(records, GKE, cloud, str(tmp_path)) == [] and records.all() == [ended]
+    later = dataclasses.replace(spec, attempt=Attempt(launch="cd", number=2))
+    cloud.there["b"] = Resource(id="b", labels=later.all_labels, phase=Phase.RUNNING, created_s=6.0)
+    (found,) = recovery.recover(records, GKE, cloud, str(tmp_path))
+    assert found.attempt == later.attempt and found.state is State.WAITING and records.all() == [found]
 
 
 def test_recovery_finds_the_resource_that_runs_beside_one_that_was_cancelled(records, tmp_path):

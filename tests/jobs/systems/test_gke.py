@@ -500,6 +500,23 @@ def test_the_log_is_that_of_the_newest_restart(fake, cluster):
     assert lines(cluster, "v5e-8") == ["new"]
 
 
+def test_the_log_is_that_of_the_attempt(fake, cluster):
+    """A pod of an earlier attempt that is still there has restarted more often."""
+    cluster.submit(job("v5e-8"))
+    fake.restart("run")
+    fake.start("run")
+    (old,) = fake.pods("run")
+    cluster.delete(only(cluster))
+    fake.play("remove", "run")
+    cluster.submit(job("v5e-8", attempt=Attempt(number=1)))
+    fake.start("run")
+    (new,) = fake.pods("run")
+    fake.put("pods", old)
+    fake.say(old["metadata"]["name"], "old")
+    fake.say(new["metadata"]["name"], "new")
+    assert lines(cluster, "v5e-8") == ["new"]
+
+
 def test_a_job_without_pods_says_so(fake, cluster):
     cluster.submit(job("v5e-8"))
     fake.evict("run")

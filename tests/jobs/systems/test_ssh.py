@@ -300,6 +300,15 @@ def test_a_command_that_is_killed_is_no_exit_code_137(pair):
     assert in_phase(one, Phase.FAILED).reason == "h0: exit code 137"
 
 
+def test_a_host_that_is_lost_is_why_the_others_have_failed(pair):
+    pair.does('[ "$JAX_PROCESS_ID" = 1 ] && kill -KILL $$; exit 1')
+    one = pair.system()
+    one.submit(spec())
+    until(lambda: pair.ran(0) and pair.ran(1) and not any(map(is_alive, pair.groups())))
+    (found,) = one.resources()
+    assert (found.phase, found.reason) == (Phase.PREEMPTED, "h1: the job was killed")
+
+
 def test_a_host_that_was_rebooted_has_lost_its_job(pair):
     pair.does(UNTIL_STOPPED)
     one = pair.system("h0")
