@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from capibara import config
+from capibara.cli import launch
 from capibara.cli.arguments import flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -86,6 +87,15 @@ def test_a_command_is_one_that_the_verb_takes(page, folder, command, monkeypatch
     def parsed(parser, argv=None):
         raise Parsed(parse(parser, argv))
 
+    def opened(args):
+        raise Parsed(args)
+
+    if verb == "launch" and argv[0] in ("list", "status", "logs", "cancel", "resume", "manage", "recover"):
+        place = "recover" if argv[0] == "recover" else "managed"
+        monkeypatch.setattr(f"capibara.cli.launching.{place}.Opened", opened)
+        with pytest.raises(Parsed):
+            launch.main(argv)
+        return
     module = importlib.import_module(f"capibara.cli.{verb.replace('-', '_')}")
     monkeypatch.setattr(module if hasattr(module, "parse_arguments") else flags, "parse_arguments", parsed)
     with pytest.raises(Parsed) as found:

@@ -16,13 +16,18 @@ from capibara.jobs.spec import Capacity
 
 
 def add_arguments(parser: argparse.ArgumentParser, backend: type[Backend]) -> None:
-    """Adds the flags of a job, and those of the back end's fields."""
-    parser.add_argument("run", nargs="+", metavar="RUN.gin", help="Gin files of the run, as --gin_file of its verb")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what is submitted; stage nothing")
+    """Adds the flags of a job, of what is done with it, and those of the back end's fields."""
     parser.add_argument("--stage", action="store_true", help="stage the job's files, and print what is to be submitted")
     parser.add_argument(
         "--detach", action="store_true", help="end when the job is submitted; then launch manage must run"
     )
+    add_job(parser, backend)
+
+
+def add_job(parser: argparse.ArgumentParser, backend: type[Backend]) -> None:
+    """Adds the flags that say what a job is, and those of the back end's fields."""
+    parser.add_argument("run", nargs="+", metavar="RUN.gin", help="Gin files of the run, as --gin_file of its verb")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what is submitted; stage nothing")
     add_state(parser)
     group = parser.add_argument_group("job")
     add = group.add_argument
