@@ -79,7 +79,9 @@ from capibara.inference.server.service import ServerConfig as ServerConfig
 from capibara.jobs.backends.gce import Gce as Gce
 from capibara.jobs.backends.gke import Gke as Gke
 from capibara.jobs.backends.slurm import Slurm as Slurm
+from capibara.jobs.backends.ssh import Ssh as Ssh
 from capibara.jobs.backends.vertex import Vertex as Vertex
+from capibara.jobs.sweeps.sweep import Sweep as Sweep
 from capibara.loading import load as load
 from capibara.loading.adapters import Adapters as Adapters
 from capibara.models.adapters.lora import Lora as Lora

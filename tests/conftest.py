@@ -40,6 +40,8 @@ os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with 
 # Those of tests/hosts, which start up to four processes each, stand apart from each other.
 _LONGEST = """
 data/tasks/test_tasks hosts/test_joining examples/test_extend slices/test_training training/test_loop
+hosts/test_ssh faults/test_launched hosts/test_startup cli/test_launch_sweep faults/test_manager jobs/managing/test_manager
+cli/test_launched_jobs jobs/systems/test_ssh cli/test_launch
 kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/test_group
 models/moe/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
 strategies/test_grpo strategies/test_consensus interop/test_t5x_training inference/server/test_server interop/test_t5x

@@ -1,6 +1,7 @@
 """Maintenance that a metadata server announces is SIGTERM for the run."""
 
 import contextlib
+import functools
 import http.server
 import signal
 import threading
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from capibara.cli.launching import staged
 from capibara.jobs import maintenance
 from capibara.jobs.maintenance import Maintenance
 
@@ -83,3 +85,30 @@ def test_a_metadata_server_that_does_not_answer_announces_nothing(values):
 def test_no_metadata_server(monkeypatch):
     monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:9")
     assert maintenance._read("preempted") is None
+
+
+def test_a_run_starts_again_after_each_announcement_until_its_host_is_taken(values, monkeypatch):
+    """As `launch staged` runs it; a SIGTERM of somebody else ends it."""
+    monkeypatch.setattr(maintenance, "Maintenance", functools.partial(Maintenance, every_s=0.01))
+    monkeypatch.setattr(staged, "_REST_S", 0.01)
+    announced = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
+    events = [announced, {"maintenance-event": "NONE"}, announced]
+    starts = 0
+
+    def run():
+        nonlocal starts
+        starts += 1
+        before = len(came)
+        values.update(events.pop(0))
+        if values["maintenance-event"] == "NONE":
+            time.sleep(0.1)
+        else:
+            until(lambda: len(came) > before)
+        return 128 + signal.SIGTERM
+
+    with terms() as came:
+        assert staged._through_maintenance(run) == 128 + signal.SIGTERM
+        assert starts == 2  # the second was ended by somebody else
+        values["preempted"] = "TRUE"
+        assert staged._through_maintenance(run) == 128 + signal.SIGTERM
+    assert starts == 3 and len(came) == 2

@@ -6,6 +6,7 @@ never uses the accelerators.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import difflib
@@ -14,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from capibara.core import extras, user_modules
@@ -56,10 +57,39 @@ def load(task_module: str | None = None) -> Any:
                 tf.config.set_visible_devices([], kind)
         # SeqIO warns that its FunctionDataSource repeats data after a restart; here it does not.
         logging.getLogger("absl").addFilter(_is_no_restart_advice)
-        seqio = extras.require("seqio", extra="seqio", why="SeqIO tasks")
+        with contextlib.nullcontext() if "seqio" in sys.modules else _lazy_imports_of_this_thread():
+            seqio = extras.require("seqio", extra="seqio", why="SeqIO tasks")
         if task_module is not None:
             _import_task_module(task_module)
         return seqio
+
+
+@contextlib.contextmanager
+def _lazy_imports_of_this_thread() -> Iterator[None]:
+    """Within it, `etils.epy.lazy_imports` postpones imports of this thread only.
+
+    TFDS uses it. It replaces `builtins.__import__`, so an import in any other thread would fail meanwhile, such as those of
+    gcsfs when it opens a file of a checkpoint.
+    """
+    from etils.epy import lazy_imports_utils
+
+    if not hasattr(lazy_imports_utils, "_lazy_import"):  # another version of etils
+        yield
+        return
+    postpone, import_now, here = lazy_imports_utils._lazy_import, builtins.__import__, threading.get_ident()
+
+    def imported(name: str, *rest: Any, **options: Any) -> Any:
+        if threading.get_ident() == here:
+            return postpone(name, *rest, **options)
+        for callback in ("error_callback", "success_callback"):
+            options.pop(callback, None)
+        return import_now(name, *rest, **options)
+
+    lazy_imports_utils._lazy_import = imported
+    try:
+        yield
+    finally:
+        lazy_imports_utils._lazy_import = postpone
 
 
 def _is_no_restart_advice(record: logging.LogRecord) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import email.utils
 import functools
 import itertools
 import json
@@ -14,12 +16,14 @@ import textwrap
 
 import numpy as np
 import pytest
+from etils import epy
 
 from capibara.core.types import BATCH_KEYS, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import make_loader, merge_states
 from capibara.data.sources.sources import StdlibSource
+from capibara.data.tasks import tasks
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 MODULE = "capibara.data.builtin_tasks"
@@ -440,3 +444,12 @@ def test_the_accelerators_and_start_up_stay_free():
 
 def assert_runs(program):
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+def test_imports_of_other_threads_are_made_while_those_of_tfds_are_postponed():
+    """As those of gcsfs, which opens a checkpoint's files while SeqIO is imported."""
+    names = {"__package__": "email"}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, tasks._lazy_imports_of_this_thread(), epy.lazy_imports():
+        pool.submit(exec, "from . import utils", names).result()
+        import no_such_module  # noqa: F401
+    assert names["utils"] is email.utils
