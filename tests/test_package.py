@@ -27,7 +27,7 @@ def python(*args: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedPro
 def wheel(tmp_path_factory) -> pathlib.Path:
     """The wheel, built offline, from a copy so that nothing is left in the checkout."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("capibara", "gin"):
+    for name in ("capibara", "gin", "launch"):
         shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", ".gitignore"):  # hatchling leaves out what git ignores
         shutil.copy(CHECKOUT / name, source)
