@@ -411,7 +411,7 @@ def test_the_value_of_a_secret_is_in_no_file_and_on_no_command_line(pair, monkey
     files = [path for folder in (pair.folder, pair.hosts.folder) for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 20 and not [path for path in files if b"s3cr3t" in path.read_bytes()]
     assert not [path for path in pair.jobs.rglob("*") if path.is_dir() and path.stat().st_mode & 0o077]
-    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, check=True).stdout
+    shown = subprocess.run(["ps", "-wweo", "args"], capture_output=True, check=True).stdout
     assert str(pair.folder / "python").encode() in shown and b"s3cr3t" not in shown
     monkeypatch.delenv("MY_TOKEN")
     with pytest.raises(UserError, match="--secret=TOKEN=env:MY_TOKEN: MY_TOKEN is not set here: export it"):
