@@ -19,6 +19,8 @@ _LABEL_VALUE = re.compile(r"([a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables of the shell, and of the scripts that back ends write.
 _SHELLS = re.compile(r"PATH|IFS|U?E?UID|PPID|SHELLOPTS|BASH.*|capibara_.*")
+_MOST_RESTARTS, _LONGEST_GRACE_S = 10_000, 7 * 86_400
+_LONGEST_S = 10 * 365 * 86_400.0
 # Labels that the back ends set themselves: by these a lost database is rebuilt.
 OWN_LABELS = (
     "capibara-job",
@@ -151,23 +153,36 @@ class JobSpec:
             if not _is_line(value):
                 raise UserError(f"--env={variable}=... must be one line of text")
             check_public(variable, value)
+        self._check_secrets()
         texts = {"--image": self.image, "--priority": self.priority, "--reservation": self.reservation}
         for flag, text in {**texts, "--storage": self.bundle.url}.items():
-            if text is not None and not (text and _is_line(text) and " " not in text):
-                raise UserError(f"{flag}={text!r} must be one word")
-        if any(has_secret(text) for text in (*self.arguments, *self.labels.values())):
+            if text is not None and not (text and _is_line(text) and " " not in text and text[0] != "-"):
+                raise UserError(f"{flag}={text!r} must be one word that begins with no -")
+        if not (0 <= self.restarts <= _MOST_RESTARTS and 0 <= self.grace_s <= _LONGEST_GRACE_S):
             raise UserError(
-                "a binding or a label looks like a secret, and everyone who sees the job could read it: use --secret"
+                f"--restarts ({self.restarts}) must be from 0 to {_MOST_RESTARTS}, --grace ({self.grace_s}) from 0 to "
+                f"{_LONGEST_GRACE_S} s"
             )
-        twice = {*self.environment} & {secret.variable for secret in self.secrets}
-        if twice:
-            raise UserError(f"{min(twice)} is set by --env and --secret: omit one of them")
-        if self.restarts < 0 or self.grace_s < 0:
-            raise UserError(f"--restarts ({self.restarts}) and --grace ({self.grace_s}) must be at least 0")
         if (self.reservation is not None) != (self.capacity is Capacity.RESERVED):
-            has, other = ("is set", "on_demand or spot") if self.reservation else ("is not set", "reserved")
+            has, other = ("is set", "reserved") if self.reservation else ("is not set", "on_demand or spot")
             raise UserError(f"--reservation {has}, but --capacity is {self.capacity}, not {other}: change one of them")
         self._check_budget()
+
+    def _check_secrets(self) -> None:
+        """No value of a secret stands where it can be read, and each variable has one value."""
+        plain = (self.image, self.priority, self.reservation, *self.arguments, *self.labels, *self.labels.values())
+        if any(text is not None and has_secret(text) for text in plain) or has_secret(
+            self.bundle.url.replace("/", " ")
+        ):
+            raise UserError(
+                "a flag, a binding or a label looks like a secret, and everyone who sees the job could read it: use --secret"
+            )
+        variables = [*self.environment, *(secret.variable for secret in self.secrets)]
+        for secret in self.secrets:
+            if _SHELLS.fullmatch(secret.variable):
+                raise UserError(f"--secret={secret.variable}=... is a variable of the shell: choose another name")
+            if variables.count(secret.variable) > 1:
+                raise UserError(f"{secret.variable} is set twice by --env and --secret: omit one of them")
 
     def _check_budget(self) -> None:
         for name, value in (("--budget_usd", self.budget_usd), ("--usd_per_chip_hour", self.usd_per_chip_hour)):
@@ -177,6 +192,10 @@ class JobSpec:
             raise UserError(
                 f"--budget_usd={self.budget_usd:g} needs a price, and {self.slice_.name} has no list price: add "
                 "--usd_per_chip_hour=..."
+            )
+        if self.longest_s is not None and self.longest_s > _LONGEST_S:
+            raise UserError(
+                f"--budget_usd={self.budget_usd:g} buys more than ten years of {self.slice_.name}: lower it"
             )
         if self.longest_s is not None and self.longest_s < 60:
             raise UserError(

@@ -132,3 +132,10 @@ def test_what_was_staged_runs_on_a_host(cwd, tmp_path_factory, capsys):
     )
     assert ended.returncode == 0, ended.stderr
     assert (storage / "runs" / "mine" / "metrics.jsonl").exists() and [*elsewhere.iterdir()] == []
+
+
+def test_local_takes_its_files_before_and_after_flags(capsys):
+    for argv in (("run.gin", "--restarts=1"), ("--restarts=1", "run.gin")):
+        assert run("local", *argv, "--emulate=2", "--gin_file", "other.gin", "--dry-run") == 0
+        command = capsys.readouterr().out.partition("capibara.train ")[2]
+        assert command == "--gin_file=run.gin --emulate=2 --gin_file other.gin\n"

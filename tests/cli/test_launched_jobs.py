@@ -18,6 +18,7 @@ from capibara.jobs import spec_file
 from capibara.jobs.backends.gke import Gke
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.spec import Attempt
+from capibara.storage import stores
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE.parent / "jobs" / "systems"), str(HERE.parent / "jobs")]
@@ -246,6 +247,33 @@ def test_what_a_job_costs_is_that_of_all_its_chips(tmp_path, capsys):
     assert run("list", "--json") == 0
     (listed,) = json.loads(capsys.readouterr().out)
     assert listed["chip_seconds"] == 8 * 1800 and listed["usd"] == pytest.approx(9.6 / 2)
+
+
+def staged():
+    """Jobs, bundles and specs in the storage."""
+    folder = stores.folder_of("gs://bucket/cli/jobs")
+    return {str(path) for pattern in ("*", "*/*", "*/specs/*") for path in folder.glob(pattern)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--poll=0",), "--poll is 0"),
+        (("--state=/proc/none/jobs.sqlite",), "name another --state"),
+        (("--restarts=1",), "choose another --name"),
+        (("--name=new", "--secret=A=env:NOT_SET"), "which launch gke cannot read"),
+    ],
+)
+def test_nothing_is_staged_for_a_job_that_cannot_be_recorded(cluster, tmp_path, capsys, gs, flags, message):
+    cluster()
+    assert run(*GKE, "--detach") == 0
+    (tmp_path / "run.gin").write_text(RUN + "# changed\n")
+    before = staged()
+    assert len(before) > 2
+    capsys.readouterr()
+    assert run(*GKE, "--detach", *flags) == exits.EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+    assert staged() == before
 
 
 def test_a_job_of_another_version_is_listed(tmp_path, capsys):

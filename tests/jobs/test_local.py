@@ -128,12 +128,13 @@ def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
     ("argv", "message"),
     [
         (["local"], "launch needs a Gin file, or a verb after --"),
+        (["local", "--emulate=8", "--", "train"], "--emulate=8 stands before --"),
         (["local", "--emulate=8"], "unrecognized arguments: --emulate=8"),
         (["local", "run.gin", "--", "train"], "run.gin stands before --"),
         (["local", "--", "trian"], "unknown verb 'trian' after --: did you mean train?"),
         (["cloud", "--", "train"], "launch has no 'cloud'"),
         (["local", "--restarts=-1", "--", "train"], "--restarts (-1) and --grace (300) must be at least 0"),
-        (["local", "--processes=0", "--", "train"], "--processes (0) at least 1"),
+        (["local", "--processes=0", "--", "train"], "--processes (0) from 1 to 1024"),
         (["local", "--", "launch", "local"], "unknown verb 'launch' after --"),
     ],
 )

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import http.server
+import os
 import signal
 import threading
 import time
@@ -98,17 +99,43 @@ def test_a_run_starts_again_after_each_announcement_until_its_host_is_taken(valu
     def run():
         nonlocal starts
         starts += 1
-        before = len(came)
-        values.update(events.pop(0))
-        if values["maintenance-event"] == "NONE":
-            time.sleep(0.1)
-        else:
-            until(lambda: len(came) > before)
+        with terms() as came:
+            values.update(events.pop(0))
+            if values["maintenance-event"] == "NONE":
+                time.sleep(0.1)
+            else:
+                until(lambda: came)
         return 128 + signal.SIGTERM
 
-    with terms() as came:
+    assert staged._through_maintenance(run) == 128 + signal.SIGTERM
+    assert starts == 2  # the second was ended by somebody else
+    values["preempted"] = "TRUE"
+    assert staged._through_maintenance(run) == 128 + signal.SIGTERM
+    assert starts == 3
+
+
+def test_a_second_announcement_while_the_run_rests_does_not_end_its_launcher(values, monkeypatch):
+    """Then a SIGTERM of somebody else, which does."""
+    monkeypatch.setattr(maintenance, "Maintenance", functools.partial(Maintenance, every_s=0.01))
+    monkeypatch.setattr(staged, "_REST_S", 1.0)
+    starts = []
+
+    def run():
+        starts.append(time.monotonic())
+        with terms() as came:
+            values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE" if len(starts) == 1 else "NONE"
+            if len(starts) == 1:
+                until(lambda: came)
+        later = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"} if len(starts) == 1 else {}
+        threading.Timer(0.2, values.update, [later]).start()
+        return 128 + signal.SIGTERM if len(starts) == 1 else 0
+
+    assert staged._through_maintenance(run) == 0
+    assert len(starts) == 2 and starts[1] - starts[0] > 1.1  # it has rested again
+    starts.clear()
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    values["maintenance-event"] = "NONE"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading, "Timer", lambda *_: threading.Thread(target=lambda: None))
         assert staged._through_maintenance(run) == 128 + signal.SIGTERM
-        assert starts == 2  # the second was ended by somebody else
-        values["preempted"] = "TRUE"
-        assert staged._through_maintenance(run) == 128 + signal.SIGTERM
-    assert starts == 3 and len(came) == 2
+    assert len(starts) == 1

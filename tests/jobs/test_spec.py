@@ -7,7 +7,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.jobs.secrets import Secret, Source
-from capibara.jobs.spec import Attempt, Capacity, near_name
+from capibara.jobs.spec import Attempt, Bundle, Capacity, near_name
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 from job_specs import job  # noqa: E402
@@ -78,8 +78,16 @@ def test_paths_and_counts_are_no_secrets():
 
 def test_a_variable_has_one_value():
     secret = Secret(variable="A", source=Source.ENVIRONMENT, name="A")
-    with pytest.raises(UserError, match="A is set by --env and --secret"):
+    with pytest.raises(UserError, match="A is set twice by --env and --secret"):
         job(environment={"A": "x"}, secrets=(secret,))
+    with pytest.raises(UserError, match="A is set twice by --env and --secret"):
+        job(secrets=(secret, secret))
+
+
+@pytest.mark.parametrize("variable", ["PATH", "UID", "capibara_host", "BASH_ENV"])
+def test_a_secret_is_no_variable_of_the_shell(variable):
+    with pytest.raises(UserError, match=f"--secret={variable}=... is a variable of the shell: choose another name"):
+        job(secrets=(Secret(variable=variable, source=Source.ENVIRONMENT, name="A"),))
 
 
 def test_a_budget_is_time():
@@ -103,14 +111,14 @@ def test_a_budget_that_buys_nothing_or_has_no_price():
 
 def test_a_reservation_goes_with_reserved_capacity():
     assert job(capacity=Capacity.RESERVED, reservation="r").reservation == "r"
-    with pytest.raises(UserError, match="--reservation is not set, but --capacity is reserved"):
+    with pytest.raises(UserError, match="--reservation is not set, but --capacity is reserved, not on_demand or spot"):
         job(capacity=Capacity.RESERVED)
-    with pytest.raises(UserError, match="--reservation is set, but --capacity is spot"):
+    with pytest.raises(UserError, match="--reservation is set, but --capacity is spot, not reserved"):
         job(capacity=Capacity.SPOT, reservation="r")
 
 
 @pytest.mark.parametrize("field", ["image", "priority", "reservation"])
-@pytest.mark.parametrize("text", ["a\nb", "a b", "", "a\tb"])
+@pytest.mark.parametrize("text", ["a\nb", "a b", "", "a\tb", "--privileged"])
 def test_names_are_one_word(field, text):
     capacity = {"capacity": "reserved"} if field == "reservation" else {}
     with pytest.raises(UserError, match="must be one word|--reservation"):
@@ -118,14 +126,28 @@ def test_names_are_one_word(field, text):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"labels": {"key": "hf_abcdef"}}, {"arguments": ('--gin_bindings=A.b = "sk-abcdef"',)}]
+    "fields",
+    [
+        {"labels": {"key": "hf_abcdef"}},
+        {"labels": {"hf_abcdef": "a"}},
+        {"arguments": ('--gin_bindings=A.b = "sk-abcdef"',)},
+        {"priority": "hf_abcdef"},
+        {"image": "hf_abcdef"},
+        {"bundle": Bundle(url="s3://hf_abcdef/jobs/run/0", files={})},
+    ],
 )
 def test_a_secret_in_a_label_or_a_binding(fields):
-    with pytest.raises(UserError, match="a binding or a label looks like a secret") as error:
+    with pytest.raises(UserError, match="a flag, a binding or a label looks like a secret") as error:
         job(**fields)
     assert "abcdef" not in str(error.value)
 
 
-def test_counts_are_not_negative():
-    with pytest.raises(UserError, match="must be at least 0"):
-        job(restarts=-1)
+def test_counts_have_limits():
+    for fields in ({"restarts": -1}, {"grace_s": -1}, {"restarts": 10_001}, {"grace_s": 10**26}):
+        with pytest.raises(UserError, match="must be from 0 to 10000, --grace"):
+            job(**fields)
+
+
+def test_a_budget_of_many_years():
+    with pytest.raises(UserError, match="buys more than ten years of v5e-64: lower it"):
+        job(budget_usd=1e308)

@@ -46,8 +46,9 @@ def main(argv: Sequence[str]) -> int:
     is_shown = args.dry_run or args.stage
     if is_shown or args.detach:
         backend.check_unmanaged(spec)
-    if not is_shown:  # what is not installed, or has no credentials, is found before anything is written
+    if not is_shown:  # what is not installed, has no credentials or clashes is found before anything is written
         systems.connect(backend).close()
+        managed.check(backend, spec, args)
     if not args.dry_run:
         bundle.stage(spec.bundle, sources)
         spec_file.write(backend, spec)
@@ -96,7 +97,7 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
         raise UserError("--slice is not set, and neither is Plan.slice: name the chips, e.g. --slice=v5e-64")
     if args.storage is None:
         raise UserError("--storage is not set: name a folder that the job's hosts can read, e.g. --storage=gs://bucket")
-    storage = _storage(args.storage)
+    storage = storage_of(args.storage)
     sources = bundle.collect(gin_files, read, args.gin_search_paths, bundle.own_modules(), args.wheel)
     name = args.name or near_name(pathlib.Path(args.run[0]).stem)
     bindings = [*args.gin_bindings, *_bindings(args.slice, storage)]
@@ -123,8 +124,8 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     return backend, spec, sources
 
 
-def _storage(text: str) -> str:
-    """A bucket's address, or an absolute path."""
+def storage_of(text: str) -> str:
+    """A bucket's address, or an absolute path, of --storage."""
     scheme = stores.scheme_of(text)
     if scheme not in ("", "gs", "s3"):
         raise UserError(
@@ -138,7 +139,7 @@ def _bindings(slice_: str | None, storage: str) -> list[str]:
     from capibara import config
     from capibara.training.trainer import Trainer
 
-    values = {"Plan.slice": slice_} if slice_ is not None else {}
+    values = {"Plan.slice": slice_} if slice_ else {}
     folder = config.build(Trainer).model_dir
     if "://" not in folder and not folder.startswith(("/", "~")):
         values["Trainer.model_dir"] = f"{storage}/{folder}"

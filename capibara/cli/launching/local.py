@@ -24,6 +24,8 @@ all processes are restarted. They end with their launcher, however that ends.
 
 exit codes: those of the verb; 128 + N if signal N stopped it"""
 
+_MOST_PROCESSES = 1024
+
 
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and runs the verb; returns the exit code."""
@@ -47,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands; start nothing")
     parser.add_argument("run", nargs="*", metavar="RUN.gin", help="Gin files of a run that is to be trained")
     args, more = parser.parse_known_args(list(own))
+    files = _files(more)
+    args.run, more = [*args.run, *files], [one for one in more if one not in files]
     if verb and (args.run or more):
         raise UserError(f"{(args.run or more)[0]} stands before --, but the verb's arguments follow it: move it")
     if args.run:
@@ -71,6 +75,16 @@ def main(argv: Sequence[str]) -> int:
     return supervisor.run()
 
 
+def _files(arguments: Sequence[str]) -> list[str]:
+    """Gin files that follow flags, and are not the value of one."""
+    before = ["", *arguments]
+    return [
+        one
+        for flag, one in zip(before, arguments)
+        if one.endswith(".gin") and not one.startswith("-") and (not flag.startswith("-") or "=" in flag)
+    ]
+
+
 def check_verb(verb: Sequence[str]) -> None:
     """Raises UserError unless this is a verb with its arguments."""
     from capibara.__main__ import VERBS
@@ -85,10 +99,14 @@ def check_verb(verb: Sequence[str]) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.restarts < 0 or args.processes < 1 or not (0 <= args.grace < math.inf and 0 <= args.crash_grace < math.inf):
+    if (
+        args.restarts < 0
+        or not 1 <= args.processes <= _MOST_PROCESSES
+        or not (0 <= args.grace < math.inf and 0 <= args.crash_grace < math.inf)
+    ):
         raise UserError(
             f"--restarts ({args.restarts}) and --grace ({args.grace:g}) must be at least 0, as must --crash_grace "
-            f"({args.crash_grace:g}), --processes ({args.processes}) at least 1"
+            f"({args.crash_grace:g}), --processes ({args.processes}) from 1 to {_MOST_PROCESSES}"
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from capibara.jobs import spec_file, systems
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.managing import lifecycle
 from capibara.jobs.managing.records import Record, Records, State
+from capibara.jobs.secrets import Source
 from capibara.jobs.spec import Attempt, JobSpec
 
 _TEXTS = {
@@ -54,6 +56,15 @@ def main(argv: Sequence[str]) -> int:
                 known = [one.name for one in records.all()]
                 raise UserError(f"there is no job {name!r}{did_you_mean(name, known, 'jobs')} in {records.path}")
         return _ACTIONS[what](records, args)
+
+
+def check(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> None:
+    """Raises UserError if a job could not be recorded, before its files are staged."""
+    missing = [one.name for one in spec.secrets if one.source is Source.ENVIRONMENT and one.name not in os.environ]
+    if missing:
+        raise UserError(f"the variable {missing[0]} of --secret=...=env:{missing[0]} is not set: set it")
+    with Opened(args) as records:
+        records.check(Record(name=spec.name, text=spec_file.text_of(backend, spec), attempt=Attempt()))
 
 
 def launch(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> int:
@@ -158,6 +169,7 @@ def _check_resumes(record: Record) -> None:
 
 def _until_over(records: Records, args: argparse.Namespace) -> int:
     if args.detach:
+        say("that is done by the manager that runs, or by the next capibara launch manage")
         return 0
     found = watching.manage(records, args.name, args, lambda found: all(one.state.is_final for one in found))
     return watching.exit_code([one for one in found if one.state is not State.CANCELLED])

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from capibara.cli.arguments import jobs
+from capibara.cli.launching.job import storage_of
 from capibara.cli.launching.local import Parser
 from capibara.cli.launching.watching import Opened, say
 from capibara.core.types import UserError
@@ -42,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
     config.parse(args.place, (), ())
     backend = config.build(kind, **jobs.values_of(args, kind))
     config.check_used()
+    system = systems.connect(backend)
     with Opened(args) as records:
-        system = systems.connect(backend)
         try:
-            added = recovery.recover(records, backend, system, args.storage, say)
+            added = recovery.recover(records, backend, system, storage_of(args.storage), say)
         finally:
             system.close()
     for one in added:

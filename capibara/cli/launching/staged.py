@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pathlib
 import signal
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 from capibara.cli.launching.local import check_verb
@@ -83,14 +82,20 @@ def _through_maintenance(run: Callable[[], int]) -> int:
     """Runs it, and once more after each SIGTERM that announced maintenance, until the host really goes."""
     from capibara.jobs.maintenance import Maintenance
 
-    with contextlib.ExitStack() as stack:
-        maintenance = stack.enter_context(Maintenance(say=_say))
-        while True:
+    stopped = threading.Event()  # by a signal that arrives while nothing runs
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    try:
+        with Maintenance(say=_say) as maintenance:
             code = run()
-            if code != _TERMINATED or not maintenance.was_announced() or maintenance.is_preempted():
-                return code
-            time.sleep(_REST_S)
-            _say("the run starts again until the maintenance begins")
+            while code == _TERMINATED and maintenance.was_announced() and not maintenance.is_preempted():
+                if stopped.wait(_REST_S):  # by a second announcement, or by another process
+                    stopped.clear()
+                    continue
+                _say("the run starts again until the maintenance begins")
+                code = run()
+            return code
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(line: str) -> None:

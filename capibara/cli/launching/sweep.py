@@ -13,6 +13,7 @@ import pathlib
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -113,11 +114,11 @@ def _add_sweep(parser: argparse.ArgumentParser, default_dir: str) -> None:
         metavar="'NAME = VALUES'",
         help="a binding that varies: NAME = [value, ...], log(low, high), uniform(low, high) or int(low, high); repeatable",
     )
-    add("--search", choices=[*Search], help="how values are chosen; default: random")
+    add("--search", choices=[str(one) for one in Search], help="how values are chosen; default: random")
     add("--trials", type=int, metavar="N", help="how many; default: all of a grid")
     add("--metric", metavar="NAME", help="eval/NAME or train/NAME, at a trial's last step; default: eval/loss")
-    add("--goal", choices=[*Goal], help="default: minimize")
-    add("--early_stop", choices=[*EarlyStop], help="which trials are stopped early; default: none")
+    add("--goal", choices=[str(one) for one in Goal], help="default: minimize")
+    add("--early_stop", choices=[str(one) for one in EarlyStop], help="which trials are stopped early; default: none")
     add("--early_stop_after", type=int, metavar="STEP", help="none is stopped at an earlier step")
     add("--seed", type=int, metavar="N", help="of random choices; default: 0")
     add("--sweep_file", metavar="FILE.gin", help="Gin file that binds Sweep and is not of the run")
@@ -191,7 +192,12 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
     spec = dataclasses.replace(spec, arguments=tuple(one for one in spec.arguments if one not in own))
     digest = _digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))
     sweep = dataclasses.replace(sweep, run=(kind.name, spec.slice_.name, *spec.arguments), files=digest)
-    with watching.Opened(args) as records:
+    if not args.dry_run:
+        systems.connect(backend).close()  # no credentials: found before anything is written
+    with contextlib.ExitStack() as stack:
+        if args.dry_run:  # no job is recorded
+            args.state = f"{stack.enter_context(tempfile.TemporaryDirectory())}/jobs.sqlite"
+        records = stack.enter_context(watching.Opened(args))
         times = Times(poll_s=args.poll)
         launcher = JobLauncher(records, backend, spec, sources, times=times, say=_say)
         rendered = backend.render(launcher.spec_of(first))
@@ -200,7 +206,6 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
             print("".join(f"{line}\n" for line in facts(launcher.spec_of(first))), end="", file=sys.stderr)
             print(rendered.text(), end="")
             return 0
-        systems.connect(backend).close()  # no credentials: found before anything is written
         study = Study.open(str(folder), sweep)
         print(_costs(spec, sweep, args.parallel), file=sys.stderr)
         with launcher:

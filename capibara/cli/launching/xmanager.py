@@ -62,7 +62,10 @@ def _script() -> pathlib.Path:
 def _show(flags: Sequence[str]) -> int:
     """Prints each work unit's command, and what it would submit."""
     shown = subprocess.run(
-        [sys.executable, str(_script()), "--print_commands", *flags], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(_script()), "--print_commands", *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="surrogateescape",
     )
     if shown.returncode:
         return shown.returncode

@@ -66,6 +66,8 @@ class Slurm(Backend):
                 raise UserError(
                     f"--secret={secret.variable}=... is in {secret.source}, which launch slurm cannot read: take env:VARIABLE"
                 )
+        if not self.python.isprintable() or not self.python or self.python.startswith("-"):
+            raise UserError(f"--python={self.python!r} must be the path of a python, or its name")
         _check_word("--priority", spec.priority)
         if not 30 <= spec.grace_s + _END_S <= _LONGEST_GRACE_S:
             raise UserError(f"--grace is {spec.grace_s}, must be at most {_LONGEST_GRACE_S - _END_S} with launch slurm")

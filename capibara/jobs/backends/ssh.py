@@ -138,8 +138,8 @@ class Ssh(Backend):
             raise UserError(f"--hosts names {twice[0]} twice: omit one of them")
         if not (re.match(r"~?/.", self.folder) and self.folder.isprintable()):
             raise UserError(f"--folder={self.folder!r} must begin with / or ~/")
-        if not (self.python and self.python.isprintable()):
-            raise UserError(f"--python={self.python!r} must be one line of text")
+        if not (self.python and self.python.isprintable() and not self.python.startswith("-")):
+            raise UserError(f"--python={self.python!r} must be the path of a python, or its name")
         if not 1 <= self.port_of_coordinator <= 65_535:
             raise UserError(f"--port_of_coordinator is {self.port_of_coordinator}, must be from 1 to 65535")
         if self.coordinator is not None and not (_HOST.fullmatch(self.coordinator) or _is_address(self.coordinator)):

@@ -26,6 +26,7 @@ from capibara.jobs.spec import Attempt, JobSpec
 _BUSY_S = 30.0  # for another process that writes
 _VERSION = 1
 _ID = 0x6361_7069  # of our databases, in the header of the file
+_LOCK = b"of capibara's jobs\n"  # content of the locks
 _MAGIC, _ID_AT = b"SQLite format 3\0", 68  # source: sqlite.org/fileformat2.html
 
 
@@ -120,7 +121,7 @@ _COLUMNS = (
 def default_path() -> pathlib.Path:
     """Where the database lies unless a flag says so."""
     if named := os.environ.get("CAPIBARA_STATE"):
-        return pathlib.Path(named)
+        return pathlib.Path(named).expanduser()
     root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return pathlib.Path(root).expanduser() / "capibara" / "jobs.sqlite"
 
@@ -142,12 +143,13 @@ class Records:
     """
 
     def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
-        path = path.resolve()  # else a link would have a lock of its own
-        self.path, self._lock = path, threading.RLock()
-        was_ours = path.with_name(f"{path.name}.lock").exists() or _has_our_id(path)
         with _named(path):
+            path = path.resolve()  # else a link would have a lock of its own
+            self.path, self._lock = path, threading.RLock()
+            if path.is_dir():
+                raise UserError(f"{path} is a folder: name a file by --state")
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not was_ours and path.exists() and path.stat().st_size:
+            if path.exists() and path.stat().st_size and not _is_ours(path):
                 raise UserError(f"{path} is no database of jobs: name another --state")
             with _locked(path.with_name(f"{path.name}.lock"), wait=True):
                 try:
@@ -217,6 +219,8 @@ class Records:
 
     def find(self, name: str) -> Record | None:
         """The job of a name, or None."""
+        if not name.isascii():  # no job has such a name, and it may be no text
+            return None
         with self._using():
             row = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE name = ?", (name,)).fetchone()
         return _record(row) if row else None
@@ -224,27 +228,32 @@ class Records:
     def add(self, record: Record) -> Record:
         """Adds a job, or returns the one that runs already with the same name and the same files and flags.
 
-        A job that has ended is replaced.
+        A job that has ended is replaced. Raises as `check`.
+        """
+        with self._writing():
+            if (known := self.check(record)) is not None:
+                return known
+            self._write(record)
+            self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
+        return record
+
+    def check(self, record: Record) -> Record | None:
+        """The job that runs already with the same name, files and flags; None: there is none.
 
         Raises:
           UserError: another job of this name runs, or this one is being ended.
         """
-        with self._writing():
-            known = self.find(record.name)
-            if known is not None and not known.state.is_final:
-                if known.state is State.ENDING or record.name in self.cancelled():
-                    raise UserError(
-                        f"job {record.name} is being ended: launch it again when it has ended, or as --name=..."
-                    )
-                if known.text == record.text:
-                    return known
-                raise UserError(
-                    f"job {record.name} is {known.state} with other files or flags: choose another --name, or end it with "
-                    f"capibara launch cancel {record.name}"
-                )
-            self._write(record)
-            self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
-        return record
+        known = self.find(record.name)
+        if known is None or known.state.is_final:
+            return None
+        if known.state is State.ENDING or record.name in self.cancelled():
+            raise UserError(f"job {record.name} is being ended: launch it again when it has ended, or as --name=...")
+        if known.text != record.text:
+            raise UserError(
+                f"job {record.name} is {known.state} with other files or flags: choose another --name, or end it with "
+                f"capibara launch cancel {record.name}"
+            )
+        return known
 
     def put(self, record: Record) -> None:
         """Writes a job down; only the process that has its lock may."""
@@ -301,10 +310,14 @@ class Records:
             yield has_it
 
 
-def _has_our_id(path: pathlib.Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
+def _is_ours(path: pathlib.Path) -> bool:
+    """Whether a file is of jobs: by its header, or by its lock where it has no header any more."""
+    with path.open("rb") as file:
         head = file.read(_ID_AT + 4)
-        return head.startswith(_MAGIC) and head[_ID_AT:] == _ID.to_bytes(4, "big")
+    if head.startswith(_MAGIC) and len(head) == _ID_AT + 4:
+        return head[_ID_AT:] == _ID.to_bytes(4, "big")
+    with contextlib.suppress(OSError):
+        return path.with_name(f"{path.name}.lock").read_bytes() == _LOCK
     return False
 
 
@@ -320,13 +333,16 @@ def _named(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, *, wait: bool) -> Iterator[bool]:
-    file: IO[bytes] = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "ab")
+    file: IO[bytes] = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return
+        if not os.fstat(file.fileno()).st_size:
+            file.write(_LOCK)
+            file.flush()
         yield True
 
 

@@ -27,10 +27,10 @@ _PROGRESS = {State.SUCCEEDED: Progress.SUCCEEDED, State.FAILED: Progress.FAILED,
 
 
 class JobLauncher:
-    """Launches each trial as a job, and looks after the jobs in a thread while it is in a `with` block.
+    """Launches each trial as a job, and manages the jobs in a thread while it is in a `with` block.
 
     A job is known by the trial's name and key: as the launch of the job, the key is in the records and in the labels of all
-    that is made for it. The jobs still run after the block. Then `capibara launch manage` looks after them, or the next
+    that is made for it. The jobs still run after the block. Then `capibara launch manage` manages them, or the next
     launcher of the sweep.
 
     Args:

@@ -30,7 +30,7 @@ def text_of(slice_="2xh100-8", *, hosts="gpu0,gpu1", fields=None, **more):
         ({"hosts": ""}, "must be an alias"),
         ({"folder": "jobs"}, "--folder='jobs' must begin with / or ~/"),
         ({"folder": "/a\nb"}, "--folder"),
-        ({"python": ""}, "--python='' must be one line of text"),
+        ({"python": ""}, "--python='' must be the path of a python"),
         ({"coordinator": "gpu0:8476"}, "without a port"),
         ({"port_of_coordinator": 0}, "--port_of_coordinator is 0, must be from 1 to 65535"),
         ({"known_hosts": 'a"b'}, "--known_hosts=.* must be a path without quotes"),

@@ -153,6 +153,8 @@ def test_a_file_of_another_program_is_left_alone(tmp_path):
     """A mistyped --state."""
     gin, foreign = tmp_path / "run.gin", tmp_path / "other.sqlite"
     gin.write_text("TRAIN_STEPS = 1\n")
+    for path in (gin, foreign):  # of another program, too
+        path.with_name(f"{path.name}.lock").write_text("")
     with sqlite3.connect(foreign) as other:
         other.execute("CREATE TABLE jobs (name TEXT)")
     other.close()
@@ -162,7 +164,7 @@ def test_a_file_of_another_program_is_left_alone(tmp_path):
             with pytest.raises(UserError, match="is no database of jobs: name another --state"):
                 Records(path)
         assert path.read_bytes() == content
-    assert sorted(os.listdir(tmp_path)) == ["other.sqlite", "run.gin"]
+    assert sorted(os.listdir(tmp_path)) == ["other.sqlite", "other.sqlite.lock", "run.gin", "run.gin.lock"]
 
 
 def test_a_database_that_was_moved_is_ours_still(records, tmp_path):
@@ -224,6 +226,16 @@ def test_where_it_lies(monkeypatch):
     monkeypatch.delenv("CAPIBARA_STATE")
     monkeypatch.setenv("XDG_STATE_HOME", "/s")
     assert default_path() == pathlib.Path("/s/capibara/jobs.sqlite")
+
+
+@pytest.mark.parametrize("path", ["/", "/tmp", "x" * 300])
+def test_names_of_no_file(path):
+    with pytest.raises(UserError, match="name another --state|name a file by --state"):
+        Records(pathlib.Path(path))
+
+
+def test_a_name_that_is_no_text(records):
+    assert records.find("\udcff") is None
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
