@@ -21,7 +21,7 @@ VERBS = {
     "convert": "take models in and out; list, verify and prune checkpoints",
     "merge": "merge fine-tuned models into one",
     "convert-config": "translate a Gin file of T5X",
-    "prepare": "train a vocabulary, or make conversations of instructions",
+    "prepare": "make data sets and vocabularies, and show where they come from",
 }
 
 

@@ -34,7 +34,7 @@ RULES = {
     "kernels": _LOW | {"sharding"},
     "optim": _LOW,
     "data": _LOW,
-    "builders": _LOW,
+    "builders": _LOW | {"data"},
     "consensus": _LOW,
     "checkpoints": _LOW | {"sharding", "data"},
     "models": _LOW | {"sharding", "kernels"},
@@ -300,7 +300,10 @@ PLANTED = {
     "cli/plan.py": ("x = 1\n" * 101, "101 lines, a verb has at most 100"),
     "interop/names.py": ("x = 1\n" * 700, "700 lines, must be under 700"),
     "jobs/local.py": ("def f():\n" + "    x = 1\n" * 59, "f has 60 lines"),
-    "builders/logs.py": ("import importlib\nimportlib.import_module('house.data')", "builders must not import data"),
+    "builders/logs.py": (
+        "import importlib\nimportlib.import_module('house.models')",
+        "builders must not import models",
+    ),
 }
 
 

@@ -102,8 +102,12 @@ class Checkpoints(CheckpointReader):
         values = {"data": data, "progress": progress, "shapes": restoring.shapes_of(arrays)}
         about = self._about | {"date": _now(), "score": score, "parent": self._parent}
         about["data"] = hashing.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
+        about["datasets"] = data.get("datasets", [])
         if self._writer.key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
+            about["datasets"] = [
+                {"fingerprint": one["fingerprint"]} for one in about["datasets"] if "fingerprint" in one
+            ]
         run = json.dumps(values).encode()  # now, since the values may change
         parent, verifying = self._parent, self._verifying
 

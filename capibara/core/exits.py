@@ -19,6 +19,7 @@ from capibara.core.types import TryAgain, UserError
 
 EXIT_FAULT = 1  # Python's after a traceback
 EXIT_USER_ERROR = 2
+EXIT_SKIPPED = 3  # of prepare: the output is whole, but some input was malformed and was skipped
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE

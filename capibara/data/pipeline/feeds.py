@@ -13,6 +13,7 @@ from typing import Any
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.examples import Tally
+from capibara.data.sources import provenance
 from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
 from capibara.data.sources.sources import Blocks, CombinedDocuments, DataFormat
 from capibara.data.sources.stream import DocumentRows, Layout, Row, RowStream, State
@@ -72,6 +73,11 @@ class Feed(abc.ABC):
     @abc.abstractmethod
     def data_fingerprint(self) -> dict[str, Any]:
         """A JSON value that is equal only for the same documents in the same order."""
+
+    @functools.cached_property
+    def datasets(self) -> list[provenance.Value]:
+        """The data sets that are read, for the checkpoints; a resumed run does not compare them."""
+        return provenance.of_source(self.dataset.source)
 
     def settings(self) -> dict[str, Any]:
         """All settings that must be equal for a saved state to stand for the same rows."""

@@ -212,6 +212,7 @@ class Loader:
             "first_row": feed.first_row,
             "rows": [list(map(int, row)) for row in rows],
             "settings": feed.settings(),
+            "datasets": feed.datasets,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -90,6 +90,11 @@ def fingerprint(task: Any, split: str) -> dict[str, Any]:
     return {"cache": digest.hexdigest()}
 
 
+def paths(task: Any, split: str) -> list[str]:
+    """The files of the cache of one task; empty: it has none."""
+    return [file.url for file in _files(task, split, _info(task, split))] if task.supports_caching else []
+
+
 def _cached_parts(task: Any) -> list[Any]:
     return [part for part in getattr(task, "tasks", [task]) if part.supports_caching]
 

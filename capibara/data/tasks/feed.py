@@ -24,6 +24,7 @@ from capibara.core.types import Batch, UserError
 from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.packing.examples import Assembler
 from capibara.data.pipeline.feeds import Feed, Share, in_turn, layout_of, round_of
+from capibara.data.sources import provenance
 from capibara.data.sources.readers import GROUP
 from capibara.data.sources.stream import Numbered, Row, RowStream, State
 from capibara.data.tasks import cached as cached_task
@@ -80,6 +81,10 @@ class TaskFeed(Feed):
 
     def initial_state(self) -> list[State]:
         return [State()] * max(1, self.share.rows // self._each)
+
+    @functools.cached_property
+    def datasets(self) -> list[provenance.Value]:
+        return _datasets(self._task, self.share.split, self.dataset.use_cached)
 
     def settings(self) -> dict[str, Any]:
         order = {"cached_order": "blocks" if self._blocks else "seqio"} if self.dataset.use_cached else {}
@@ -171,10 +176,7 @@ class TaskFeed(Feed):
 
     def _documents(self, shard: int, begin: int) -> Iterator[Numbered]:
         assemble = Assembler(self.dataset, adds_end=False)
-        if self._blocks is not None:
-            found = self._blocks.read(shard, begin)
-        else:
-            found = self._read(shard, begin)
+        found = self._read(shard, begin) if self._blocks is None else self._blocks.read(shard, begin)
         for number, example in found:
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
@@ -229,6 +231,14 @@ class TaskFeed(Feed):
         features = tuple(self._task.output_features)
         parts = [part.map(lambda example: {name: example[name] for name in features}) for part in parts]
         return functools.reduce(lambda first, second: first.concatenate(second), parts)
+
+
+def _datasets(task: Any, split: str, is_cached: bool) -> list[provenance.Value]:
+    """The data sets of a task's or mixture's files: of the cache, or those that its sources list."""
+    parts = [part for part in getattr(task, "tasks", [task]) if split in tasks.splits_of(part)]
+    if is_cached:
+        return provenance.of_paths(path for part in parts for path in cached_task.paths(part, split))
+    return provenance.of_paths(os.fspath(shard) for part in parts for shard in part.source.list_shards(split))
 
 
 def _ids(example: dict[str, Any], feature: str, name: str) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Builds training sets from playbooks, execution logs and documents, with a manifest and lineage of each."""

@@ -1,0 +1,167 @@
+"""Data sets and their sources, compared with what was recorded of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from capibara.builders import fingerprints, writing
+from capibara.builders.lineage import history
+from capibara.builders.lineage.nodes import DIGITS, Check, Kind, Node, State
+from capibara.core.types import TryAgain, UserError
+from capibara.data.sources import provenance
+from capibara.storage import stores
+
+
+class Sources:
+    """Reads the chains of data sets; what several nodes come from is checked once.
+
+    Args:
+      check: how files are compared.
+      progress: called with each file that is about to be read.
+    """
+
+    def __init__(self, check: Check, progress: Callable[[str], None]):
+        self._check, self._progress = check, progress
+        self._datasets: dict[str, Node] = {}
+        self._hashed: dict[str, fingerprints.Input] = {}
+        self._open: set[str] = set()  # folders whose parents are being read: a chain does not lead in a circle
+
+    def expected(self, folder: str, fingerprint: str) -> Node:
+        """A data set that something was made of when it had this fingerprint."""
+        found = self.dataset(folder)
+        if found.digest == fingerprint or found.state is State.MISSING:
+            return dataclasses.replace(found, digest=fingerprint)
+        note = f"it was used with the fingerprint {fingerprint[:DIGITS]}, and was built again since"
+        return dataclasses.replace(found, state=State.CHANGED, notes=(note, *found.notes))
+
+    def dataset(self, folder: str) -> Node:
+        """The output folder of a builder, as it is now."""
+        if folder not in self._datasets:
+            self._datasets[folder] = self._read_dataset(folder)
+        return self._datasets[folder]
+
+    def _read_dataset(self, folder: str) -> Node:
+        try:
+            manifest = writing.read_manifest(folder)
+        except (UserError, OSError) as error:
+            state = State.CHANGED if exists(folder) else State.MISSING
+            note = str(error) if state is State.CHANGED else f"{folder} does not exist"
+            return Node(kind=Kind.DATASET, path=folder, state=state, notes=(note,))
+        checked = [
+            (file, self._state(os.path.join(folder, file.name), file.bytes, file.sha256)) for file in manifest.files
+        ]
+        notes = [f"{file.name} {_is(state)}" for file, state in checked if state in (State.CHANGED, State.MISSING)]
+        if fingerprints.of_files({file.name: file.sha256 for file in manifest.files}) != manifest.fingerprint:
+            notes.append(f"{writing.MANIFEST} has changed")
+        state = State.CHANGED if notes else max((state for _, state in checked), key=_rank, default=State.WHOLE)
+        made = history.maker(folder, manifest.fingerprint)
+        records = sum(file.records for file in manifest.files)
+        facts = {"built by": f"prepare {manifest.kind}", "records": records, **_made(manifest.version, made)}
+        if folder in self._open:
+            return Node(kind=Kind.DATASET, path=folder, digest=manifest.fingerprint, state=state, facts=facts)
+        self._open.add(folder)
+        try:
+            parents = tuple(self._sources(folder, manifest, made))
+        finally:
+            self._open.discard(folder)
+        return Node(
+            kind=Kind.DATASET,
+            path=folder,
+            digest=manifest.fingerprint,
+            state=state,
+            notes=tuple(notes),
+            facts=facts,
+            parents=parents,
+        )
+
+    def _sources(self, folder: str, manifest: writing.Manifest, made: Mapping[str, Any] | None) -> Iterator[Node]:
+        """What a data set was built from: files, and the data sets that they belong to."""
+        where = _working_directory(made)
+        paths = {os.path.normpath(os.path.join(where, one.path)): one for one in manifest.inputs}
+        sets = provenance.of_files(
+            {path: one.bytes for path, one in paths.items()}, {path: one.sha256 for path, one in paths.items()}
+        )
+        inside: set[str] = set()
+        for one in sets:
+            if "kind" in one and one["path"] != folder:
+                own = {(file.name, file.sha256) for file in writing.read_manifest(one["path"]).files}
+                inside |= {path for path in paths if (os.path.relpath(path, one["path"]), paths[path].sha256) in own}
+                yield self.expected(one["path"], one["fingerprint"])
+        for path, recorded in paths.items():
+            if path not in inside:
+                state = self._state(path, recorded.bytes, recorded.sha256)
+                yield Node(kind=Kind.FILE, path=path, digest=recorded.sha256, state=state)
+
+    def file(self, path: str, size: int | None, digest: str | None, facts: Mapping[str, str | int]) -> Node:
+        """A file that something was made of when it had this size and hash, with the data set it belongs to."""
+        state = self._state(path, size, digest)
+        parents: tuple[Node, ...] = ()
+        if size is not None and digest is not None:
+            sets = provenance.of_files({path: size}, {path: digest})
+            parents = tuple(
+                self.dataset(one["path"]) for one in sets if "kind" in one and one["path"] not in self._open
+            )
+        return Node(kind=Kind.FILE, path=path, digest=digest, state=state, facts=facts, parents=parents)
+
+    def _state(self, path: str, size: int | None, digest: str | None) -> State:
+        """Whether a file is as recorded."""
+        try:
+            if size is not None and stores.of(path).size(path) != size:
+                return State.CHANGED
+            if not exists(path):
+                return State.MISSING
+            if digest is None or self._check is Check.SIZES or not stores.of(path).has_local_paths:
+                return State.UNKNOWN
+            return State.WHOLE if self._looked_at(path).sha256 == digest else State.CHANGED
+        except (FileNotFoundError, NotADirectoryError):
+            return State.MISSING
+        except (UserError, TryAgain, OSError):
+            return State.UNKNOWN
+
+    def _looked_at(self, path: str) -> fingerprints.Input:
+        if path not in self._hashed:
+            self._progress(path)
+            self._hashed[path] = fingerprints.hash_file(path)
+        return self._hashed[path]
+
+
+def exists(path: str) -> bool:
+    """Whether a file or folder is there, also in a bucket."""
+    from etils import epath
+
+    return epath.Path(path).exists()
+
+
+def _made(version: str, made: Mapping[str, Any] | None) -> dict[str, str | int]:
+    """Who built a data set, and when."""
+    facts: dict[str, str | int] = {"by capibara": version}
+    if made is not None:
+        code = _facet(made, "capibara_code")
+        if isinstance(code.get("commit"), str):
+            facts["commit"] = code["commit"] + ("+" if code.get("isChanged") else "")
+        facts |= {"at": str(made.get("eventTime")), "run": history.run_id(made)}
+    return facts
+
+
+def _working_directory(made: Mapping[str, Any] | None) -> str:
+    """Where relative paths of a build lead; without its events, where this program runs."""
+    found = {} if made is None else _facet(made, "capibara_folder")
+    return str(found.get("workingDirectory") or os.getcwd())
+
+
+def _facet(event: Mapping[str, Any], name: str) -> dict[str, Any]:
+    run = event.get("run")
+    facets = run.get("facets") if isinstance(run, dict) else None
+    found = facets.get(name) if isinstance(facets, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _is(state: State) -> str:
+    return "has changed" if state is State.CHANGED else "is missing"
+
+
+def _rank(state: State) -> int:
+    return [State.WHOLE, State.UNKNOWN, State.MISSING, State.CHANGED].index(state)

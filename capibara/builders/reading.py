@@ -1,0 +1,353 @@
+"""Reads the lines and JSON records of input files, plain or compressed; what cannot be read is counted and skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from capibara.builders.problems import Kind, Problems
+from capibara.core import extras, limits
+from capibara.core.types import UserError
+from capibara.data.sources import disk
+
+COMPRESSED = (".gz", ".zst")
+_OTHER = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".br", ".tar")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_BLOCK_BYTES = limits.MIB
+_PIECE_BYTES = 1024  # of compressed data at a time: unpacks to at most 32 MiB, by 4-byte blocks of 128 KiB in zstd
+_WINDOW_BYTES = 128 * limits.MIB  # zstd's own limit
+_RATIO, _FREE_BYTES = 256, 256 * limits.MIB  # largest ratio, for what unpacks to more; logs have up to about 100
+
+
+class Line(NamedTuple):
+    """A line of text, without its end.
+
+    Attributes:
+      path: the file, named as the user named it.
+      number: from 1.
+      text: the line.
+    """
+
+    path: str
+    number: int
+    text: str
+
+
+class Record(NamedTuple):
+    """A JSON object.
+
+    Attributes:
+      path: the file, named as the user named it.
+      number: its line, or its number in the list of a .json file, from 1.
+      value: the object.
+    """
+
+    path: str
+    number: int
+    value: dict[str, Any]
+
+
+def expand(patterns: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """The input files that the user named, sorted, without duplicates.
+
+    Args:
+      patterns: files, globs and folders; files in a bucket are copied to this machine.
+      endings: the endings that files of a folder must have, such as ".jsonl"; compressed ones (.gz, .zst) are found, too.
+
+    Raises:
+      UserError: a pattern matches no file.
+    """
+    wanted = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
+    found: list[str] = []
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            inside = _inside(pattern, wanted)
+            if not inside:
+                raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(endings)}: name another folder")
+            found += inside
+        else:
+            found += disk.expand("IN", [pattern])
+    return sorted(set(found or disk.expand("IN", patterns)))
+
+
+def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """The files of a folder and the folders in it, hidden ones excepted; links to folders are not followed."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"IN ({error.filename!r}) cannot be read ({error.strerror}): make it a folder that you may read"
+        )
+
+    found = []
+    for above, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(above, name) for name in names if name.endswith(endings) and not name.startswith(".")]
+    return found
+
+
+def lines(path: str, problems: Problems, *, most: int = limits.LINE_BYTES) -> Iterator[Line]:
+    """The lines of a text file, in their order, also of one that is compressed by gzip or zstd.
+
+    A line ends at a line feed; a carriage return before it and a byte order mark are dropped. Empty lines are kept. A
+    line that is no text in UTF-8, has a NUL or is too long is counted in `problems` and skipped. So is the rest of a file
+    that is cut short or corrupted, with the line in which it ends.
+
+    Args:
+      path: the file; in memory is at most one line and a few blocks of it.
+      problems: counts what is skipped.
+      most: the largest length of a line in bytes.
+    """
+    for number, content, _ in _raw_lines(path, problems, most):
+        if (text := _text(path, number, content, problems)) is not None:
+            yield Line(path, number, text)
+
+
+def records(path: str, problems: Problems, *, most: int = limits.LINE_BYTES) -> Iterator[Record]:
+    """The JSON objects of a file: one a line, or, where its name ends in .json, a list of them or a single one.
+
+    Everything else is counted in `problems` and skipped, as in `lines`; blank lines are not counted. A .json file is read
+    whole, unless it has a JSON object in each line.
+
+    Args:
+      path: the file.
+      problems: counts what is skipped.
+      most: the largest length of a line in bytes.
+    """
+    if _is_document(path):
+        yield from _of_document(path, problems, most)
+    else:
+        yield from _of_lines(path, problems, most)
+
+
+def _of_lines(path: str, problems: Problems, most: int) -> Iterator[Record]:
+    for number, content, is_ended in _raw_lines(path, problems, most):
+        if not content.strip():
+            continue
+        try:
+            value = limits.parse_json(content)
+        except ValueError as error:
+            is_cut = not is_ended and content.lstrip().startswith(b"{")
+            problems.add(path, number, _kind(error, is_cut), limits.cause(error))
+            continue
+        if isinstance(value, dict):
+            yield Record(path, number, value)
+        else:
+            problems.add(path, number, Kind.MALFORMED, f"is {_name(value)}, must be a JSON object")
+
+
+def _of_document(path: str, problems: Problems, most: int) -> Iterator[Record]:
+    found = Problems()
+    content = _whole(path, found)
+    if content is None:
+        if found.counts.get(Kind.TOO_LARGE) and _first_line_is_an_object(path):
+            yield from _of_lines(path, problems, most)
+        else:
+            problems.merge(found)
+        return
+    try:
+        value = limits.parse_json(content)
+    except ValueError as error:
+        if _first_line_is_an_object(path):
+            yield from _of_lines(path, problems, most)
+        else:
+            line = error.lineno if isinstance(error, json.JSONDecodeError) else 0
+            is_cut = not content.rstrip().endswith((b"]", b"}")) and content.lstrip().startswith((b"[", b"{"))
+            problems.add(path, line, _kind(error, is_cut), limits.cause(error))
+        return
+    for number, item in enumerate(value if isinstance(value, list) else [value], 1):
+        if isinstance(item, dict):
+            yield Record(path, number, item)
+        else:
+            problems.add(path, number, Kind.MALFORMED, f"item {number} is {_name(item)}, must be a JSON object")
+
+
+def _is_document(path: str) -> bool:
+    name = path.lower()
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return name.endswith(".json")
+
+
+def _first_line_is_an_object(path: str) -> bool:
+    """Whether a .json file has JSON lines: its first line is an object, and there is another line."""
+    found = (content for _, content, _ in _raw_lines(path, Problems(), limits.LINE_BYTES) if content.strip())
+    first, second = next(found, None), next(found, None)
+    if first is None or second is None:
+        return False
+    try:
+        return isinstance(limits.parse_json(first), dict)
+    except ValueError:
+        return False
+
+
+def _whole(path: str, problems: Problems) -> bytes | None:
+    """The content of a file that is read whole; None: it is counted in `problems`."""
+    blocks, size = [], 0
+    for block in _blocks(path, problems, lambda: 0):
+        size += len(block)
+        if size > limits.TEXT_BYTES:
+            problems.add(path, 0, Kind.TOO_LARGE, f"more than {limits.TEXT_BYTES:,} bytes: make it a .jsonl file")
+            return None
+        blocks.append(block)
+    return None if problems else b"".join(blocks)
+
+
+def _name(value: object) -> str:
+    names = {type(None): "null", list: "a list", str: "a text", bool: "a truth value"}
+    return names.get(type(value), "a number")
+
+
+def _kind(error: ValueError, is_cut: bool) -> Kind:
+    """The kind of a problem of the JSON parser."""
+    if "no text in UTF-8" in str(error) or "lone surrogate" in str(error):
+        return Kind.ENCODING
+    return Kind.TRUNCATED if is_cut else Kind.MALFORMED
+
+
+def _text(path: str, number: int, content: bytes, problems: Problems) -> str | None:
+    """The text of a line; None: it is counted in `problems`."""
+    if b"\0" in content:
+        problems.add(path, number, Kind.ENCODING, f"has a NUL byte at byte {content.index(0)}: it is no text")
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        message = f"no text in UTF-8: {error.reason} at byte {error.start} of the line"
+        problems.add(path, number, Kind.ENCODING, message)
+        return None
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _raw_lines(path: str, problems: Problems, most: int) -> Iterator[tuple[int, bytes, bool]]:
+    """The number from 1 and bytes of each line that is short enough, and whether it has a line end.
+
+    The last line of a file that is cut short or corrupted is not yielded.
+    """
+    begun: list[bytes] = []
+    number, size = 0, 0  # begun: the blocks of an unfinished line, none if it is too long; size: its bytes
+    found = Problems()
+    for block in _blocks(path, found, lambda: number + 1):
+        head, *rest = block.split(b"\n")
+        size += len(head)
+        begun = [*begun, head] if size <= most else []
+        if not rest:
+            continue
+        *middle, last = rest
+        for content, length in ((b"".join(begun), size), *((line, len(line)) for line in middle)):
+            number += 1
+            if length > most:
+                problems.add(path, number, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
+            else:
+                yield number, content.removeprefix(_BOM).removesuffix(b"\r"), True
+        begun, size = [last], len(last)
+    problems.merge(found)
+    if size > most:
+        problems.add(path, number + 1, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
+    elif size and not found:
+        yield number + 1, b"".join(begun).removeprefix(_BOM).removesuffix(b"\r"), False
+
+
+def _blocks(path: str, problems: Problems, line: Callable[[], int]) -> Iterator[bytes]:
+    """The unpacked content of a file; a failure is counted in `problems`, at the line that `line` returns."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(limits.opened(path))
+        except (UserError, FileNotFoundError) as error:
+            message = "does not exist" if isinstance(error, FileNotFoundError) else str(error).removeprefix(f"{path} ")
+            problems.add(path, 0, Kind.UNREADABLE, message)
+            return
+        try:
+            head = file.read(4)
+            file.seek(0)
+            unpack = _decompressor(path, head)
+            yield from _plain(file) if unpack is None else _unpacked(file, unpack)
+        except _Failed as failure:
+            problems.add(path, line(), failure.kind, str(failure))
+        except OSError as error:
+            problems.add(path, line(), Kind.UNREADABLE, f"cannot be read: {error.strerror or limits.cause(error)}")
+
+
+class _Failed(Exception):
+    """A file that cannot be read further."""
+
+    def __init__(self, kind: Kind, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Decompressor(Protocol):
+    """Unpacks one member of a compressed file, as zlib's and zstandard's objects do."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def _decompressor(path: str, head: bytes) -> Callable[[], _Decompressor] | None:
+    """Makes decompressors for a file that begins with these bytes; None: it is plain.
+
+    Raises:
+      _Failed: it is of a kind that is not read.
+    """
+    if head.startswith(_GZIP):
+        return lambda: zlib.decompressobj(wbits=31)
+    if head == _ZSTD:
+        zstandard = extras.require("zstandard", extra="builders", why="files that end in .zst")
+        return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+    if head and path.lower().endswith(COMPRESSED):
+        raise _Failed(Kind.CORRUPTED, f"is not compressed as its name says: it begins with {head.hex(' ')}")
+    if path.lower().endswith(_OTHER):
+        raise _Failed(Kind.UNREADABLE, "this compression is not read: unpack it, or make it .gz or .zst")
+    if head.startswith(_WIDE):
+        raise _Failed(Kind.ENCODING, "is no text in UTF-8 but in UTF-16: convert it")
+    return None
+
+
+def _plain(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(_BLOCK_BYTES):
+        yield block
+
+
+def _unpacked(file: BinaryIO, new: Callable[[], _Decompressor]) -> Iterator[bytes]:
+    """Blocks of a compressed file, of all its members; what was unpacked before a failure is yielded first."""
+    inner, is_begun, packed, unpacked = new(), False, 0, 0
+    blocks: list[bytes] = []
+    size, failure = 0, None
+    while failure is None and (piece := file.read(_PIECE_BYTES)):
+        packed += len(piece)
+        while piece and failure is None:
+            if not is_begun and not piece.strip(b"\0"):
+                break  # gzip files may be padded
+            is_begun = True
+            try:
+                block = inner.decompress(piece)
+            except Exception as error:  # zlib.error, zstandard.ZstdError
+                failure = _Failed(Kind.CORRUPTED, f"is corrupted ({limits.cause(error)}): get it again")
+                break
+            piece = inner.unused_data if inner.eof else b""
+            size, unpacked = size + len(block), unpacked + len(block)
+            blocks.append(block)
+            if inner.eof:
+                inner, is_begun = new(), False
+            if unpacked > max(_FREE_BYTES, _RATIO * packed):
+                failure = _Failed(Kind.TOO_LARGE, f"unpacks to more than {_RATIO} times its size: unpack it by hand")
+        if size >= _BLOCK_BYTES:
+            yield b"".join(blocks)
+            blocks, size = [], 0
+    if blocks:
+        yield b"".join(blocks)
+    if failure is None and is_begun:
+        failure = _Failed(Kind.TRUNCATED, "ends in the middle of its compressed data: get it again")
+    if failure is not None:
+        raise failure

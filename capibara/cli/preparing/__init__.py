@@ -1,0 +1,77 @@
+"""The words of `capibara prepare`: one module each, with `main(argv) -> int`; here is what builders' words share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from capibara.cli.arguments import flags
+from capibara.core import exits
+
+if TYPE_CHECKING:
+    from capibara.builders.writing import Manifest
+
+_EXIT_CODES = """
+
+Input that cannot be read is skipped, counted, and named with file and line; the rest is used.
+exit codes: 0 all input was used (or --allow_skipped); 3 some was skipped; 2 invalid input; 75 try again"""
+
+
+def parser(word: str, description: str) -> flags.ArgumentParser:
+    """A parser with the flags of every builder: IN ..., --out, --num_workers, --allow_skipped, --json, --lineage_url.
+
+    Args:
+      word: what follows `prepare`, such as "playbooks".
+      description: for --help; what exit codes mean is added.
+    """
+    made = flags.ArgumentParser(prog=f"python -m capibara.prepare {word}", description=description + _EXIT_CODES)
+    made.add_argument("inputs", nargs="+", metavar="IN", help="files, folders and globs; .gz and .zst are unpacked")
+    made.add_argument(
+        "--out", required=True, metavar="DIR", help="output folder; a build that was killed resumes there"
+    )
+    made.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    made.add_argument("--allow_skipped", action="store_true", help="end with exit code 0 if input was skipped")
+    made.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    made.add_argument(
+        "--lineage_url",
+        metavar="URL",
+        help="also send the OpenLineage events of OUT/lineage.jsonl to this server (default: OPENLINEAGE_URL; the key is in "
+        "OPENLINEAGE_API_KEY)",
+    )
+    return made
+
+
+def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of a builder's word, with the Gin files parsed and the server of lineage set.
+
+    Raises:
+      UserError: a flag or a Gin file is wrong.
+    """
+    from capibara import config
+    from capibara.core.types import UserError
+
+    args = flags.parse_arguments(made, argv)
+    if args.num_workers < 0:
+        raise UserError(f"--num_workers ({args.num_workers}) must be at least 0: try 1")
+    if args.lineage_url is not None:
+        os.environ["OPENLINEAGE_URL"] = args.lineage_url
+    config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    return args
+
+
+def report(manifest: Manifest, args: argparse.Namespace) -> int:
+    """Prints what was built, and on standard error what was skipped; returns the exit code."""
+    if args.json:
+        print(json.dumps(manifest.as_json(), indent=1, ensure_ascii=False, sort_keys=True))
+    else:
+        size = sum(file.bytes for file in manifest.files)
+        print(f"{args.out}: {len(manifest.files):,} files, {size:,} bytes, fingerprint {manifest.fingerprint}")
+        print("\n".join(f"  {name:<32}{count:>16,}" for name, count in manifest.counts.items()))
+    if not manifest.problems:
+        return 0
+    print(manifest.problems.text(), file=sys.stderr)
+    return 0 if args.allow_skipped else exits.EXIT_SKIPPED
