@@ -14,6 +14,7 @@ from capibara.data.dataset import Dataset, Kind, TooLong
 from capibara.data.packing.packing import Document
 from capibara.data.packing.pairs import Pair, Pairs
 from capibara.data.packing.preferences import Answers
+from capibara.data.packing.rows import PackedDocuments, PackedRow
 from capibara.data.sources.sources import DataFormat, Example
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
@@ -65,6 +66,21 @@ class Tally:
 
 def _is_power_of_ten(count: int) -> bool:
     return count == 10 ** (len(str(count)) - 1)
+
+
+def _check_packed(row: PackedRow, dataset: Dataset, fingerprint: str) -> None:
+    """Raises UserError if a row was packed for another model, length or vocabulary."""
+    if dataset.kind is not Kind.CAUSAL:
+        raise UserError(f"Dataset.kind ({str(dataset.kind)!r}) cannot be trained on packed rows: only 'causal' can")
+    if row.length != dataset.length:
+        raise UserError(
+            f"Dataset.length ({dataset.length}) must be {row.length}, for which the rows were packed: set it"
+        )
+    if row.vocabulary != fingerprint:
+        raise UserError(
+            f"Dataset.vocabulary ({fingerprint}) must be the one of the packed rows ({row.vocabulary}): set it, or "
+            "prepare the corpus again"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +139,22 @@ class Assembler:
                 return self._prompt(example, number, position)
         return self.conversation(example, position)
 
+    def packed(self, row: PackedRow, position: tuple[int, ...]) -> PackedDocuments:
+        """Takes a row that was packed before.
+
+        Args:
+          row: the row.
+          position: its position in the data.
+
+        Raises:
+          UserError: it was packed for another model, length or vocabulary.
+        """
+        _check_packed(row, self.dataset, self._fingerprint)
+        domains = None
+        if row.domains and self._domains:
+            domains = np.array([self._domains.get(domain, 0) for domain in row.domains], np.int32)
+        return PackedDocuments(row, domains, position)
+
     def conversation(self, example: Example, position: tuple[int, ...]) -> Document:
         """Makes a document from a rendered conversation; an empty one if the conversation is dropped."""
         first, ids, weights = self._read(example)
@@ -178,6 +210,10 @@ class Assembler:
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
         return self.dataset.get_vocabulary()
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        return self._vocabulary.fingerprint()
 
     @functools.cached_property
     def _domains(self) -> dict[str | None, int]:

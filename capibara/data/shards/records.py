@@ -9,6 +9,7 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.data.packing import rows
 from capibara.data.shards import protobuf
 from capibara.data.shards.formats import Record
 from capibara.data.sources import disk
@@ -20,7 +21,7 @@ class RecordFormat(enum.StrEnum):
 
     AUTO: JSON if it begins with a brace, otherwise tf.train.Example if it is one, otherwise text.
     JSON: an object with the fields.
-    EXAMPLE: a tf.train.Example with the fields as features.
+    EXAMPLE: a tf.train.Example with the fields as features, or a packed row (capibara.data.packing.rows).
     TEXT: the document itself, in UTF-8.
     """
 
@@ -53,6 +54,8 @@ class Fields:
           UserError: the record has another format, or lacks a field.
         """
         values = self._values(record, where)
+        if isinstance(values, rows.PackedRow):
+            return Example("", row=values)
         if isinstance(values, str):
             return Example(values, domain=self.default_domain)
         domain = values.get(self.domain) if self.domain is not None else None
@@ -62,7 +65,7 @@ class Fields:
             self.default_domain if domain is None else _text(domain) or str(domain),
         )
 
-    def _values(self, record: Record, where: str) -> Mapping[str, Any] | str:
+    def _values(self, record: Record, where: str) -> Mapping[str, Any] | rows.PackedRow | str:
         if isinstance(record, Mapping):
             return record
         record_format = self.record_format
@@ -71,6 +74,8 @@ class Fields:
         if record_format in (RecordFormat.AUTO, RecordFormat.EXAMPLE):
             try:
                 found = protobuf.example(record)
+                if rows.MARK in found:
+                    return self._row(found, where)
                 if found or record_format is RecordFormat.EXAMPLE:
                     return {name: value[0] if len(value) == 1 else value for name, value in found.items()}
             except protobuf.Malformed as error:
@@ -85,6 +90,13 @@ class Fields:
                 raise UserError(f"{where} is no JSON object but {type(values).__name__}: name files of objects")
             return values
         return record.decode("utf-8", errors="replace")
+
+    @staticmethod
+    def _row(features: Mapping[str, Any], where: str) -> rows.PackedRow:
+        try:
+            return rows.decode(features)
+        except protobuf.Malformed as error:
+            raise UserError(f"{where} is corrupted ({error}): copy it again") from None
 
     @staticmethod
     def _string(values: Mapping[str, Any], field: str, parameter: str, where: str) -> str:

@@ -116,8 +116,11 @@ class Reader(abc.ABC):
         assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
         checked = False
         for group in groups:
-            encoded = self._encoded([found.example for found in group if found.example.loss is None])
+            encoded = self._encoded([found.example for found in group if _is_plain(found.example)])
             for found in group:
+                if found.example.row is not None:
+                    yield found.number, assemble.packed(found.example.row, found.position)
+                    continue
                 if found.example.loss is not None:
                     yield found.number, assemble.rendered(found.example, found.split_number, found.position)
                     continue
@@ -139,6 +142,11 @@ class Reader(abc.ABC):
         encode = self._dataset.get_vocabulary().encode_batch
         if not any(len(encode([example.text])[0]) for example in self._samples()):
             raise UserError("the documents have no text: the corpus is empty")
+
+
+def _is_plain(example: Example) -> bool:
+    """Whether it is a text to tokenize."""
+    return example.loss is None and example.row is None
 
 
 def _checked(example: Example, documents: Documents) -> Example:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix, permutation
 from capibara.data.sources import disk
+
+if TYPE_CHECKING:
+    from capibara.data.packing.rows import PackedRow
 
 LINE_VALUES = 1_000_000  # largest number of JSON values in a line
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
@@ -49,6 +52,7 @@ class Example(NamedTuple):
       domain: such as "python" or "sql"; None: unknown.
       loss: ranges of characters with loss, of a rendered conversation; None: `text` is not a conversation.
       rejected: the rejected answer of a preference pair; this is the chosen one.
+      row: a row that was packed before, with no text; None: this is a document.
     """
 
     text: str
@@ -56,6 +60,7 @@ class Example(NamedTuple):
     domain: str | None = None
     loss: tuple[tuple[int, int], ...] | None = None
     rejected: Example | None = None
+    row: PackedRow | None = None
 
     @property
     def whole(self) -> str:

@@ -15,11 +15,12 @@ from capibara.core.types import Batch, UserError
 from capibara.data.packing.packing import Document, Packing, Window
 from capibara.data.packing.pairs import Pairs, PairWindow
 from capibara.data.packing.preferences import Answers, PreferenceWindow
+from capibara.data.packing.rows import PackedDocuments, PackedWindow
 
-AnyDocument = Document | Pairs | Answers
+AnyDocument = Document | Pairs | Answers | PackedDocuments
 Numbered = tuple[int, AnyDocument]  # a document's number in the stream, and the document; numbers ascend, with gaps
-AnyWindow = Window | PairWindow | PreferenceWindow
-D = TypeVar("D", Document, Pairs, Answers)
+AnyWindow = Window | PairWindow | PreferenceWindow | PackedWindow
+D = TypeVar("D", Document, Pairs, Answers, PackedDocuments)
 
 
 class State(NamedTuple):
@@ -89,6 +90,8 @@ class Layout:
         """The number of positions that a document needs in a row."""
         if isinstance(document, Answers):
             return document.need
+        if isinstance(document, PackedDocuments):
+            return self.length
         if isinstance(document, Document):
             return len(document.ids)
         assert self.encoder_length is not None, "pairs have an encoder"
@@ -100,6 +103,8 @@ class Layout:
         if self.most_pairs is not None:
             answers = _all(Answers, documents)
             return PreferenceWindow(answers, length=length, most_pairs=self.most_pairs, pad_id=pad_id)
+        if any(isinstance(document, PackedDocuments) for document in documents):
+            return PackedWindow(_all(PackedDocuments, documents), pad_id=pad_id)
         if self.encoder_length is None:
             return Window(_all(Document, documents), length=length, packing=packing, pad_id=pad_id)
         pairs, encoder_length = _all(Pairs, documents), self.encoder_length

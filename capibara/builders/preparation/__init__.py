@@ -1,0 +1,1 @@
+"""Prepares a corpus: exact and near deduplication, filters, tokens packed once into ArrayRecord shards."""

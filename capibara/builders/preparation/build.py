@@ -1,0 +1,322 @@
+"""Prepares a corpus on this machine: exact duplicates, filters, near duplicates, then tokens in shards.
+
+Each step writes files of keys or numbers to the output folder's scratch; no step holds more in memory than some parts, one
+range of keys, and a few bytes a document. A build that was killed resumes with the files that are whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from capibara.builders.preparation import near, shards, stages, summary, tables
+from capibara.builders.preparation.documents import CorpusPart, files_of, inputs_of, parts_of
+from capibara.builders.preparation.settings import CorpusPreparation
+from capibara.builders.preparation.summary import PartSummary
+from capibara.builders.preparation.workers import Workers
+from capibara.builders.problems import Problems
+from capibara.builders.writing import Manifest, Output, Parts, WholePart
+
+T = TypeVar("T")
+Progress = Callable[[str, str], None]
+
+_DIGEST_COLUMNS = 2
+_COMPARED = 1 << 15  # pairs whose signatures are read at a time
+
+
+def prepare(
+    patterns: Sequence[str], out: str, settings: CorpusPreparation, num_workers: int, progress: Progress
+) -> Manifest:
+    """Prepares a corpus, or finishes what an earlier run has begun.
+
+    Args:
+      patterns: files, folders, globs and addresses.
+      out: the output folder.
+      settings: what to do.
+      num_workers: processes; 0: this one. The output does not depend on it.
+      progress: is called with a topic and a detail.
+
+    Raises:
+      UserError: there is no document, or the folder holds another build.
+      TryAgain: a worker was killed.
+    """
+    progress("hashing the input", "")
+    files = files_of(patterns)
+    with Output(out, "corpus", settings.as_json(), inputs_of(files)) as output:
+        if (manifest := output.done()) is not None:
+            return manifest
+        problems = Problems()
+        parts = parts_of(files, settings.fields, settings.part_bytes, problems)
+        with Workers(num_workers) as workers:
+            return _Build(output, parts, settings, workers, progress).run(problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPart:
+    """A part, and which of its documents are kept as packed bits."""
+
+    part: CorpusPart
+    bits: bytes
+    count: int
+
+    @property
+    def kept(self) -> np.ndarray:
+        """[n] bool."""
+        return np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.count).astype(bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashParts:
+    """Writes the table of a part's digests, unless it is there."""
+
+    scratch: Parts
+    settings: CorpusPreparation
+
+    def __call__(self, part: CorpusPart) -> None:
+        name = _exact(part.number)
+        if self.scratch.done(name) is not None:
+            return
+        with self.scratch.write(name) as file:
+            found = stages.hash_part(part, self.settings)
+            file.write(tables.encoded(found.keys, found.documents))
+            file.records = found.count
+            file.counts.update(keys=len(found.documents), text_bytes=found.text_bytes, last_lines=found.last_lines)
+            file.problems.merge(found.problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchParts:
+    """Writes what the filters keep of a part, with tables of its bands' keys and its signatures."""
+
+    scratch: Parts
+    settings: CorpusPreparation
+
+    def __call__(self, task: KeptPart) -> None:
+        name = _near(task.part.number)
+        if self.scratch.done(name) is not None:
+            return
+        with self.scratch.write(name) as file:
+            found = stages.sketch_part(task.part, self.settings, task.kept)
+            file.write(found.documents.astype("<u4").tobytes())
+            if self.settings.near is not None:
+                for key in near.keys(found.signatures, self.settings.near):
+                    file.write(tables.encoded(key[None], found.documents))
+                file.write(found.signatures.astype("<u4").tobytes())
+            file.records = len(found.documents)
+            file.counts.update(found.dropped)
+
+
+@dataclasses.dataclass(frozen=True)
+class FindPairs:
+    """Writes the pairs of similar documents in a range of a band's keys.
+
+    Attributes:
+      scratch: where the tables are.
+      settings: what is similar.
+      offsets: [p + 1] int64, the number in the corpus of each part's first document.
+      counts: [p], the documents of each part that have keys.
+    """
+
+    scratch: Parts
+    settings: near.NearDuplicates
+    offsets: np.ndarray
+    counts: Sequence[int]
+
+    def __call__(self, task: tuple[int, tuple[int, int]]) -> None:
+        band, within = task
+        name = _pairs(band, within)
+        if self.scratch.done(name) is not None:
+            return
+        with self.scratch.write(name) as file:
+            keys, documents = self._keys(band, within)
+            one, other = tables.repeated(keys, documents)
+            if self.settings.similarity:
+                similar = [self._are_similar(one[at : at + _COMPARED], other[at : at + _COMPARED])
+                           for at in range(0, len(one), _COMPARED)]  # fmt: skip
+                kept = np.concatenate([*similar, np.zeros(0, bool)])
+                one, other = one[kept], other[kept]
+            file.write(np.stack([one, other]).astype("<i8").tobytes())
+            file.records = len(one)
+
+    def _keys(self, band: int, within: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of a range, [1, n], and the documents that have them, of all parts."""
+        keys, documents = [np.zeros((1, 0), np.uint64)], [np.zeros(0, np.int64)]
+        for part, count in enumerate(self.counts):
+            with open(self.scratch.path(_near(part)), "rb") as file:
+                key, document = tables.read(file, 4 * count + band * tables.size(count), count, within)
+            keys.append(key)
+            documents.append(document + self.offsets[part])
+        return np.concatenate(keys, axis=1), np.concatenate(documents)
+
+    def _are_similar(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return near.are_similar(self._signatures(one), self._signatures(other), self.settings)
+
+    def _signatures(self, documents: np.ndarray) -> np.ndarray:
+        """The signatures of documents of any parts, [n, permutations]."""
+        found = np.empty((len(documents), self.settings.permutations), np.uint32)
+        part_of = np.searchsorted(self.offsets, documents, side="right") - 1
+        for part in np.unique(part_of).tolist():
+            here, count = np.flatnonzero(part_of == part), self.counts[part]
+            path, tables_bytes = self.scratch.path(_near(part)), self.settings.bands * tables.size(count)
+            numbers = np.fromfile(path, "<u4", count)
+            every = np.memmap(path, "<u4", "r", 4 * count + tables_bytes, (count, self.settings.permutations))
+            found[here] = every[np.searchsorted(numbers, documents[here] - self.offsets[part])]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteShards:
+    """Writes a shard, unless it is there."""
+
+    files: Parts
+    settings: CorpusPreparation
+
+    def __call__(self, task: tuple[str, list[tuple[KeptPart, int]]]) -> None:
+        name, parts = task
+        if self.files.done(name) is not None:
+            return
+        with self.files.write(name) as file:
+            of_shard = [shards.ShardPart(part=one.part, kept=one.kept, first=first) for one, first in parts]
+            file.counts = shards.write(file.path, of_shard, self.settings)
+            file.records = file.counts["rows"]
+
+
+class _Build:
+    """The steps of one build."""
+
+    def __init__(
+        self,
+        output: Output,
+        parts: Sequence[CorpusPart],
+        settings: CorpusPreparation,
+        workers: Workers,
+        progress: Progress,
+    ):
+        self._output, self._parts, self._settings = output, parts, settings
+        self._workers, self._progress = workers, progress
+        self._summaries: list[PartSummary] = []
+        self._offsets = np.zeros(1, np.int64)  # see summary.offsets
+
+    def run(self, problems: Problems) -> Manifest:
+        """Runs all steps that are not done; `problems`: of files that have no parts."""
+        counts = self._hash(problems)
+        counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
+        kept = self._exact(counts)
+        kept = self._filter(kept, counts)
+        if self._settings.near is not None:
+            self._near(kept, self._settings.near, counts)
+        self._shards(kept)
+        return self._output.finish(counts, problems)
+
+    def _hash(self, problems: Problems) -> collections.Counter[str]:
+        self._each("reading documents", HashParts(self._output.scratch, self._settings), self._parts)
+        wholes = self._wholes()
+        for part in self._parts:
+            about = wholes[_exact(part.number)]
+            counts = {name: about.counts.get(name, 0) for name in ("keys", "text_bytes", "last_lines")}
+            self._summaries.append(PartSummary(count=about.file.records, problems=about.problems, **counts))
+        total = summary.total(self._parts, self._summaries, problems)
+        self._offsets = summary.offsets(self._summaries)
+        return total
+
+    def _exact(self, counts: collections.Counter[str]) -> np.ndarray:
+        """[n] bool: the documents that are neither blank nor equal to an earlier one."""
+        kept = np.zeros(self._offsets[-1], bool)
+        sizes = [one.keys for one in self._summaries]
+        every = tables.ranges(sum(sizes))
+        for done, within in enumerate(every):
+            self._progress("finding equal documents", f"{done} of {len(every)}")
+            keys, documents = [], []
+            for part, count in enumerate(sizes):
+                with open(self._output.scratch.path(_exact(part)), "rb") as file:
+                    key, document = tables.read(file, 0, count, within, _DIGEST_COLUMNS)
+                keys.append(key)
+                documents.append(document + self._offsets[part])
+            of_range = np.concatenate(documents)
+            kept[of_range] = True
+            kept[tables.repeated(np.concatenate(keys, axis=1), of_range)[0]] = False
+        counts["exact_duplicates"] = sum(sizes) - int(np.count_nonzero(kept))
+        return kept
+
+    def _filter(self, kept: np.ndarray, counts: collections.Counter[str]) -> np.ndarray:
+        """[n] bool: the documents that the filters keep."""
+        if not self._settings.filters and self._settings.near is None:
+            return kept
+        tasks = (self._kept_part(part, kept) for part in self._parts)
+        self._each("filtering documents", SketchParts(self._output.scratch, self._settings), tasks)
+        found, wholes = np.zeros_like(kept), self._wholes()
+        for part in self._parts:
+            about = wholes[_near(part.number)]
+            numbers = np.fromfile(self._output.scratch.path(_near(part.number)), "<u4", about.file.records)
+            found[numbers + self._offsets[part.number]] = True
+            counts.update({f"filtered_{reason}": count for reason, count in about.counts.items()})
+            counts["filtered"] += sum(about.counts.values())
+        return found
+
+    def _near(self, kept: np.ndarray, settings: near.NearDuplicates, counts: collections.Counter[str]) -> None:
+        """Clears the documents that are similar to an earlier one."""
+        wholes = self._wholes()
+        sizes = [wholes[_near(part.number)].file.records for part in self._parts]
+        tasks = [(band, within) for band in range(settings.bands) for within in tables.ranges(sum(sizes))]
+        find = FindPairs(self._output.scratch, settings, self._offsets, sizes)
+        self._each("finding similar documents", find, tasks)
+        path = os.path.join(self._output.scratch.folder, "groups")
+        groups = near.Groups(np.memmap(path, np.int64, "w+", shape=(len(kept),)))
+        for band, within in tasks:
+            name = _pairs(band, within)
+            one, other = np.fromfile(self._output.scratch.path(name), "<i8").reshape(2, -1)
+            groups.join(one, other)
+        before = np.count_nonzero(kept)
+        for begin, end in zip(self._offsets[:-1].tolist(), self._offsets[1:].tolist()):
+            kept[begin:end] &= groups.first(np.arange(begin, end)) == np.arange(begin, end)
+        counts["near_duplicates"] = int(before - np.count_nonzero(kept))
+
+    def _shards(self, kept: np.ndarray) -> None:
+        together, tasks = self._settings.shard_parts, []
+        groups = [self._parts[at : at + together] for at in range(0, len(self._parts), together)]
+        for number, group in enumerate(groups):
+            parts = [(self._kept_part(part, kept), int(self._offsets[part.number])) for part in group]
+            if any(any(one.bits) for one, _ in parts):
+                tasks.append((shards.name_of(number, len(groups)), parts))
+        self._each("writing shards", WriteShards(self._output.parts, self._settings), tasks)
+        wholes = {whole.file.name: whole.counts for whole in self._output.parts.all()}
+        with self._output.part(summary.INDEX) as file:
+            of_shards = {name: wholes[name] for name, _ in tasks}
+            file.write(summary.index(self._settings, self._parts, self._summaries, of_shards))
+
+    def _kept_part(self, part: CorpusPart, kept: np.ndarray) -> KeptPart:
+        begin, end = self._offsets[part.number : part.number + 2].tolist()
+        return KeptPart(part, np.packbits(kept[begin:end]).tobytes(), end - begin)
+
+    def _each(self, topic: str, run: Callable[[T], None], tasks: Iterable[T]) -> None:
+        tasks = list(tasks)
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self._progress(topic, f"{done} of {len(tasks)}")
+
+        self._progress(topic, f"0 of {len(tasks)}")
+        self._workers.each(run, tasks, count)
+
+    def _wholes(self) -> dict[str, WholePart]:
+        """The files of the steps that are done, by name."""
+        return {whole.file.name: whole for whole in self._output.scratch.all()}
+
+
+def _exact(part: int) -> str:
+    return f"exact/{part:06}"
+
+
+def _near(part: int) -> str:
+    return f"near/{part:06}"
+
+
+def _pairs(band: int, within: tuple[int, int]) -> str:
+    return f"pairs/{band:03}-{within[0]:03}-{within[1]:03}"
