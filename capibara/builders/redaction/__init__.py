@@ -1,0 +1,1 @@
+"""Finds secrets and personal data in text and replaces them by placeholders."""

@@ -1,0 +1,161 @@
+"""Rules that find secrets by the name beside them: assignments, environment variables, flags, SQL, configuration files."""
+
+from __future__ import annotations
+
+import re
+
+from capibara.builders.redaction.rules import IDENTIFIER_PATH, Check, Rule, is_placeholder, is_random
+
+# A name of the first kind stands for a password, which may be any word; one of the second for a generated key.
+_PASSWORD = r"passw(?:or)?ds?|passphrase|passcode|pwd|(?<![a-z])pass(?![a-z])|(?<![a-z])pw(?![a-z])|credentials?"
+_KEY_OF = ("api", "access", "auth", "private", "secret", "encryption", "signing", "master", "account", "session", "ssh")
+_KEY = r"keys?|secrets?|tokens?|(?<![a-z])auth(?![a-z])"
+_NAME = rf"(?P<name>(?P<password>{_PASSWORD})|(?P<key>{_KEY}))"
+_ANCHOR = re.compile(
+    "[Pp](?:[Aa][Ss][Ss]|[Ww])|[Kk][Ee][Yy]|[Ss][Ee][Cc][Rr][Ee][Tt]|[Tt][Oo][Kk][Ee][Nn]|[Aa][Uu][Tt][Hh]|"
+    "[Cc][Rr][Ee][Dd][Ee][Nn][Tt][Ii][Aa][Ll]"
+)
+_REST = r"(?P<rest>[A-Za-z0-9_.-]{0,40})"
+# `token_type = "bearer"` names a type, not a token.
+_OF_IT = re.compile(
+    r"(?i)[_.-]?(?:fields?|labels?|types?|names?|ur[li]s?|paths?|files?(?:name)?|hints?|regexp?|patterns?|len(?:gth)?|prompts?|messages?|"
+    r"msg|errors?|polic(?:y|ies)|class(?:es)?|formats?|columns?|re|chars?|characters?|index|counts?|expir\w*|ttl|limits?|"
+    r"endpoints?|headers?|env|vars?|variables?|kinds?|lists?|maps?|sets?|inputs?|valid\w*|helpers?|texts?|titles?|prefix(?:es)?|"
+    r"suffix(?:es)?|tags?|managers?|stores?|handlers?|providers?|services?|algorithm|method|mode|strength|required|reset|"
+    r"change\w*|confirm\w*|group|owner|table|parser|dir(?:ectory)?|info|status|spec|schema|encod\w*|desc\w*|docs?|ids?)[A-Za-z0-9_.-]*"
+)
+_FLAG = re.compile(r"(?:^|[\s\"'])--?(?:[A-Za-z0-9]{1,20}-)*$")
+_PATH_OR_URL = re.compile(r"(?:\.{0,2}|~)/\S*|[A-Za-z]:\\\S*|[a-z]+://\S*")
+_WORDS = re.compile(r"[A-Za-z]+(?:[_-][A-Za-z]+)*")
+
+
+def _is_literal(found: re.Match[str]) -> bool:
+    """Whether a quoted text assigned to a name is a secret."""
+    value = found["value"]
+    if _names_another(found) or is_placeholder(value):
+        return False
+    if found["equals"] == "," and not is_random(value, 2.5):
+        return False  # the next item of a list
+    return _is_password(value) if found["password"] else _is_key(value)
+
+
+def _is_bare(found: re.Match[str]) -> bool:
+    """Whether a text without quotes, as in an environment variable, is a secret and no expression of a program."""
+    value = found["value"]
+    if _names_another(found) or is_placeholder(value) or IDENTIFIER_PATH.fullmatch(value):
+        return False
+    if found["password"]:
+        is_shell = found["name"].isupper() and found["equals"] == "="
+        return _is_password(value) and len(value) >= 6 and (is_shell or is_random(value, 2.0))
+    return _is_key(value)
+
+
+def _is_flag(found: re.Match[str]) -> bool:
+    value = found["value"]
+    before = found.string[max(0, found.start() - 40) : found.start()]
+    if _FLAG.search(before) is None or _names_another(found) or is_placeholder(value) or value.startswith("-"):
+        return False
+    return len(value) >= 4 and (_is_password(value) if found["password"] else _is_key(value))
+
+
+def _is_named_password(found: re.Match[str]) -> bool:
+    return not is_placeholder(found["value"]) and _is_password(found["value"])
+
+
+def _names_another(found: re.Match[str]) -> bool:
+    if found.string[: found.start("name")].endswith("<"):
+        return True  # our own placeholder
+    if found["name"].lower().startswith("key"):
+        before = found.string[max(0, found.start("name") - 12) : found.start("name")].lower().rstrip("_-. ")
+        if not before.endswith(_KEY_OF):
+            return True
+    rest = found["rest"]
+    return bool(rest) and _OF_IT.fullmatch(rest) is not None
+
+
+def _is_password(value: str) -> bool:
+    if len(value) < 4 or _PATH_OR_URL.fullmatch(value) or any(c in value for c in " \t"):
+        return False
+    if _WORDS.fullmatch(value):  # words: a password only if they are more than a name
+        return len(value) >= 8 and value.islower() and "_" not in value
+    return not IDENTIFIER_PATH.fullmatch(value) and any(c.isalnum() for c in value) and value[-1] not in ":?"
+
+
+def _is_key(value: str) -> bool:
+    if len(value) < 12 or _PATH_OR_URL.fullmatch(value) or any(c in value for c in " \t(){}[],"):
+        return False
+    return is_random(value, 3.0) and sum(c.isdigit() for c in value) >= 2 and not IDENTIFIER_PATH.fullmatch(value)
+
+
+def _rule(
+    kind: str,
+    pattern: str,
+    *gates: str,
+    check: Check = _is_named_password,
+    anchor: re.Pattern[str] | None = None,
+) -> Rule:
+    compiled = re.compile(f"(?i){pattern}", re.MULTILINE)
+    return Rule(kind=kind, pattern=compiled, group="value", gates=gates, check=check, anchor=anchor)
+
+
+_GATES = ("pass", "pwd", "pw", "key", "secret", "token", "auth", "credential")
+_QUOTE = r"(?:[rbfu]{1,2})?(?P<quote>\\?[\"'`])"
+NAMED = (
+    # NAME = "value", "name": "value", name: str = 'value', name => "value", os.environ["NAME"] = "value"
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}\\?[\"']?\]?(?:\s?:\s?(?:str|bytes|string|Optional\[str\]))?\s{{0,8}}(?P<equals>=>|:=|==|!=|=|:|,)\s{{0,8}}"
+        rf"{_QUOTE}(?P<value>[^\"'`\n]{{4,400}}?)(?P=quote)",
+        *_GATES,
+        check=_is_literal,
+        anchor=_ANCHOR,
+    ),
+    # NAME=value, export NAME=value, name: value (YAML), name = value (INI)
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}(?P<equals>=|[ \t]?[:=][ \t]{{1,8}}|:)(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{4,400}})(?=[\s\"'`,;&|)\]}}]|$)",
+        *_GATES,
+        check=_is_bare,
+        anchor=_ANCHOR,
+    ),
+    # --password value, --api-key=value
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}(?:=|\s{{1,4}})[\"']?(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{4,400}})",
+        *_GATES,
+        check=_is_flag,
+        anchor=_ANCHOR,
+    ),
+    # Password=value; in a connection string
+    _rule("password", r"[;\"'][ ]?(?:password|pwd)[ ]?=[ ]?(?P<value>[^;\"'\s]{3,200})(?=;|[\"']|\s|$)", "password", "pwd"),
+    # IDENTIFIED BY 'value', PASSWORD 'value'
+    _rule(
+        "password",
+        r"\b(?:identified(?:\s+with\s+\w+)?\s+(?:by|as)|password|passphrase)\s{1,4}(?P<quote>[\"'])(?P<value>[^\"'\n]{3,200})(?P=quote)",
+        "identified", "password", "passphrase",
+    ),
+    # machine example.org login me password value (.netrc)
+    _rule("password", r"\b(?:machine\s+\S{1,200}|default)\s+login\s+\S{1,200}\s+password\s+(?P<value>\S{3,200})", "login"),
+    # curl -u user:value, mysql -pvalue, sshpass -p value
+    _rule("password", r"\bcurl\b[^\n]{0,400}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:(?P<value>[^\s\"']{3,200})", "curl"),
+    _rule(
+        "password",
+        r"\b(?:mysql|mysqldump|mysqladmin|mariadb)\b[^\n]{0,200}?\s-p(?P<value>[^\s\"'-][^\s\"']{2,200})",
+        "mysql", "mariadb",
+    ),
+    _rule(
+        "password",
+        r"\b(?:sshpass|docker\s+login|smbclient|redis-cli|mongo(?:sh|dump)?)\b[^\n]{0,200}?\s-[pa]\s?[\"']?(?P<value>[^\s\"'-][^\s\"']{2,200})",
+        "sshpass", "docker", "smbclient", "redis-cli", "mongo",
+    ),
+)  # fmt: skip
+
+_SECRET_NAME = re.compile(rf"(?i){_NAME}{_REST}")
+
+
+def is_secret_member(name: str, value: str) -> bool:
+    """Whether a member of a JSON object is a secret, by its name: {"password": "..."}."""
+    found = _SECRET_NAME.search(name)
+    if found is None or _names_another(found) or is_placeholder(value):
+        return False
+    return _is_password(value) if found["password"] else _is_key(value)
