@@ -1,5 +1,18 @@
 """The names of the package; `__init__.py` imports them from here on first use."""
 
+from capibara.builders.executions.chats import ExecutionChats as ExecutionChats
+from capibara.builders.executions.filters import ExecutionFilter as ExecutionFilter
+from capibara.builders.executions.fixes import FixPairs as FixPairs
+from capibara.builders.playbooks.chats import PlaybookChats as PlaybookChats
+from capibara.builders.playbooks.filters import AgentFilter as AgentFilter
+from capibara.builders.playbooks.filters import BulletFilter as BulletFilter
+from capibara.builders.playbooks.merging import BulletMerging as BulletMerging
+from capibara.builders.playbooks.ranking import BulletRanking as BulletRanking
+from capibara.builders.preparation.filters import DatatroveFilter as DatatroveFilter
+from capibara.builders.preparation.filters import LanguageFilter as LanguageFilter
+from capibara.builders.preparation.near import NearDuplicates as NearDuplicates
+from capibara.builders.preparation.settings import CorpusPreparation as CorpusPreparation
+from capibara.builders.redaction.redact import Redaction as Redaction
 from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
 from capibara.cli.training_run import train as train
@@ -111,6 +124,7 @@ from capibara.strategies.grpo import Grpo as Grpo
 from capibara.strategies.rewards import exact_answer as exact_answer
 from capibara.strategies.rewards import matches_pattern as matches_pattern
 from capibara.strategies.rewards import numeric_answer as numeric_answer
+from capibara.training.run_folder.lineage import LineageFile as LineageFile
 from capibara.training.stability.anomalies import Anomalies as Anomalies
 from capibara.training.stability.loss_scale import LossScaling as LossScaling
 from capibara.training.stability.watchdog import Watch as Watch

@@ -1,0 +1,227 @@
+"""The JSON forms of playbooks: what ACE tools export, bullets one a line, and agents with their playbooks.
+
+{"skills": {ID: BULLET}} or {"bullets": ...}     agentic-context-engine; also a list of bullets
+{"playbook": {SECTION: [BULLET]}}                exports by section; also {"sections": ...}, or without the outer key
+{ID: BULLET}                                     with "counter": {"helpful", "harmful"}
+{"playbook": TEXT}                               the text form; also {"content": TEXT, "next_global_id": N}
+BULLET                                           {"id", "section", "content", "helpful", "harmful", "domain", "agent"}
+{"agent_id", "graduation_score", ...}            an agent, also with a playbook in it; {"agents": [AGENT]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from capibara.builders.playbooks import agents
+from capibara.builders.playbooks.agents import Agent
+from capibara.builders.playbooks.bullets import (
+    GENERAL,
+    MOST_CHARACTERS,
+    MOST_VOTES,
+    Bullet,
+    identifier,
+    normalised,
+    one_line,
+)
+from capibara.builders.playbooks.text import Parser
+from capibara.builders.problems import Kind, Problems
+from capibara.builders.reading import Line, Record
+from capibara.builders.redaction.redact import Json
+
+_CONTENT, _IDS = ("content", "text"), ("id", "bullet_id", "skill_id", "name")
+_COUNTERS = ("counter", "metadata", "votes")  # objects within a bullet that may have its votes
+_LISTS = ("skills", "bullets")
+_CONTAINERS = frozenset({*_LISTS, "sections", "playbook", "next_global_id"})
+_AGENTS = ("agent", "agent_id", "agent_name")  # names of an agent in what is no agent itself
+_ABOUT = frozenset({"metadata", "stats", "version"})  # of an export, not of a section
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Context:
+    """What is known of the bullets within a JSON object."""
+
+    agent: str | None = None
+    domain: str | None = None
+    section: str = ""
+
+
+class Export:
+    """Reads the bullets and agents of a JSON record.
+
+    Args:
+      record: the record.
+      problems: counts what has another form, with file and line.
+      counts: gets the number of bullets that are marked as invalid, and of lines outside bullets.
+    """
+
+    def __init__(self, record: Record, problems: Problems, counts: Counter[str]):
+        self._record = record
+        self._problems = problems
+        self._counts = counts
+        self._number = 0  # of bullets so far, for messages
+        self._found: list[Bullet | Agent] = []
+
+    def read(self) -> list[Bullet | Agent]:
+        """The bullets and agents, in their order."""
+        if not self._object(self._record.value, _Context()):
+            self._malformed("no playbook, bullet or agent")
+        return self._found
+
+    def _object(self, value: dict[str, Json], context: _Context) -> bool:
+        """Reads an object; returns whether it has a known form."""
+        if _is_bullet(value) and not _CONTAINERS & value.keys():
+            self._bullets([value], context)
+            return True
+        context = dataclasses.replace(context, domain=_text(value.get("domain")) or context.domain)
+        if is_known := agents.is_agent(value):
+            context = self._agent(value, context)
+        elif name := next((name for key in _AGENTS if (name := _text(value.get(key)))), None):
+            context = dataclasses.replace(context, agent=name)
+        if isinstance(inner := value.get("agents"), (list, dict)):
+            self._agents(inner, context)
+            is_known = True
+        listed = [one for key in _LISTS if isinstance(one := value.get(key), (list, dict))]
+        for one in listed:
+            self._bullets(one, context)
+        sections, playbook = value.get("sections"), value.get("playbook")
+        if isinstance(sections, dict) and not listed:
+            self._sections(sections, context)
+        if isinstance(playbook, str) and not agents.is_file_name(playbook):
+            self._parsed(playbook, context)
+        elif isinstance(playbook, list):
+            self._bullets(playbook, context)
+        elif isinstance(playbook, dict):
+            if playbook and not self._object(playbook, context):
+                self._malformed("a playbook of another form")
+        elif not is_known and not listed and not isinstance(sections, dict):
+            return self._plain(value, context)
+        return True
+
+    def _agent(self, value: dict[str, Json], context: _Context) -> _Context:
+        """Reads an agent; returns the context of its playbook."""
+        try:
+            agent = agents.read(value, self._record.number, context.agent)
+        except ValueError as error:
+            self._malformed(str(error))
+            return dataclasses.replace(context, agent=agents.name_of(value) or context.agent)
+        self._found.append(agent)
+        return dataclasses.replace(context, agent=agent.name)
+
+    def _agents(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
+        """Reads a list of agents, or an object of agents by name."""
+        pairs: list[tuple[str | None, Json]] = [(None, one) for one in value]
+        if isinstance(value, dict):
+            pairs = list(value.items())
+        for name, one in pairs:
+            if not isinstance(one, dict) or not self._object(one, dataclasses.replace(context, agent=name)):
+                self._malformed("an agent that is no object with graduation_score, interactions, success_rate, ...")
+
+    def _plain(self, value: dict[str, Json], context: _Context) -> bool:
+        """Reads an object without a key that says what it is; returns whether it has a known form."""
+        if "next_global_id" in value and isinstance(text := value.get("content"), str):
+            self._parsed(text, context)
+            return True
+        rest = {name: one for name, one in value.items() if name not in _ABOUT}
+        if rest and all(map(_is_bullet, rest.values())):
+            self._bullets(rest, context)
+            return True
+        lists = [one for one in rest.values() if isinstance(one, list)]
+        inside = [bullet for one in lists for bullet in one]
+        if lists and all(map(_is_bullet, inside)) and (not inside or any(map(_has_votes, inside))):
+            self._sections(rest, context)
+            return True
+        return False
+
+    def _sections(self, sections: dict[str, Json], context: _Context) -> None:
+        for name, inside in sections.items():
+            if isinstance(inside, (list, dict)):
+                self._bullets(inside, dataclasses.replace(context, section=name))
+
+    def _parsed(self, text: str, context: _Context) -> None:
+        parser = Parser(self._problems)
+        lines = (Line(self._record.path, self._record.number, line) for line in text.split("\n"))
+        for bullet in parser.parse(lines):
+            self._found.append(dataclasses.replace(bullet, domain=context.domain, agent=context.agent))
+        self._counts["lines outside bullets"] += parser.outside
+
+    def _bullets(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
+        """Reads a list of bullets, or an object of bullets by identifier."""
+        pairs = list(value.items()) if isinstance(value, dict) else [("", one) for one in value]
+        for name, one in pairs:
+            self._number += 1
+            if not isinstance(one, dict):
+                self._malformed(f"bullet {self._number} is no object")
+            elif one.get("status") == "invalid":
+                self._counts["bullets marked invalid"] += 1
+            else:
+                try:
+                    self._found.append(self._bullet(one, name, context))
+                except ValueError as error:
+                    self._malformed(f"bullet {self._number} {error}")
+
+    def _bullet(self, value: Mapping[str, Json], name: str, context: _Context) -> Bullet:
+        content = next((found for key in _CONTENT if isinstance(found := value.get(key), str)), "")
+        if len(content) > MOST_CHARACTERS:
+            raise ValueError(f"has more than {MOST_CHARACTERS:,} characters")
+        if not (content := normalised(content)):
+            raise ValueError("has no text in content")
+        return Bullet(
+            id=identifier(_id_of(value) or name),
+            section=one_line(_text(value.get("section")) or context.section) or GENERAL,
+            content=content,
+            helpful=_votes(value, "helpful"),
+            harmful=_votes(value, "harmful"),
+            domain=_text(value.get("domain")) or context.domain,
+            agent=_text(value.get("agent")) or _text(value.get("agent_id")) or context.agent,
+            line=self._record.number,
+        )
+
+    def _malformed(self, message: str) -> None:
+        self._problems.add(self._record.path, self._record.number, Kind.MALFORMED, message)
+
+
+def _text(value: Json) -> str | None:
+    return value.strip() or None if isinstance(value, str) else None
+
+
+def _id_of(value: Mapping[str, Json]) -> str:
+    """The identifier of a bullet; "": it has none."""
+    found = next((value[key] for key in _IDS if isinstance(value.get(key), (str, int))), "")
+    return "" if isinstance(found, bool) else str(found)
+
+
+def _is_bullet(value: Json) -> bool:
+    if not isinstance(value, dict) or not any(isinstance(value.get(key), str) for key in _CONTENT):
+        return False
+    return _has_votes(value) or _id_of(value) != ""
+
+
+def _has_votes(value: Json) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return any(name in one for one in _with_counters(value) for name in ("helpful", "harmful", "helpful_count"))
+
+
+def _with_counters(value: Mapping[str, Json]) -> list[Mapping[str, Json]]:
+    return [value, *(one for key in _COUNTERS if isinstance(one := value.get(key), dict))]
+
+
+def _votes(value: Mapping[str, Json], name: str) -> int:
+    """The number of votes, 0 if the bullet has none.
+
+    Raises:
+      ValueError: it is no number of votes.
+    """
+    for one in _with_counters(value):
+        for key in (name, f"{name}_count"):
+            found = one.get(key)
+            if found is None:
+                continue
+            if isinstance(found, float) and found.is_integer():
+                found = int(found)
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= MOST_VOTES:
+                raise ValueError(f"has in {key} no whole number from 0 to {MOST_VOTES:,}")
+            return found
+    return 0
