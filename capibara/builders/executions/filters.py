@@ -67,7 +67,7 @@ class ExecutionFilter:
             if getattr(self, name) < 1:
                 raise UserError(f"ExecutionFilter.{name} ({getattr(self, name)}) must be positive: try 50000")
         times = [self._time(name) for name in ("start", "end")]
-        if None not in times and times[0] >= times[1]:  # type: ignore[operator]
+        if None not in times and times[0] >= times[1]:  # type: ignore[operator]  # neither is None here
             raise UserError(f"ExecutionFilter.end ({self.end}) must be later than start ({self.start})")
 
     def _time(self, name: str) -> float | None:

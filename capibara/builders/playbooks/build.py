@@ -248,8 +248,8 @@ def _agents(scratch: Parts, count: int) -> dict[str, Agent]:
     for number in range(count):
         for record in _records(scratch, _names(number)[0]):
             keys = record.pop("keys")
-            agent = Agent(**record)  # type: ignore[arg-type]
-            for key in keys:  # type: ignore[union-attr]
+            agent = Agent(**record)  # type: ignore[arg-type]  # the record is one of ours
+            for key in keys:  # type: ignore[union-attr]  # the record is one of ours
                 known = found.get(str(key))
                 if known is None or (agent.interactions or 0) > (known.interactions or 0):
                     found[str(key)] = agent
@@ -276,14 +276,14 @@ def _entries(
             continue
         for record in _records(scratch, _names(number)[1]):
             keys, name, source = record.pop("keys"), str(record.pop("id")), str(record.pop("source"))
-            bullet = Bullet(id="", **record)  # type: ignore[arg-type]
-            key = next((str(key) for key in keys if key in agents), None)  # type: ignore[union-attr]
+            bullet = Bullet(id="", **record)  # type: ignore[arg-type]  # the record is one of ours
+            key = next((str(key) for key in keys if key in agents), None)  # type: ignore[union-attr]  # the record is one of ours
             agent = None if key is None else agents[key]
             if (reason := of_unknown if key is None else rejected[key]) is not None:
                 counts[f"excluded by agent {reason}"] += 1
                 continue
             used.add(one.sha256)
-            owner = key or (str(keys[0]) if bullet.agent else None)  # type: ignore[index]
+            owner = key or (str(keys[0]) if bullet.agent else None)  # type: ignore[index]  # the record is one of ours
             entry = Entry(
                 bullet=dataclasses.replace(bullet, domain=settings.ranking.domain(bullet, agent)),
                 source=source,
