@@ -65,6 +65,20 @@ def run(*argv):
     return exits.run_verb(launch.main, list(argv))
 
 
+def started(server, *argv):
+    """A process of `capibara launch` that has made its JobSet."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capibara.launch", *argv],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.objects("jobsets"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
 def creations(server):
     return [call for call in server.calls if call.startswith("POST ")]
 
@@ -116,15 +130,7 @@ def test_a_job_is_cancelled_and_resumed(cluster, capsys):
     assert run("resume", "run", "--detach") == 0
     assert run("resume", "run", "--detach") == exits.EXIT_USER_ERROR
     assert "there is nothing to resume" in capsys.readouterr().err
-    manager = subprocess.Popen(
-        [sys.executable, "-m", "capibara.launch", "manage", "--poll=0.05"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not server.objects("jobsets"):
-        assert manager.poll() is None
-        time.sleep(0.05)
+    manager = started(server, "manage", "--poll=0.05")
     (made,) = server.objects("jobsets").values()
     assert made["metadata"]["labels"]["capibara-attempt"] == "1"
     assert run("cancel", "run", "--poll=0.05") == 0  # the other manager does it
@@ -159,15 +165,7 @@ def test_a_missing_right_ends_at_once_with_what_to_ask_for(cluster, capsys):
 
 def test_ctrl_c_ends_the_watch_and_not_the_job(cluster, tmp_path):
     server = cluster()
-    launched = subprocess.Popen(
-        [sys.executable, "-m", "capibara.launch", *GKE],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not server.objects("jobsets"):
-        assert launched.poll() is None
-        time.sleep(0.05)
+    launched = started(server, *GKE)
     launched.send_signal(signal.SIGINT)
     assert launched.wait(30) == exits.EXIT_INTERRUPTED
     assert "the jobs still run: capibara launch manage manages them" in launched.stderr.read()
@@ -176,15 +174,7 @@ def test_ctrl_c_ends_the_watch_and_not_the_job(cluster, tmp_path):
 
 def test_a_launch_that_is_cancelled_has_not_succeeded(cluster, tmp_path):
     server = cluster()
-    launched = subprocess.Popen(
-        [sys.executable, "-m", "capibara.launch", *GKE],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not server.objects("jobsets"):
-        assert launched.poll() is None
-        time.sleep(0.05)
+    launched = started(server, *GKE)
     assert run("cancel", "run", "--detach") == 0
     assert launched.wait(30) == exits.EXIT_FAULT and "job run is cancelled" in launched.stderr.read()
 

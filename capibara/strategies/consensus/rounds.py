@@ -137,7 +137,7 @@ def _merging(
 
 
 def _drawn(config: Settings, count: int, number: jax.Array) -> jax.Array | None:
-    """The nodes that have a part in a round, bool [nodes], drawn without replacement; None: all."""
+    """The nodes that participate in a round, bool [nodes], drawn without replacement; None: all."""
     if config.nodes_per_round is None:
         return None
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), number), 1)
@@ -156,7 +156,7 @@ def _vote(config: Settings, nodes: NodesPrograms, batch: Batch, count: int) -> V
 
 
 def _received(compression: Compression, mesh: Mesh, specs: PyTree) -> Callable[..., tuple[Params, PyTree]]:
-    """Makes (agreed, nodes' models, lost) -> (what few bits leave of the models, lost); each shard by itself."""
+    """Makes (agreed, nodes' models, lost) -> (the models in few bits, lost); each shard by itself."""
     nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
 
     def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
