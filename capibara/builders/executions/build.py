@@ -17,8 +17,8 @@ from capibara.builders.executions.filters import ExecutionFilter
 from capibara.builders.executions.fixes import Fix, FixPairs, Pairing
 from capibara.builders.executions.reading import Execution
 from capibara.builders.executions.runs import Run, analysed
-from capibara.builders.preparation.workers import Workers
 from capibara.builders.redaction.redact import Json, Redaction, Scope
+from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Part, Parts
 
 KIND = "executions"

@@ -21,9 +21,9 @@ from capibara.builders.playbooks.filters import AgentFilter, BulletFilter
 from capibara.builders.playbooks.merging import BulletMerging
 from capibara.builders.playbooks.ranking import BulletRanking
 from capibara.builders.playbooks.selection import Entry
-from capibara.builders.preparation.workers import Workers
 from capibara.builders.problems import Problems
 from capibara.builders.redaction.redact import Json, Redaction
+from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Parts
 
 KIND = "playbooks"

@@ -18,8 +18,8 @@ from capibara.builders.preparation import near, shards, stages, summary, tables
 from capibara.builders.preparation.documents import CorpusPart, files_of, inputs_of, parts_of
 from capibara.builders.preparation.settings import CorpusPreparation
 from capibara.builders.preparation.summary import PartSummary
-from capibara.builders.preparation.workers import Workers
 from capibara.builders.problems import Problems
+from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Parts, WholePart
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from capibara.builders.preparation import build, settings, workers
+from capibara.builders import workers
+from capibara.builders.preparation import build, settings
 from capibara.builders.preparation.filters import DatatroveFilter, Filter, Judged
 from capibara.builders.preparation.near import NearDuplicates
 from capibara.core import processes
