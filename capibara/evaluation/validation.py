@@ -39,11 +39,12 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
     with contextlib.closing(feed.validation_loader(trainer, mesh)) as loader:
         sums = evaluation.sums_of(step, subject.params, _shown(itertools.islice(loader, limit), show), placed)
-    metrics = evaluation.metrics_of(sums)
-    loss = _error([float(s.nll) for s, _ in sums], [float(s.weight) for s, _ in sums])
+    metrics = evaluation.metrics_of(sums, subject.model.layer_metrics)
+    weights = [float(s.weight) for s, _, _ in sums]
+    loss = _error([float(s.nll) for s, _, _ in sums], weights)
     errors = {"loss": loss, "perplexity": loss and metrics["perplexity"] * loss}
-    errors["token_accuracy"] = _error([float(s.correct) for s, _ in sums], [float(s.weight) for s, _ in sums])
-    errors["bits_per_byte"] = _error([float(s.nll) / math.log(2) for s, _ in sums], [float(count) for _, count in sums])
+    errors["token_accuracy"] = _error([float(s.correct) for s, _, _ in sums], weights)
+    errors["bits_per_byte"] = _error([float(s.nll) / math.log(2) for s, _, _ in sums], [float(n) for _, n, _ in sums])
     return {name: Estimate(value, errors.get(name)) for name, value in metrics.items()}, len(sums)
 
 

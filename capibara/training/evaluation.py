@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.pipeline.loader import unigram_bits_per_byte
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.kernels.cross_entropy.terms import LossSums
-from capibara.models.api import Model
+from capibara.models.api import Model, Stats
 from capibara.objectives.batches import BatchProvider, Reporter
 from capibara.sharding import Plan
 from capibara.training.callbacks import Callback
@@ -31,7 +32,9 @@ from capibara.training.trainer import Trainer
 
 _AHEAD = 8  # batches that may be queued on the devices
 _ASK_EVERY = 8  # batches between two exchanges of whether to stop, with several hosts
-EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
+EvalSums = tuple[LossSums, jax.Array, Stats]
+EvalStep = Callable[[Params, Batch], EvalSums]
+LayerMetrics = Callable[[Stats], Mapping[str, jax.Array]]
 Sampler = Callable[[Params], Iterable[tuple[str, str]]]  # parameters -> (prompt, text) pairs
 
 
@@ -60,6 +63,7 @@ class Evaluator:
       provider: its `evaluate` replaces the loss of the validation split, if the loss has a provider.
       sampler: generates texts after each evaluation.
       judge: computes metrics of tasks, which are added to those of the evaluation.
+      layer_metrics: of the model.
     """
 
     trainer: Trainer
@@ -71,6 +75,7 @@ class Evaluator:
     provider: BatchProvider | None = None
     sampler: Sampler | None = None
     judge: Judge | None = None
+    layer_metrics: LayerMetrics = lambda stats: {}
 
     def prepare(self) -> None:
         """Called before the first step; raises early if the judge's tasks have errors."""
@@ -115,9 +120,10 @@ class Evaluator:
         for task, trainer in each_task(self.trainer).items():
             with validation(trainer, self.mesh, self.reporter) as batches:
                 sums[task] = sums_of(self.eval_step, params, batches, self.batch_sharding)
-        metrics = metrics_of([one for of_task in sums.values() for one in of_task])
+        metrics = metrics_of([one for of_task in sums.values() for one in of_task], self.layer_metrics)
         if len(sums) > 1:
-            metrics = with_tasks(metrics, ((task, metrics_of(of_task)) for task, of_task in sums.items()))
+            of_tasks = ((task, metrics_of(of_task, self.layer_metrics)) for task, of_task in sums.items())
+            metrics = with_tasks(metrics, of_tasks)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
         return metrics
@@ -180,7 +186,7 @@ def _reported(batches: Iterable[Batch], most: int | None, what: str, reporter: R
 
 
 def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray) -> EvalStep:
-    """Makes a jitted function (parameters, batch) -> (sums over its real tokens, their number of UTF-8 bytes).
+    """Makes a jitted function: (parameters, batch) -> sums over its real tokens, their UTF-8 bytes, statistics of layers.
 
     Args:
       model, plan, mesh: of the run.
@@ -189,13 +195,13 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: len(token_bytes)] = token_bytes
 
-    def eval_step(params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
+    def eval_step(params: Params, batch: Batch) -> EvalSums:
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
-            hidden, _ = model.hidden(params, batch)
+            hidden, stats = model.hidden(params, batch)
             head, cap = model.head(params), model.config.logit_soft_cap
             _, sums = cross_entropy(hidden, head, batch["targets"], batch["weights"], soft_cap=cap)
-        return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"])
+        return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"]), stats
 
     return jax.jit(eval_step)
 
@@ -213,13 +219,13 @@ def evaluate(
 
 def sums_of(
     eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
-) -> list[tuple[LossSums, jax.Array]]:
+) -> list[EvalSums]:
     """The results of the evaluation step for each batch, on the host.
 
     Raises:
       UserError: there is no batch.
     """
-    results: list[tuple[LossSums, jax.Array]] = []
+    results: list[EvalSums] = []
     for batch in batches:
         results.append(eval_step(params, sharding.global_batch(batch_sharding, batch)))
         if len(results) % _AHEAD == 0:
@@ -229,10 +235,14 @@ def sums_of(
     return jax.device_get(results)
 
 
-def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
-    """The metrics of all batches together."""
-    total, target_bytes = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
-    return evaluation_metrics(total, target_bytes)
+def metrics_of(sums: list[EvalSums], layer_metrics: LayerMetrics = lambda stats: {}) -> dict[str, float]:
+    """The metrics of all batches together, with those of the layers that are numbers: a domain may have no tokens."""
+    total, target_bytes, stats = jax.tree.map(
+        lambda *of_batches: np.sum(np.array(of_batches, np.float64), axis=0), *sums
+    )
+    of_layers = {name: float(value) for name, value in layer_metrics(stats).items()}
+    of_layers = {name: value for name, value in of_layers.items() if not math.isnan(value)}
+    return {**evaluation_metrics(total, float(target_bytes)), **of_layers}
 
 
 def with_tasks(metrics: Mapping[str, float], judged: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:

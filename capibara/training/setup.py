@@ -160,7 +160,7 @@ class Setup:
     ) -> Evaluator:
         """The evaluator of this run, for the loop."""
         own = (self.trainer, self.mesh, self.eval_step, self.batch_sharding)
-        return Evaluator(*own, reporter, callbacks, provider, sampler, judge)
+        return Evaluator(*own, reporter, callbacks, provider, sampler, judge, self.model.layer_metrics)
 
     def meter(self) -> Meter:
         """A meter for the steps from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
 import jax
@@ -10,6 +12,8 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import make_loader
+from capibara.data.sources.sources import JsonlSource
+from capibara.models.moe.moe import Hints, Moe
 from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
 from capibara.training.evaluation import evaluate
@@ -56,3 +60,27 @@ def _nll(logits, batch):
 def test_no_batch_is_a_mistake_with_its_remedy():
     with pytest.raises(UserError, match="set Evaluation.every = 0"):
         evaluate(lambda params, batch: None, {}, [], None)
+
+
+def test_evaluations_of_experts_have_their_load_and_the_accuracy_of_each_domain(make_trainer, tmp_path):
+    path = tmp_path / "domains.jsonl"
+    texts = [("abab" if i % 2 else "0101") * (3 + i % 9) for i in range(100)]
+    path.write_text(
+        "".join(json.dumps({"text": text, "domain": "code" if text[0] == "a" else "prose"}) + "\n" for text in texts)
+    )
+    base = make_trainer()
+    hints = Hints(domains=("code", "prose", "none"), experts=((0, 1), (2, 3), (0,)), decay_steps=10)
+    model = dataclasses.replace(base.model, moe=Moe(num_experts=4, top_k=1, hints=hints))
+    source = JsonlSource(files=(str(path),), validation_fraction=0.5)
+    dataset = dataclasses.replace(base.dataset, source=source, domains=hints.domains)
+    of_mesh = []
+    for name, devices, plan in (("all", None, base.plan), ("one", jax.devices()[:1], Plan(batch_size=4))):
+        trainer = make_trainer(model=model, dataset=dataset, plan=plan, model_dir=str(tmp_path / name))
+        of_mesh.append(metrics_of(trainer, devices)[2])
+    first, second = of_mesh
+    assert sum(first[f"expert_load/{expert}"] for expert in range(4)) == pytest.approx(4.0, rel=1e-5)
+    assert 0 <= first["hint_accuracy/code"] <= 1 and "hint_accuracy/none" not in first
+    assert min(first["hint_accuracy/code"], first["hint_accuracy/prose"]) <= first["hint_accuracy"]
+    assert {name: value for name, value in second.items() if "hint" in name or "load" in name} == pytest.approx(
+        {name: value for name, value in first.items() if "hint" in name or "load" in name}, abs=2e-3
+    )

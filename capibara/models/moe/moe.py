@@ -106,7 +106,7 @@ class MoeMLP(nnx.Module):
             assigned in this order.
 
         Returns:
-          [B, T, D], and the statistics of `router.choose`.
+          [B, T, D], and the statistics of `router.choose`, with `domain_load` where there are domains.
         """
         moe = self.moe
         # In float32 on TPU too, where the default for a product is bfloat16: small errors flip choices.
@@ -118,7 +118,10 @@ class MoeMLP(nnx.Module):
         if moe.bias is MoeBias.ALL:
             logits = logits + self.router_bias[...]
         logits = constrain(logits, ("batch", "act_time", None))
-        choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
+        real_BT = segment_ids_BT > 0
+        choice, stats = router.choose(logits, real_BT, moe, router.hint_of(moe, domains_BT, step))
+        if moe.hints is not None and domains_BT is not None:
+            stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         if isinstance(choice, Choice) and moe.has_capacity:
             positions_BTk = router.positions_in_experts(choice.experts, moe.num_experts, row_positions_T)
             late = (positions_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)

@@ -75,7 +75,7 @@ class Hints:
     Attributes:
       domains: names of the domains, in the numbering of the batch's `domains` (1 is the first; 0: no hint).
       experts: the experts of each domain; None: all experts are distributed evenly.
-      start: weight of the hints at the first step.
+      start: weight of the hints at the first step; 0: no hint, the domains are only measured.
       hold_steps: number of steps at that weight.
       decay_steps: number of steps over which it then decays linearly to 0.
       loss: coefficient of the cross entropy between router and hint, scaled by the weight. It teaches the router the
@@ -97,8 +97,8 @@ class Hints:
                 f"Hints.experts has {len(self.experts)} entries, must have one for each of the {len(self.domains)} "
                 "domains, or be None to spread the experts evenly"
             )
-        if not 0 < self.start <= 1:
-            raise UserError(f"Hints.start is {self.start}, must be above 0 and at most 1: try 1.0")
+        if not 0 <= self.start <= 1:
+            raise UserError(f"Hints.start is {self.start}, must be at least 0 and at most 1: try 1.0")
         if self.hold_steps < 0:
             raise UserError(f"Hints.hold_steps is {self.hold_steps}, must be at least 0")
         if self.decay_steps < 1:
@@ -261,8 +261,7 @@ def choose(
         load: [E] tokens routed to each expert; fewer than top_k per token where a hint of weight 1 leaves fewer.
         dropped: choices beyond an expert's capacity (added by the caller); with expert choice, tokens that no expert
           chose.
-      With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens of a known domain) and
-      hint_hits (those whose most probable expert belongs to their domain).
+      With a hint also: hint (its cross entropy times its weight) and hint_weight.
     """
     if moe.score is Score.SOFTMAX:
         log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
@@ -298,15 +297,29 @@ def _hinted(log_scores_BTE: jax.Array, log_p_BTE: jax.Array, real_BT: jax.Array,
     mixed = log_total_BT1 + jnp.logaddexp(
         jnp.log1p(-hint.weight) + log_p_BTE, jnp.log(hint.weight) + log_inside_BTE - log_share_BT1
     )
-    hinted = hint.known * real_BT
-    best = jnp.argmax(log_p_BTE, axis=-1)[..., None] == jnp.arange(log_p_BTE.shape[-1])
     return mixed, {
         # -sum(of_hint * log(p)) minus the entropy of the hint: -log of the total probability of the domain's experts.
-        "hint": -hint.weight * jnp.sum(log_share_BT1[..., 0] * hinted),
+        "hint": -hint.weight * jnp.sum(log_share_BT1[..., 0] * hint.known * real_BT),
         "hint_weight": hint.weight * jnp.sum(real_BT),
-        "hinted": jnp.sum(hinted),
-        "hint_hits": jnp.sum(jnp.any(best & hint.experts, axis=-1).astype(jnp.float32) * hinted),
     }
+
+
+def domain_load(logits_BTE: jax.Array, real_BT: jax.Array, domains_BT: jax.Array, hints: Hints) -> jax.Array:
+    """For each domain, the tokens whose most probable expert each is, whatever a hint says; padding is not counted.
+
+    Args:
+      logits_BTE: the router's logits.
+      real_BT: bool.
+      domains_BT: int32 domain of each token, counted from 1; 0: unknown.
+      hints: the domains.
+
+    Returns:
+      [1 + number of domains, E] float32; row 0 has the tokens of unknown domains. Sums can be added over rows.
+    """
+    domains_BT = jnp.where(domains_BT <= len(hints.domains), domains_BT, 0)
+    of_domain = (domains_BT[..., None] == jnp.arange(1 + len(hints.domains))) & real_BT[..., None]
+    best = jnp.argmax(logits_BTE, axis=-1)[..., None] == jnp.arange(logits_BTE.shape[-1])
+    return jnp.einsum("BTd,BTE->dE", of_domain.astype(jnp.float32), best.astype(jnp.float32))
 
 
 def _token_choice(log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Array, moe: Moe) -> tuple[Choice, Stats]:
@@ -407,9 +420,9 @@ def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
       dropped_share: share of choices beyond an expert's capacity; with expert choice, share of tokens that no expert
         chose.
       expert_load_max, expert_load_min: load of the busiest and the idlest expert of all layers, relative to the mean.
-      expert_load/<expert>: mean over layers. With hints: hint_loss, hint_weight, and hint_accuracy: the share of tokens
-      of a known domain whose most probable
-        expert belongs to that domain.
+      expert_load/<expert>: mean over layers.
+      With domains also hint_accuracy: the share of tokens of a known domain whose most probable expert belongs to it;
+      hint_accuracy/<domain>: the same of one domain, NaN without its tokens. With a hint also hint_loss and hint_weight.
     """
     tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
     load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)
@@ -429,5 +442,18 @@ def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
         assert moe.hints is not None, "there is a hint"
         metrics["hint_loss"] = moe.hints.loss * jnp.sum(stats["hint"] / tokens_L)
         metrics["hint_weight"] = jnp.sum(stats["hint_weight"]) / total
-        metrics["hint_accuracy"] = jnp.sum(stats["hint_hits"]) / jnp.maximum(jnp.sum(stats["hinted"]), 1.0)
+    if "domain_load" in stats:
+        assert moe.hints is not None, "there are domains"
+        metrics |= _domain_metrics(stats["domain_load"], moe.hints, moe.num_experts)
+    return metrics
+
+
+def _domain_metrics(load: jax.Array, hints: Hints, num_experts: int) -> dict[str, jax.Array]:
+    load_dE = jnp.sum(load.reshape(-1, 1 + len(hints.domains), num_experts), axis=0)[1:]
+    own = [np.isin(np.arange(num_experts), experts) for experts in hints.assignment(num_experts)]
+    hits_d = jnp.sum(load_dE * jnp.asarray(own, jnp.float32), axis=-1)
+    tokens_d = jnp.sum(load_dE, axis=-1)
+    metrics = {"hint_accuracy": jnp.sum(hits_d) / jnp.maximum(jnp.sum(tokens_d), 1.0)}
+    for domain, hits, tokens in zip(hints.domains, hits_d, tokens_d):
+        metrics[f"hint_accuracy/{domain}"] = jnp.where(tokens > 0, hits / jnp.maximum(tokens, 1.0), jnp.nan)
     return metrics

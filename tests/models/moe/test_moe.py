@@ -459,6 +459,42 @@ def test_the_router_learns_from_the_hint_that_overrules_it():
     assert metrics["hint_weight"] == 1.0
 
 
+@pytest.mark.parametrize("step", [None, jnp.int32(0), jnp.int32(99)], ids=["evaluation", "hinted", "decayed"])
+def test_accuracy_by_domain_is_that_of_the_router_without_its_hint(step):
+    mixture = dataclasses.replace(MOE, hints=dataclasses.replace(HINTS, domains=("python", "sql", "other")))
+    params, _, apply = functional(mixture)
+    x, segments = inputs()
+    domains = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32) % 3, (ROWS, 1))  # 0: unknown, python, sql
+    stats = apply(params, x, segments, domains, step)[1]
+    metrics = moe.router_metrics(jax.tree.map(lambda of_layer: jnp.stack([of_layer, of_layer]), stats), mixture)
+    real, best = np.array(segments) > 0, np.argmax(np.array(x @ params["router"]), axis=-1)
+    right, known = 0, 0
+    for number, (name, experts) in enumerate(zip(mixture.hints.domains, mixture.hints.assignment(8)), 1):
+        of_domain = best[real & (np.array(domains) == number)]
+        hits = np.isin(of_domain, experts)
+        right, known = right + hits.sum(), known + len(hits)
+        np.testing.assert_allclose(metrics[f"hint_accuracy/{name}"], hits.mean() if len(hits) else np.nan, rtol=1e-6)
+    np.testing.assert_allclose(metrics["hint_accuracy"], right / known, rtol=1e-6)
+    np.testing.assert_array_equal(
+        stats["domain_load"].sum(-1), [(real & (np.array(domains) == d)).sum() for d in range(4)]
+    )
+
+
+def test_domains_can_be_measured_without_a_hint():
+    only_measured = dataclasses.replace(MOE, hints=dataclasses.replace(HINTS, start=0.0))
+    params, _, apply = functional(MOE)
+    x, segments = inputs()
+    domains = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32) % 3, (ROWS, 1))
+
+    def loss(mixture, params, *more):
+        y, stats = functional(mixture)[2](params, x, segments, *more)
+        return jnp.sum(jnp.square(y)) + moe.router_loss(stats, mixture)
+
+    plain = jax.value_and_grad(lambda p: loss(MOE, p))(params)
+    measured = jax.value_and_grad(lambda p: loss(only_measured, p, domains, jnp.int32(0)))(params)
+    assert_close(measured, plain)
+
+
 def domain_share(hints):
     """Trains a layer on two domains with different maps; returns the share of tokens on their experts without hints."""
     mixture = Moe(num_experts=4, top_k=1, expert_dim=32, balance_loss=0.01, gates="scores", hints=hints)
