@@ -14,6 +14,7 @@ examples:
   python -m capibara.train --gin_file=quickstart.gin --emulate=8
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
+  python -m capibara.train --gin_file=my_run.gin --profile=100:102
 
 exit codes: 0 finished, 1 a crash, corruption or silent corruption, 2 invalid input, 75 hung, or to be run again,
 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
@@ -24,10 +25,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = flags.ArgumentParser("capibara train", _DESCRIPTION)
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     parser.add_argument("--start_over", action="store_true", help="rename MODEL_DIR if it exists, and start a new run")
+    parser.add_argument(
+        "--profile", metavar="START:STOP", help="trace these steps into MODEL_DIR/profile, and print a summary"
+    )
     multihost.add_arguments(parser)
     args = flags.parse_arguments(parser, argv)
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
+    if args.profile is not None:
+        args.gin_bindings.extend(_profiled(args.profile))
     files, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
     outcome = training_run.run(*files, args.emulate, start_over=args.start_over, joined=joined)
     return 128 + outcome.signal_number if outcome.signal_number else 0
+
+
+def _profiled(steps: str) -> list[str]:
+    """The bindings of --profile."""
+    start, colon, stop = steps.partition(":")
+    if not colon or not start.strip().isdecimal() or not stop.strip().isdecimal():
+        raise UserError(f"--profile ({steps!r}) must be START:STOP, two steps: try --profile=100:102")
+    return ["Trainer.profile = @Profile()", f"Profile.start = {int(start)}", f"Profile.stop = {int(stop)}"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+# A number of `on_system`; None: unavailable here. A mapping has the numbers of each local device, a text is a warning.
+SystemValue = float | str | Mapping[str, Sequence[float | None]] | None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
@@ -21,6 +24,7 @@ class RunInfo:
       device_kind: JAX's name ("TPU v5 lite", "cpu").
       peak_flops: peak FLOP/s of one device in the compute dtype; None: unknown, and no MFU is logged.
       config: the operative Gin configuration.
+      arrays: shape and dtype of each array of the train state, by name.
     """
 
     model_dir: str
@@ -33,6 +37,7 @@ class RunInfo:
     device_kind: str
     peak_flops: float | None
     config: str
+    arrays: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
 
 
 class Callback:
@@ -72,8 +77,20 @@ class Callback:
     def on_roll_back(self, step: int) -> None:
         """After a loss spike made the run roll back to `step`: metrics of later steps are void."""
 
+    def on_profile(self, step: int, first_step: int, folder: str) -> None:
+        """After the steps from `first_step` to `step` were traced into a folder (Trainer.profile)."""
+
+    def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
+        """A sample of what the run uses, between `on_train_begin` and `on_train_end`; from another thread."""
+
+    def on_facts(self, step: int, facts: Mapping[str, object]) -> None:
+        """JSON values on machine, packages and git state, once, between begin and end; from another thread."""
+
     def on_train_end(self, step: int, reason: str) -> None:
         """After the last step; `reason` is that of `loop.Outcome`."""
+
+    def close(self) -> None:
+        """The last call of all, also where an error ends the run."""
 
 
 class Callbacks(Callback):
@@ -109,8 +126,20 @@ class Callbacks(Callback):
     def on_roll_back(self, step: int) -> None:
         self._each("on_roll_back", step)
 
+    def on_profile(self, step: int, first_step: int, folder: str) -> None:
+        self._each("on_profile", step, first_step, folder)
+
+    def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
+        self._each("on_system", step, metrics)
+
+    def on_facts(self, step: int, facts: Mapping[str, object]) -> None:
+        self._each("on_facts", step, facts)
+
     def on_train_end(self, step: int, reason: str) -> None:
         self._each("on_train_end", step, reason)
+
+    def close(self) -> None:
+        self._each("close")
 
     def _each(self, event: str, *args: object) -> None:
         for callback in self._callbacks:

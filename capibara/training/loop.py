@@ -21,8 +21,10 @@ from capibara.training.feed import BatchFeed
 from capibara.training.group import Member, Score
 from capibara.training.initialization import Load
 from capibara.training.metrics import Meter
+from capibara.training.profiling import Profiler
 from capibara.training.recovery import Start
 from capibara.training.setup import Setup, set_up
+from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.watchdog import Watchdog
 from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
@@ -65,7 +67,9 @@ def train(
       compiler_options, config, load: as for `set_up`.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(disk_full_explained(trainer.model_dir))
+        stack.enter_context(out_of_memory_explained(trainer.plan, "the run"))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
         setup, initial = set_up(
             trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load
@@ -94,7 +98,9 @@ def train(
             return Outcome(begins, reason, stop.agreed(begins))
         decisions = stack.enter_context(Decisions())
         member = setup.member(reporter)
-        return _Loop(setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member).run(start)
+        profiler = stack.enter_context(Profiler(trainer.profile, trainer.model_dir))
+        parts = (setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member, profiler)
+        return _Loop(*parts).run(start)
 
 
 def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:
@@ -118,6 +124,7 @@ class _Loop:
     decisions: Decisions
     meter: Meter
     member: Member
+    profiler: Profiler
 
     def run(self, start: Start) -> Outcome:
         """Trains from a start to the end of the run."""
@@ -156,7 +163,9 @@ class _Loop:
                 continue
 
             step, score = step + 1, None
-            state, metrics = self.setup.step(step, state, batch, self.feed.position)
+            with self.profiler.step(step):
+                state, metrics = self.setup.step(step, state, batch, self.feed.position)
+            self._profiled(step, metrics)
 
             self.meter.add(metrics)
             self.member.watch(metrics)
@@ -202,6 +211,13 @@ class _Loop:
         for number, metrics in enumerate(self.meter.steps, step - len(self.meter.steps) + 1):
             for line in strategy.remarks(number, metrics):
                 self.callbacks.on_status(line)
+
+    def _profiled(self, step: int, metrics: Metrics) -> None:
+        """Ends the trace after its last step; writing it does not count as time of the steps."""
+        if self.profiler.ends(step):
+            with self.meter.paused("profile"), self.dog.allowing("writing the profile", "save_s"):
+                first_step, folder = self.profiler.end(step, metrics)
+                self.callbacks.on_profile(step, first_step, folder)
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluates and returns the loss; None if the run must stop before that."""

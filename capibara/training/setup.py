@@ -44,6 +44,7 @@ from capibara.training.privacy.ledger import Ledger
 from capibara.training.recovery import Initial, Recovery, Start
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
+from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.state import Apart, TrainState
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
@@ -250,7 +251,8 @@ def set_up(
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
-        train_step = compile_step(trainer, model, mesh, compiler_options, spec)
+        with out_of_memory_explained(trainer.plan, "the train step", spec.abstract):
+            train_step = compile_step(trainer, model, mesh, compiler_options, spec)
         status(f"compiled in {(compiled_s := time.perf_counter()) - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
         initial = dataclasses.replace(loaded.result(), starts=own)

@@ -25,6 +25,7 @@ from capibara.objectives.loss import Loss
 from capibara.optim import Optimizer, OptimizerConfig
 from capibara.sharding import Plan
 from capibara.training.group import Group
+from capibara.training.profiling import Profile
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.stability.watchdog import Watch
@@ -107,6 +108,7 @@ class Trainer:
       loss_scaling: loss scaling of a float16 run; not used with other dtypes.
       anomalies: what to do about numbers that are not finite, and about loss spikes.
       watch: when a step counts as hung.
+      profile: which steps the profiler traces, such as @Profile(), or `--profile=START:STOP`; None: none.
       replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never. With a strategy they are
         the agreed model's, on all nodes.
       heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
@@ -135,6 +137,7 @@ class Trainer:
     loss_scaling: LossScaling = LossScaling()
     anomalies: Anomalies = Anomalies()
     watch: Watch = Watch()
+    profile: Profile | None = None
     replica_check_every: int = 1000
     heartbeat_s: int = 100
 

@@ -1,0 +1,1 @@
+"""Summaries of the profiler's traces."""

@@ -1,0 +1,132 @@
+"""Traces some steps of a run with JAX's profiler, for `xprof`, TensorBoard and the summary of monitoring."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import jax
+from etils import epath
+
+from capibara.config import configurable
+from capibara.core.types import PyTree, UserError
+from capibara.storage import stores
+
+FOLDER = "profile"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Which steps are traced, into `profile` in the run folder.
+
+    Attributes:
+      start: the first step, counted from 1. A run that starts later traces from its first step.
+      stop: the last step.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start <= self.stop:
+            raise UserError(f"Profile.start ({self.start}) must be from 1 to Profile.stop ({self.stop}): try 10 and 12")
+        if self.stop - self.start >= 1000:
+            raise UserError(
+                f"Profile.start ({self.start}) and Profile.stop ({self.stop}) are {self.stop - self.start + 1} steps, must be "
+                f"at most 1000, since a trace of more cannot be opened: try {self.start} and {self.start + 2}"
+            )
+
+
+def folder_of(model_dir: str, first: int, last: int) -> str:
+    """The folder of a trace; the log directory for TensorBoard."""
+    return os.path.join(model_dir, FOLDER, f"steps-{first}-{last}")
+
+
+class Profiler:
+    """Traces the steps of a profile; a context manager that ends a trace whose run ends early.
+
+    Args:
+      profile: which steps; None: none.
+      model_dir: the run folder.
+    """
+
+    def __init__(self, profile: Profile | None, model_dir: str):
+        self._profile, self._model_dir = profile, model_dir
+        self._first: int | None = None
+        self._local: str = ""
+        self._done = profile is None
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._first is not None:
+            with contextlib.suppress(Exception):  # what ends the run is reported, not this
+                jax.profiler.stop_trace()
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The context of a step, which the trace names.
+
+        Raises:
+          UserError: another program already traces this process.
+        """
+        if self._done or self._profile is None or step < self._profile.start:
+            yield
+            return
+        if self._first is None:
+            if step > self._profile.stop:
+                self._done = True
+                yield
+                return
+            self._begin(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def ends(self, step: int) -> bool:
+        """Whether a trace is to end after this step."""
+        return self._first is not None and self._profile is not None and step >= self._profile.stop
+
+    def end(self, step: int, result: PyTree) -> tuple[int, str]:
+        """Ends the trace; its first step and its folder.
+
+        Args:
+          step: the step that was dispatched last.
+          result: what it returned, on the devices: the trace waits for it.
+        """
+        assert self._first is not None, "a trace has begun"
+        jax.block_until_ready(result)
+        jax.profiler.stop_trace()
+        first, self._first, self._done = self._first, None, True
+        folder = folder_of(self._model_dir, first, step)
+        _stored(self._local, folder)
+        return first, folder
+
+    def _begin(self, step: int) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would be an event, and slow the steps
+        self._local = tempfile.mkdtemp(prefix="capibara-profile-")
+        try:
+            jax.profiler.start_trace(self._local, profiler_options=options)
+        except RuntimeError as error:
+            raise UserError(f"Profile.start: step {step} cannot be traced ({error}): end the other trace") from None
+        self._first = step
+
+
+def _stored(local: str, folder: str) -> None:
+    """Moves the files of a trace into the run folder, which may be in a bucket."""
+    store = stores.of(folder)
+    target = epath.Path(folder)
+    for path in sorted(glob.glob(os.path.join(local, "**", "*"), recursive=True)):
+        if os.path.isfile(path):
+            written = target / os.path.relpath(path, local)
+            store.make_folder(written.parent)
+            with open(path, "rb") as file:
+                store.write_atomic(written, file.read())
+    shutil.rmtree(local, ignore_errors=True)
