@@ -43,7 +43,7 @@ RULES = {
     "loading": _BASE | {"training", "interop"},
     "strategies": _BASE | {"training", "inference"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
-    "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest"},
+    "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest", "builders.lineage"},
     "jobs": _LOW | {"sharding", "planner"},
 }
 # Within a room: folders that a folder must not import.
@@ -56,6 +56,7 @@ VERBS = {
     "train",
     "plan",
     "prove",
+    "report",
     "evaluate",
     "infer",
     "serve",
@@ -65,6 +66,7 @@ VERBS = {
     "merge",
     "prepare",
     "dashboard",
+    "track",
     "launch",
 }
 # Verbs that use a model, whatever it came in: they open a LoadedModel, and know no run.

@@ -21,7 +21,7 @@ from capibara.training.feed import BatchFeed
 from capibara.training.group import Member, Score
 from capibara.training.initialization import Load
 from capibara.training.metrics import Meter
-from capibara.training.profiling import Profiler
+from capibara.training.profiling.profiler import Profiler
 from capibara.training.recovery import Start
 from capibara.training.setup import Setup, set_up
 from capibara.training.stability.device_memory import out_of_memory_explained

@@ -249,11 +249,8 @@ def set_up(
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, spec.abstract, read)
         loaded = pool.submit(_initial, opened, trainer, model, mesh, read, spec.abstract)
         undo.callback(_close, opened)
-        status(f"compiling the train step for {mesh.size} devices")
-        begin_s = time.perf_counter()
-        with out_of_memory_explained(trainer.plan, "the train step", spec.abstract):
-            train_step = compile_step(trainer, model, mesh, compiler_options, spec)
-        status(f"compiled in {(compiled_s := time.perf_counter()) - begin_s:.1f} s")
+        train_step = _compiled(trainer, model, mesh, compiler_options, spec, status)
+        compiled_s = time.perf_counter()
         checkpoints, restored, batches = opened.result()
         initial = dataclasses.replace(loaded.result(), starts=own)
         if restored is not None:
@@ -278,6 +275,23 @@ def set_up(
         ledger=ledger,
     )
     return setup, initial
+
+
+def _compiled(
+    trainer: Trainer,
+    model: api.Model,
+    mesh: Mesh,
+    compiler_options: Mapping[str, str] | None,
+    spec: StateSpec,
+    status: Callable[[str], None],
+) -> jax.stages.Compiled:
+    """The train step; raises UserError if it does not fit the devices."""
+    status(f"compiling the train step for {mesh.size} devices")
+    begin_s = time.perf_counter()
+    with out_of_memory_explained(trainer.plan, "the train step", spec.abstract):
+        train_step = compile_step(trainer, model, mesh, compiler_options, spec)
+    status(f"compiled in {time.perf_counter() - begin_s:.1f} s")
+    return train_step
 
 
 def _ledger(trainer: Trainer, model: api.Model, status: Callable[[str], None]) -> Ledger | None:

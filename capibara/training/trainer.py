@@ -25,7 +25,7 @@ from capibara.objectives.loss import Loss
 from capibara.optim import Optimizer, OptimizerConfig
 from capibara.sharding import Plan
 from capibara.training.group import Group
-from capibara.training.profiling import Profile
+from capibara.training.profiling.profile import Profile
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.stability.watchdog import Watch

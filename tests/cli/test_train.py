@@ -9,7 +9,7 @@ from capibara.cli import train as verb
 from capibara.cli import training_run
 from capibara.core.types import UserError
 from capibara.training.loop import Outcome
-from capibara.training.profiling import Profile
+from capibara.training.profiling.profile import Profile
 from capibara.training.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 from capibara.core.types import UserError
 from capibara.monitoring.profiling import callback, categories, summary, trace
 from capibara.monitoring.profiling.trace import Lane, Op, Trace
-from capibara.training import profiling
+from capibara.training.profiling import profile, profiler
 
 # Steps of 10 us on one chip: a loop of 6 us with two products within, an all-reduce of 2 us half hidden by a copy, 1 us idle.
 TPU = """
@@ -107,14 +107,13 @@ def test_a_traced_function_of_this_machine_is_summarised(tmp_path, capsys):
     step = jax.jit(lambda x: jnp.sort(x @ x, axis=0))
     x = jnp.ones((128, 128))
     step(x).block_until_ready()
-    profiler = profiling.Profiler(profiling.Profile(start=4, stop=5), str(tmp_path))
-    with profiler:
+    with profiler.Profiler(profile.Profile(start=4, stop=5), str(tmp_path)) as tracing:
         for number in (3, 4, 5, 6):
-            with profiler.step(number):
+            with tracing.step(number):
                 result = step(x)
-            if profiler.ends(number):
-                first, folder = profiler.end(number, result)
-    assert first == 4 and folder == profiling.folder_of(str(tmp_path), 4, 5)
+            if tracing.ends(number):
+                first, folder = tracing.end(number, result)
+    assert first == 4 and folder == profiler.folder_of(str(tmp_path), 4, 5)
     (path,) = trace.files_of(folder)
     read = trace.read(path)
     assert len(read.steps_ns) == 2 and {lane.device for lane in read.lanes} == {"CPU:0"}

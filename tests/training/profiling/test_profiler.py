@@ -11,7 +11,8 @@ from capibara.core.types import UserError
 from capibara.monitoring.profiling import trace
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.profiling import Profile, Profiler
+from capibara.training.profiling.profile import Profile
+from capibara.training.profiling.profiler import Profiler
 
 
 class Traced(Callback):

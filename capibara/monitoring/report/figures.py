@@ -1,0 +1,91 @@
+"""The curves of a report as SVG, with all runs in one picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.monitoring.curve import smooth
+from capibara.monitoring.report.facts import RunFacts
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
+_INK, _FAINT = "#333333", "#999999"
+_MOST_POINTS = 2000  # of a curve: more cannot be seen
+# Title, metric and scale of each picture; training curves are thin, evaluations have dots.
+_PICTURES = (
+    ("Loss", "loss", "linear"),
+    ("Learning rate", "learning_rate", "linear"),
+    ("Gradient norm", "grad_norm", "log"),
+    ("Tokens a second", "tokens_per_s", "linear"),
+    ("MFU", "mfu", "linear"),
+    ("Consensus score", "consensus_score", "linear"),
+    ("Router entropy", "router_entropy", "linear"),
+)
+
+
+def colour_of(number: int) -> str:
+    """The colour of a run, by its number in the report."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def pictures(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
+    """(title, SVG) of the metrics that any of the runs has."""
+    found = []
+    for title, metric, scale in _PICTURES:
+        lines = [(number, *run.points("train", metric), *run.points("eval", metric)) for number, run in enumerate(runs)]
+        if any(steps or evaluated for _, steps, _, evaluated, _ in lines):
+            found.append((title, _svg(title, scale, lines)))
+    return found
+
+
+def _svg(title: str, scale: str, lines: Sequence[tuple[int, list[int], list[float], list[int], list[float]]]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = Figure(figsize=(7.2, 3.4))
+    axes = figure.add_axes((0.1, 0.14, 0.88, 0.82))
+    for number, steps, values, evaluated, of_evaluations in lines:
+        colour = colour_of(number)
+        if steps:
+            x, y = _thinned(np.array(steps), np.array(values))
+            axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.7)
+            axes.plot(x, smooth(y), color=colour, linewidth=1.6)
+        if evaluated:
+            axes.plot(evaluated, of_evaluations, color=colour, linewidth=1, marker="o", markersize=4, linestyle="--")
+    positive = [value for _, _, values, _, more in lines for value in (*values, *more)]
+    if scale == "log" and min(positive) > 0:
+        axes.set_yscale("log")
+    _styled(axes)
+    axes.set_xlabel("step", color=_INK, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    # Text as text, and no ids of chance: the same runs make the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _styled(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    axes.tick_params(colors=_INK, labelsize=8.5, length=3, color=_FAINT, which="both")
+    axes.grid(axis="y", color=_FAINT, alpha=0.25, linewidth=0.7)
+    axes.margins(x=0.01, y=0.06)
+
+
+def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most _MOST_POINTS: of each part of the steps the lowest and the highest value, so that spikes are seen."""
+    if len(x) <= _MOST_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), _MOST_POINTS // 2)
+    kept = np.unique([index for part in parts for index in (part[np.argmin(y[part])], part[np.argmax(y[part])])])
+    return x[kept], y[kept]

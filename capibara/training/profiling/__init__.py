@@ -1,0 +1,1 @@
+"""Traces of steps by JAX's profiler."""
