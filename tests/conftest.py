@@ -100,7 +100,7 @@ _WITH_TENSORFLOW = {
     f"tests/{name}.py"
     for name in """
 data/tasks/test_tasks data/tasks/test_cached data/packing/test_pairs data/packing/test_masking data/test_prefix
-data/test_domains data/shards/test_formats evaluation/test_seqio_tasks
+data/test_domains data/shards/test_formats data/tasks/test_routing evaluation/test_seqio_tasks
 """.split()
 }
 

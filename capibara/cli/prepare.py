@@ -17,6 +17,7 @@ Make data sets and vocabularies for training.
   instructions   conversations or preference pairs out of JSON files, or archives of them
   playbooks      chat examples out of agents' playbooks
   executions     chat examples out of logs of executed code
+  routing        texts with a domain for the hybrid expert router: balanced, split, decontaminated
   corpus         documents without duplicates, filtered, as packed tokens in shards
   lineage        where a checkpoint or a data set comes from, and what has changed since
 
@@ -29,7 +30,7 @@ examples:
 
 _MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
-    **{word: word for word in ("playbooks", "executions", "corpus", "lineage")},
+    **{word: word for word in ("playbooks", "executions", "routing", "corpus", "lineage")},
 }
 
 

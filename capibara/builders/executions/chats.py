@@ -190,6 +190,7 @@ def _chat(kind: ChatKind, run: Run, asked: str, answer: str, questions: Sequence
         "language": run.language.name,
         "quality": run.scores.quality,
         "source": run.source,
+        "session": run.execution.session,
     }
 
 

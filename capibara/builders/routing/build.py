@@ -1,0 +1,114 @@
+"""Builds a routing set: labels, splits, balances and decontaminates records, and writes them as JSON lines and Parquet."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import os
+from collections.abc import Callable, Sequence
+
+from capibara.builders import fingerprints
+from capibara.builders.fingerprints import Input
+from capibara.builders.problems import Problems
+from capibara.builders.routing import files, selection, statistics
+from capibara.builders.routing.reader import Reader
+from capibara.builders.routing.rows import FOLDERS, Scratch, name
+from capibara.builders.routing.settings import RoutingSet
+from capibara.builders.workers import Workers
+from capibara.builders.writing import Manifest, Output
+from capibara.core.types import UserError
+from capibara.data.tasks.routing import SCHEMA
+
+KIND = "routing"
+ENDINGS = (".jsonl", ".json")
+_OTHERS = ("lineage.jsonl", "manifest.json", "statistics.json", "leaks.jsonl", "contaminated.jsonl")  # of a data set
+
+
+def build(
+    paths: Sequence[str],
+    folder: str,
+    settings: RoutingSet,
+    *,
+    num_workers: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Manifest:
+    """Writes train, validation and test as .jsonl and .parquet, contaminated.jsonl, leaks.jsonl, statistics.json and a manifest.
+
+    What an earlier run has read whole is kept; the bytes depend neither on that nor on `num_workers`.
+
+    Args:
+      paths: the records: of `prepare executions` and `prepare playbooks`, conversations and documents.
+      folder: where to write.
+      settings: how the set is made.
+      num_workers: processes that each read one file at a time; 0: this one.
+      progress: called with the number of files that are read, and of all.
+
+    Raises:
+      UserError: a package is not installed, the input has an unknown domain, lacks a domain or has too few sources, or the
+        folder holds another build or cannot be written.
+      TryAgain: a worker process was killed.
+    """
+    inputs = fingerprints.inputs_of(path for path in paths if os.path.basename(path) not in _OTHERS)
+    if not inputs:
+        raise UserError(
+            f"IN ({', '.join(paths[:3])}) has no file of records (.jsonl): name the output of another builder"
+        )
+    with Output(folder, KIND, settings.as_json(), inputs) as output:
+        if (manifest := output.done()) is not None:
+            return manifest
+        ngrams = settings.decontamination.index()
+        _read(inputs, output, settings, num_workers, progress)
+        found = Scratch(output.scratch, len(inputs))
+        chosen = selection.select(found, settings.splits, settings.balance, settings.names)
+        settings.splits.check(chosen.sources, chosen.linked)
+        statistics.check(chosen, settings.names, settings.min_examples)
+        about = {"capibara.kind": KIND, "capibara.schema": str(SCHEMA), "capibara.domains": json.dumps(settings.names)}
+        for shard in files.shards(chosen, settings.shards):
+            files.write(output, shard, chosen, found, about)
+        _write_reports(output, chosen, found, [one.path for one in inputs])
+        sets = {one.name: ngrams.about(one.name) for one in settings.decontamination.sets}
+        with output.part("statistics.json") as part:
+            statistic = {"schema": SCHEMA, **statistics.of(chosen, settings.names), "evaluation_sets": sets}
+            part.write(json.dumps(statistic, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+            part.records = 1
+        counts, problems = collections.Counter(statistics.counts(chosen, settings.names)), Problems()
+        for whole in output.scratch.all():
+            counts.update(whole.counts)
+            problems.merge(whole.problems)
+        return output.finish({"files": len(inputs), **counts}, problems)
+
+
+def _read(
+    inputs: Sequence[Input],
+    output: Output,
+    settings: RoutingSet,
+    num_workers: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Reads all files; those that an earlier run has read are kept."""
+    paths = [one.path for one in inputs]
+    common = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.abspath(p) for p in paths])
+    reader = Reader(parts=output.scratch, settings=settings, common=os.path.abspath(common))
+    todo = [
+        (i, path)
+        for i, path in enumerate(paths)
+        if any(output.scratch.done(name(folder, i)) is None for folder in FOLDERS)
+    ]
+    done = itertools.count(len(paths) - len(todo) + 1)
+    progress(len(paths) - len(todo), len(paths))
+    with Workers(min(num_workers, len(todo)) if len(todo) > 1 else 0) as workers:
+        workers.each(reader, todo, lambda: progress(next(done), len(paths)))
+
+
+def _write_reports(output: Output, chosen: selection.Selection, found: Scratch, paths: list[str]) -> None:
+    """Writes what was excluded and what was linked."""
+    with output.part("contaminated.jsonl") as part:
+        for number in range(found.files):
+            with open(found.path("contaminated", number), "rb") as file:
+                for line in file:
+                    part.write(line)
+                    part.records += 1
+    with output.part("leaks.jsonl") as part:
+        for record in files.leaks(chosen, found, paths):
+            part.write_record(record)
