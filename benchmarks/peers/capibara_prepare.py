@@ -12,6 +12,7 @@ import argparse
 import glob
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -41,16 +42,32 @@ def in_memory(folder: str, settings: near.NearDuplicates) -> dict:
     return {"documents": len(texts), "duplicates": duplicates, "seconds": seconds, "stage_cpu_s": cpu_s}
 
 
+def cpu_s() -> float:
+    """CPU seconds of this process and its workers."""
+    ticks = 0
+    for pid in ["self", *pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of children that have ended
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def pipeline(folder: str, workers: int, out: str, settings: CorpusPreparation) -> dict:
-    begins: dict[str, float] = {}
-    manifest = build.prepare(
-        [folder], out, settings, workers, lambda topic, _: begins.setdefault(topic, time.perf_counter()) and None
+    begins: dict[str, tuple[float, float]] = {}
+
+    def progress(topic: str, _: str) -> None:
+        if topic not in begins:
+            begins[topic] = (time.perf_counter(), cpu_s())
+
+    manifest = build.prepare([folder], out, settings, workers, progress)
+    edges = [*begins.values(), (time.perf_counter(), cpu_s())]
+    seconds, of_cpu = (
+        {topic: edges[i + 1][which] - edges[i][which] for i, topic in enumerate(begins)} for which in (0, 1)
     )
-    edges = [*begins.values(), time.perf_counter()]
-    seconds = {topic: end - begin for topic, begin, end in zip(begins, edges, edges[1:])}
-    duplicates = manifest.counts["exact_duplicates"] + manifest.counts["near_duplicates"]
+    of_cpu["start"] = edges[0][1]
     counts = dict(manifest.counts)
-    return {"documents": counts["documents"], "duplicates": duplicates, "seconds": seconds, "counts": counts}
+    duplicates = counts["exact_duplicates"] + counts["near_duplicates"]
+    about = {"documents": counts["documents"], "duplicates": duplicates, "counts": counts}
+    return about | {"seconds": seconds, "cpu_seconds": of_cpu}
 
 
 def main() -> None:

@@ -84,9 +84,29 @@ def hash_file(path: str | os.PathLike[str]) -> Input:
             raise UserError(f"{os.fspath(path)} cannot be read ({error.strerror}): copy it again") from None
 
 
+def check_file(path: str) -> int:
+    """The size in bytes of an input file.
+
+    Raises:
+      UserError: it is no regular file, or is missing.
+    """
+    try:
+        return limits.check_file(path)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist, perhaps as a link to nothing: remove it, or name other files"
+        ) from None
+
+
 def inputs_of(paths: Iterable[str | os.PathLike[str]]) -> tuple[Input, ...]:
-    """The inputs of a data set, sorted by path; raises as `hash_file`."""
+    """The inputs of a data set, sorted by path.
+
+    Raises:
+      UserError: one is no regular file, is missing, or cannot be read.
+    """
     names = sorted({os.fspath(path) for path in paths})
+    for name in names:
+        check_file(name)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter's lock
         return tuple(pool.map(hash_file, names))
 

@@ -87,7 +87,7 @@ class Problems:
         if len(first) < SHOWN or (path, line) <= (first[-1].path, first[-1].line):
             text = " ".join(message.split())
             text = text if len(text) <= _MESSAGE_CHARACTERS else f"{text[: _MESSAGE_CHARACTERS - 3]}..."
-            bisect.insort(first, Problem(_printable(path), line, kind, _printable(text)))
+            bisect.insort(first, Problem(printable(path), line, kind, printable(text)))
             del first[SHOWN:]
 
     def merge(self, other: Problems) -> None:
@@ -123,7 +123,7 @@ class Problems:
         if not self:
             return ""
         counts = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
-        lines = [f"skipped {self.total:,} pieces of input: {counts}"]
+        lines = [f"skipped {self.total:,} {'piece' if self.total == 1 else 'pieces'} of input: {counts}"]
         for kind, count in self.counts.items():
             shown = self._first.get(kind, [])
             lines += [f"  {one}" for one in shown]
@@ -131,7 +131,7 @@ class Problems:
         return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without characters that break a line or cannot be written in UTF-8."""
     if text.isprintable():
         return text

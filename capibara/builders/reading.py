@@ -52,15 +52,16 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-def expand(patterns: Sequence[str], endings: Sequence[str]) -> list[str]:
+def expand(patterns: Sequence[str], endings: Sequence[str], without: str | None = None) -> list[str]:
     """The input files that the user named, sorted, without duplicates.
 
     Args:
       patterns: files, globs and folders; files in a bucket are copied to this machine.
       endings: the endings that files of a folder must have, such as ".jsonl"; compressed ones (.gz, .zst) are found, too.
+      without: a folder whose files are no input, such as that of the output; None: there is none.
 
     Raises:
-      UserError: a pattern matches no file.
+      UserError: a pattern matches no file, or the name of a file is no text in UTF-8.
     """
     wanted = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
     found: list[str] = []
@@ -72,7 +73,18 @@ def expand(patterns: Sequence[str], endings: Sequence[str]) -> list[str]:
             found += inside
         else:
             found += disk.expand("IN", [pattern])
-    return sorted(set(found or disk.expand("IN", patterns)))
+    paths = sorted(set(found or disk.expand("IN", patterns)))
+    if without is not None:
+        above = os.path.join(os.path.realpath(without), "")
+        paths = [path for path in paths if not os.path.realpath(path).startswith(above)]
+        if not paths:
+            raise UserError(f"IN ({', '.join(patterns)}) has no file outside of --out ({without}): name another folder")
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"IN ({path!a}) has a name that is no text in UTF-8: rename it") from None
+    return paths
 
 
 def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
@@ -88,6 +100,11 @@ def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [os.path.join(above, name) for name in names if name.endswith(endings) and not name.startswith(".")]
     return found
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """The deepest folder, absolute, in which all files are."""
+    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
 def lines(path: str, problems: Problems, *, most: int = limits.LINE_BYTES) -> Iterator[Line]:
@@ -124,15 +141,22 @@ def records(path: str, problems: Problems, *, most: int = limits.LINE_BYTES) -> 
         yield from _of_lines(path, problems, most)
 
 
+def kind_of(error: ValueError, is_cut: bool) -> Kind:
+    """The kind of a problem of `limits.parse_json`; `is_cut`: the text begins like an object, but has no end."""
+    if "no text in UTF-8" in str(error) or "lone surrogate" in str(error):
+        return Kind.ENCODING
+    return Kind.TRUNCATED if is_cut else Kind.MALFORMED
+
+
 def _of_lines(path: str, problems: Problems, most: int) -> Iterator[Record]:
-    for number, content, is_ended in _raw_lines(path, problems, most):
-        if not content.strip():
+    for number, content, is_ended in _raw_lines(path, problems, most, has_empty=False):
+        if not content or content.isspace():
             continue
         try:
             value = limits.parse_json(content)
         except ValueError as error:
             is_cut = not is_ended and content.lstrip().startswith(b"{")
-            problems.add(path, number, _kind(error, is_cut), limits.cause(error))
+            problems.add(path, number, kind_of(error, is_cut), limits.cause(error))
             continue
         if isinstance(value, dict):
             yield Record(path, number, value)
@@ -157,7 +181,7 @@ def _of_document(path: str, problems: Problems, most: int) -> Iterator[Record]:
         else:
             line = error.lineno if isinstance(error, json.JSONDecodeError) else 0
             is_cut = not content.rstrip().endswith((b"]", b"}")) and content.lstrip().startswith((b"[", b"{"))
-            problems.add(path, line, _kind(error, is_cut), limits.cause(error))
+            problems.add(path, line, kind_of(error, is_cut), limits.cause(error))
         return
     for number, item in enumerate(value if isinstance(value, list) else [value], 1):
         if isinstance(item, dict):
@@ -202,13 +226,6 @@ def _name(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _kind(error: ValueError, is_cut: bool) -> Kind:
-    """The kind of a problem of the JSON parser."""
-    if "no text in UTF-8" in str(error) or "lone surrogate" in str(error):
-        return Kind.ENCODING
-    return Kind.TRUNCATED if is_cut else Kind.MALFORMED
-
-
 def _text(path: str, number: int, content: bytes, problems: Problems) -> str | None:
     """The text of a line; None: it is counted in `problems`."""
     if b"\0" in content:
@@ -225,10 +242,12 @@ def _text(path: str, number: int, content: bytes, problems: Problems) -> str | N
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def _raw_lines(path: str, problems: Problems, most: int) -> Iterator[tuple[int, bytes, bool]]:
+def _raw_lines(
+    path: str, problems: Problems, most: int, *, has_empty: bool = True
+) -> Iterator[tuple[int, bytes, bool]]:
     """The number from 1 and bytes of each line that is short enough, and whether it has a line end.
 
-    The last line of a file that is cut short or corrupted is not yielded.
+    The last line of a file that is cut short or corrupted is not yielded; without `has_empty` few of the empty ones are.
     """
     begun: list[bytes] = []
     number, size = 0, 0  # begun: the blocks of an unfinished line, none if it is too long; size: its bytes
@@ -240,12 +259,17 @@ def _raw_lines(path: str, problems: Problems, most: int) -> Iterator[tuple[int, 
         if not rest:
             continue
         *middle, last = rest
-        for content, length in ((b"".join(begun), size), *((line, len(line)) for line in middle)):
+        number += 1
+        if size > most:
+            problems.add(path, number, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
+        else:
+            yield number, b"".join(begun).removeprefix(_BOM).removesuffix(b"\r"), True
+        for line in middle:
             number += 1
-            if length > most:
+            if len(line) > most:
                 problems.add(path, number, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
-            else:
-                yield number, content.removeprefix(_BOM).removesuffix(b"\r"), True
+            elif line or has_empty:
+                yield number, line.removeprefix(_BOM).removesuffix(b"\r"), True
         begun, size = [last], len(last)
     problems.merge(found)
     if size > most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import importlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -27,21 +28,24 @@ class Workers:
 
     Args:
       count: processes; 0: this one.
+      module: what the processes import at their start, which is that of the context; None: they start with the first tasks.
     """
 
-    def __init__(self, count: int):
-        self._count = count
+    def __init__(self, count: int, module: str | None = None):
+        self._count, self._module = count, module
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
         if self._count:
             context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(self._count, context, _begin)
+            self._pool = concurrent.futures.ProcessPoolExecutor(self._count, context, _begin, (self._module,))
+            for _ in range(self._count if self._module else 0):
+                self._pool.submit(_nothing)  # a process starts with each task until there are enough
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=kind is None, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)  # after an error, too: nobody writes beside the run that resumes
 
     def each(self, run: Callable[[T], None], tasks: Iterable[T], on_done: Callable[[], None]) -> None:
         """Runs a function on every task.
@@ -74,11 +78,18 @@ class Workers:
             ) from None
 
 
-def _begin() -> None:
-    # The workers are the parallelism: libraries in Rust would each start as many threads as there are cores.
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+def _begin(module: str | None) -> None:
+    # The workers are the parallelism: libraries would each start as many threads as there are cores.
+    for name in ("RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback: the parent says why
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if module:
+        importlib.import_module(module)
+
+
+def _nothing() -> None:
+    """A task that starts a process."""
 
 
 def _end_with_parent() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import enum
 import errno
 import fcntl
 import hashlib
@@ -38,6 +39,13 @@ MANIFEST = "manifest.json"
 _VERSION = 1  # of the manifest's form
 _BUILDING, _PLAN, _DONE, _SCRATCH = ".building", "plan.json", "done", "scratch"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Durability(enum.Enum):
+    """What a whole part survives."""
+
+    POWER_LOSS = "power_loss"  # it is on the disk before it is recorded
+    KILL = "kill"  # of the build; quick, and enough for what is verified before it is used and can be written again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,10 +144,12 @@ class Parts:
     Attributes:
       folder: where they are.
       records: the folder of the records of whole parts.
+      durability: what they survive.
     """
 
     folder: str
     records: str
+    durability: Durability = Durability.POWER_LOSS
 
     def path(self, name: str) -> str:
         """The file of a part."""
@@ -178,11 +188,13 @@ class Parts:
                 part.close()
                 with open(part.path, "rb") as file:
                     digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-                    os.fsync(file.fileno())
+                    if self.durability is Durability.POWER_LOSS:
+                        os.fsync(file.fileno())
                 os.replace(part.path, path)
-                disk.sync_entry(os.path.dirname(path))
+                if self.durability is Durability.POWER_LOSS:
+                    disk.sync_entry(os.path.dirname(path))
                 whole = File(name=name, bytes=size, sha256=digest, records=part.records)
-                _save(record, _part_json(whole, part))
+                _save(record, _part_json(whole, part), self.durability)
             except BaseException:
                 with contextlib.suppress(OSError):
                     part.close()
@@ -234,7 +246,9 @@ class Output:
         building = os.path.join(folder, _BUILDING)
         scratch = os.path.join(building, _SCRATCH)
         self.parts = Parts(folder=folder, records=os.path.join(building, _DONE))
-        self.scratch = Parts(folder=scratch, records=os.path.join(scratch, _DONE))
+        self.scratch = Parts(folder=scratch, records=os.path.join(scratch, _DONE), durability=Durability.KILL)
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UserError(f"--out ({folder}) is a file, must be a folder: name another one")
         with outputs.unwritable_told(folder):
             os.makedirs(folder, exist_ok=True)
             self._lock: int | None = _lock(folder)
@@ -454,17 +468,19 @@ def _is_whole(folder: str, file: File) -> bool:
         return False
 
 
-def _save(path: str, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole, durably."""
+def _save(path: str, value: Mapping[str, Any], durability: Durability = Durability.POWER_LOSS) -> None:
+    """Writes a JSON file whole."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     partial = f"{path}.partial"
     with open(partial, "wb") as file:
         file.write(text.encode("utf-8", "backslashreplace") + b"\n")
         file.flush()
-        os.fsync(file.fileno())
+        if durability is Durability.POWER_LOSS:
+            os.fsync(file.fileno())
     os.replace(partial, path)
-    disk.sync_entry(os.path.dirname(path))
+    if durability is Durability.POWER_LOSS:
+        disk.sync_entry(os.path.dirname(path))
 
 
 def _lock(folder: str) -> int:

@@ -235,3 +235,26 @@ def test_inputs_that_match_nothing_are_the_users_mistake(tmp_path):
     for patterns in ([], [str(tmp_path / "none*")], [str(tmp_path)]):
         with pytest.raises(UserError, match="IN"):
             reading.expand(patterns, [".jsonl"])
+
+
+def test_the_files_of_the_output_folder_are_no_input(tmp_path):
+    for name in ("a.jsonl", "out/b.jsonl", "outer/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = reading.expand([str(tmp_path)], [".jsonl"], str(tmp_path / "out"))
+    assert found == [str(tmp_path / "a.jsonl"), str(tmp_path / "outer/c.jsonl")]
+    with pytest.raises(UserError, match="outside of --out"):
+        reading.expand([str(tmp_path / "out")], [".jsonl"], str(tmp_path / "out"))
+
+
+def test_a_file_name_that_is_no_text_is_refused(tmp_path):
+    path = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    open(path, "wb").close()
+    with pytest.raises(UserError, match=r"no text in UTF-8: rename it"):
+        reading.expand([str(tmp_path)], [".jsonl"])
+
+
+def test_the_common_folder_of_files_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert reading.common_folder(["a/b.md"]) == str(tmp_path / "a")
+    assert reading.common_folder(["a/b.md", str(tmp_path / "a/c/d.md")]) == str(tmp_path / "a")

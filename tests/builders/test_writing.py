@@ -231,11 +231,11 @@ def test_the_folder_belongs_to_one_process_at_a_time(tmp_path, inputs):
     Output(str(tmp_path / "out"), "sets", {}, inputs).close()
 
 
-@pytest.mark.parametrize("kind", ["file", "below a file"])
-def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, inputs, kind):
+@pytest.mark.parametrize(("name", "cause"), [("file", "is a file"), ("file/out", "cannot be written")])
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path, inputs, name, cause):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        Output(str(tmp_path / ("file" if kind == "file" else "file/out")), "sets", {}, inputs)
+    with pytest.raises(UserError, match=cause):
+        Output(str(tmp_path / name), "sets", {}, inputs)
 
 
 def test_a_bucket_is_refused(inputs):

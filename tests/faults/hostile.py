@@ -22,12 +22,15 @@ import time
 import types
 from collections.abc import Iterator
 
+import hostile_inputs
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 os.environ["PYTHONPATH"] = str(ROOT)
 MOST_S, MOST_BYTES, DEADLINE_S = 10.0, 2**30, 60.0
 SERVES = "is at http://"  # what a server says that has opened its model
+BUILDERS = [f"prepare {word}" for word in hostile_inputs.WORDS]
 CRASHES = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "core dumped")
 
 Runs = dict[str, list[str]]  # verb -> arguments
@@ -50,10 +53,10 @@ class Outcome:
         """What must not be."""
         checks = {
             "executed": self.executed,
-            "traceback or crash": self.crashed or self.code not in (0, 1, 2),
+            "traceback or crash": self.crashed or self.code not in (0, 1, 2, *((3,) if self.verb in BUILDERS else ())),
             "over 1 GB": self.peak_bytes > MOST_BYTES,
             "over 10 s": self.seconds > MOST_S,
-            "not refused": refused and self.code != 2,
+            "not refused": refused and self.code not in ((2, 3) if self.verb in BUILDERS else (2,)),
         }
         return [name for name, is_so in checks.items() if is_so]
 
@@ -78,11 +81,16 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
         return {"convert": model["convert"], "infer": model["infer"]}
     if kind == "adapter":
         return {"convert": model["convert"], "infer": model["infer"]}
+    builders = hostile_inputs.runs(path, out)
+    if kind == "input":
+        return builders
     if kind == "archive":
-        return {"prepare": ["prepare", "instructions", f"--files={path}", "--members=*.json*", f"--output={out}"]}
+        own = {"prepare": ["prepare", "instructions", f"--files={path}", "--members=*.json*", f"--output={out}"]}
+        return own | {"prepare corpus": builders["prepare corpus"]}
     if kind == "table":
         source = ["--gin.Dataset.source=@HuggingFaceSource()", "--gin.HuggingFaceSource.path='parquet'"]
-        return {"train": ["train", *tiny, *source, f"--gin.HuggingFaceSource.data_files=('{path}',)"]}
+        own = {"train": ["train", *tiny, *source, f"--gin.HuggingFaceSource.data_files=('{path}',)"]}
+        return own | {"prepare corpus": builders["prepare corpus"]}
     prompts = ["infer", f"--model={HF}", f"--prompts={path}", f"--out={out}/o.jsonl"]
     if path.endswith("pipe.jsonl"):
         prompts = ["infer", f"--model={path}"]  # prompts may come by a pipe, which is waited for
@@ -90,6 +98,7 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
     questions = ["--gin_file=evaluation/questions.gin", f"--gin.QUESTIONS=('{path}',)"]
     return {
         "train": ["train", *tiny, *source],
+        **builders,
         "prepare": ["prepare", "vocabulary", "--source=jsonl", f"--files={path}", f"--output={out}/v.model"],
         "prepare instructions": ["prepare", "instructions", f"--files={path}", f"--output={out}"],
         "infer --prompts": prompts,
@@ -188,8 +197,8 @@ def through(
             (work / "out").mkdir(parents=True)
             outcome = run(case.name, verb, argv, canary, work, spawn)
             # Not every verb reads every part of a folder: an unread part does no harm.
-            faults = outcome.faults(refused=False)
-            yield case, outcome, faults + _unopened(case, outcome)
+            faults = outcome.faults(refused=case.kind == "input" and case.refused)
+            yield case, outcome, faults + _unopened(case, outcome) + _lost(case, outcome, work / "out")
 
 
 _CANNOT = (("good: t5x", "infer"),)  # one has no tokenizer
@@ -201,8 +210,18 @@ def _unopened(case: types.SimpleNamespace, outcome: Outcome) -> list[str]:
     return ["not opened"] if good and outcome.code else []
 
 
+def _lost(case: types.SimpleNamespace, outcome: Outcome, out: pathlib.Path) -> list[str]:
+    """A fault where a builder lacks good records that stand beside what is hostile."""
+    is_lost = case.kind == "input" and bool(case.good) and hostile_inputs.lost(outcome.verb, out, case.good)
+    return ["good records lost"] if is_lost else []
+
+
 def preload() -> None:
     """Imports what the verbs import, before forks; JAX starts no back end by that."""
+    import capibara.builders.executions.build
+    import capibara.builders.playbooks.build
+    import capibara.builders.preparation.build
+    import capibara.builders.routing.build
     import capibara.convert
     import capibara.evaluate
     import capibara.evaluation.evaluate
@@ -245,7 +264,7 @@ def main() -> int:
         for case, outcome, faults in through(cases, canary, root / "work", args.spawn, tuple(args.verb)):
             rows.append(dataclasses.asdict(outcome) | {"faults": faults})
             bad += [(case, outcome, faults)] if faults else []
-            if outcome.code == 2:
+            if outcome.code == 2 or outcome.code == 3 and outcome.verb in BUILDERS:
                 harmless.add(case.name)
             said = outcome.last_line.replace(str(root), "")[:110]
             print(

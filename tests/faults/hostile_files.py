@@ -21,6 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 
+import hostile_inputs
 import jax
 import msgpack
 import numpy as np
@@ -70,15 +71,17 @@ class Case:
 
     Attributes:
       name: what it is.
-      kind: how verbs open it: model, run, adapter, lines, archive or table.
+      kind: how verbs open it: model, run, adapter, lines, archive, table or input (of builders of data sets).
       path: where it is.
-      refused: whether every verb must refuse it with exit code 2; False: it may also do no harm.
+      refused: whether every verb must refuse it with exit code 2 (of builders also 3); False: it may also do no harm.
+      good: records in it that builders must not lose.
     """
 
     name: str
     kind: str
     path: str
     refused: bool = True
+    good: int = 0
 
 
 def make(folder: pathlib.Path, canary: pathlib.Path, *, large: bool = True) -> list[Case]:
@@ -109,6 +112,8 @@ def make(folder: pathlib.Path, canary: pathlib.Path, *, large: bool = True) -> l
         group(maker)
     for group in (_code, _odd_files, _adapters, _lines, _archives, _templates):
         group(maker)
+    for one in hostile_inputs.make(folder / "inputs", large=large):
+        maker.cases.append(Case(f"input: {one.name}", "input", one.path, not one.harmless, one.good))
     names = [case.name for case in maker.cases]
     assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
     return maker.cases

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 
@@ -17,6 +16,7 @@ from capibara.builders.executions.filters import ExecutionFilter
 from capibara.builders.executions.fixes import Fix, FixPairs, Pairing
 from capibara.builders.executions.reading import Execution
 from capibara.builders.executions.runs import Run, analysed
+from capibara.builders.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction, Scope
 from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Part, Parts
@@ -41,10 +41,6 @@ class ExecutionLogs:
     fixes: FixPairs = FixPairs()
     chats: ExecutionChats = ExecutionChats()
     redaction: Redaction = Redaction()
-
-    def as_json(self) -> dict[str, Json]:
-        """The settings as JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def build(
@@ -71,12 +67,11 @@ def build(
       TryAgain: a worker process was killed.
     """
     inputs = fingerprints.inputs_of(paths)
-    with Output(folder, KIND, settings.as_json(), inputs) as output:
+    with Output(folder, KIND, dataclasses.asdict(settings), inputs) as output:
         if (manifest := output.done()) is not None:
             return manifest
         logs = [one.path for one in inputs]
-        common = os.path.dirname(logs[0]) if len(logs) == 1 else os.path.commonpath([os.path.abspath(p) for p in logs])
-        builder = _Builder(parts=output.parts, settings=settings, common=os.path.abspath(common))
+        builder = _Builder(parts=output.parts, settings=settings, common=common_folder(logs))
         todo = [(number, path) for number, path in enumerate(logs) if not _is_done(output.parts, number)]
         done = len(logs) - len(todo)
         progress(done, len(logs))

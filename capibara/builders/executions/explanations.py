@@ -43,16 +43,15 @@ _PHRASES = {
 }
 _MOST_CHANGED = 500  # lines that are compared one by one
 _SHOWN = 200  # characters of a value or line that are quoted
+_SEARCHED = 1000  # characters of a message or line in which a cause is looked for
 _FRAME = re.compile(
-    r"^[ \t]*(?:File \"(?P<file>[^\"\n]*)\", line (?P<line>\d+)|Cell In\[\d+\], line (?P<cell>\d+)|"
-    r"File <ipython-input-[^>\n]*>:(?P<input>\d+))[^\n]*$",
+    r"^[ \t]*(?:File \"(?P<file>[^\"\n]*)\", line (?P<line>\d{1,9})|Cell In\[\d+\], line (?P<cell>\d{1,9})|"
+    r"File <ipython-input-[^>\n]*>:(?P<input>\d{1,9}))[^\n]*$",
     re.MULTILINE,
 )
-_ARROW = re.compile(r"^-+> ?(\d+) ?(.*)$", re.MULTILINE)
+_ARROW = re.compile(r"^-+> ?(\d{1,9}) ?(.*)$", re.MULTILINE)
 _OWN_FILE = re.compile(r"<[^>]*>|.*(?:ipykernel|ipython|cell|main|script|tmp)[^/]*", re.IGNORECASE)
-_LAST = re.compile(
-    r"^(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Warning|Interrupt|Exit|Iteration|\w+))(?::|$)", re.MULTILINE
-)
+_LAST = re.compile(r"^(?P<name>[A-Za-z_][\w.]*+)(?<=\w)(?::|$)", re.MULTILINE)
 
 
 class Explanation(NamedTuple):
@@ -163,11 +162,11 @@ def _named_lines(traceback: str) -> list[tuple[int, str | None]]:
         (match.start(), int(match[1]), match[2]) for match in _ARROW.finditer(traceback)
     ]
     if not found:
-        lines = traceback.split("\n")
         for match in _FRAME.finditer(traceback):
             number = int(match["line"] or match["cell"] or match["input"])
-            below = traceback.count("\n", 0, match.end()) + 1
-            text = lines[below] if below < len(lines) else ""
+            begin = match.end() + 1
+            end = traceback.find("\n", begin)
+            text = traceback[begin : end if end >= 0 else None]
             is_shown = text.startswith("    ") and text.strip() != ""
             if not is_shown and match["file"] is not None and not _OWN_FILE.fullmatch(match["file"]):
                 continue  # a line of a library, whose number says nothing about this code
@@ -196,7 +195,7 @@ def _undefined(facts: _Facts) -> str | None:
     if not _word(name, facts.line or facts.code):
         return None
     assigned = re.search(
-        rf"(?<![\w.]){re.escape(name)}\s*(?::[^=\n]+)?=(?!=)|(?:def|class|import|as|for|function|const|let|var)\s+{re.escape(name)}\b",
+        rf"(?<![\w.]){re.escape(name)}\s*(?::[^=\n]{{1,200}})?=(?!=)|(?:def|class|import|as|for|function|const|let|var)\s+{re.escape(name)}\b",
         facts.code,
     )
     where = "is used before it has a value" if assigned else "is used, but this code does not define it"
@@ -295,9 +294,11 @@ _CAUSES: tuple[_Cause, ...] = (
 def _cause(run: Run, name: str, message: str, location: Location | None) -> str | None:
     """The cause that the message states, if the code supports it."""
     short = name.rpartition(".")[2]
+    if len(message) > _SEARCHED:
+        return None
     for error, pattern, supported in _CAUSES:
         if error in ("", short) and (found := pattern.search(message)) is not None:
-            line = location.text if location else ""
+            line = location.text[:_SEARCHED] if location else ""
             return supported(_Facts(found, line, run.execution.code, run))
     return None
 

@@ -16,7 +16,7 @@ _ALIASES = {
     **dict.fromkeys(("sh", "bash", "zsh", "console", "shell-session", "terminal"), "shell"),
     "rscript": "r",
 }
-_FENCE = re.compile(r"\s*(?:```|~~~)[ \t]*([A-Za-z0-9_+#.-]*)[^\n]*\n(.*?)\n?[ \t]*(?:```|~~~)\s*", re.DOTALL)
+_FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+#.-]*)[^\n]*\n")
 _CELL = re.compile(r"\s*%%(bash|sh|script|javascript|js|sql|R|perl|ruby|html)\b[^\n]*\n(.*)", re.DOTALL)
 _SHEBANG = re.compile(r"#!\s*\S*?(?:/|env\s+)(python|node|bash|sh|zsh|deno)[\d.]*\b")
 _COMMANDS = (
@@ -26,7 +26,7 @@ _COMMANDS = (
 # Words that are typical of a language, with their weight.
 _TYPICAL: dict[str, tuple[tuple[re.Pattern[str], int], ...]] = {
     "python": (
-        (re.compile(r"^[ \t]*(?:async )?def \w+\(.*\).*:[ \t]*(?:#.*)?$", re.MULTILINE), 4),
+        (re.compile(r"^[ \t]*(?:async )?def \w+\(.{0,300}\).{0,100}:[ \t]*(?:#.*)?$", re.MULTILINE), 4),
         (re.compile(r"^[ \t]*(?:from [\w.]+ import |import [\w.]+(?: as \w+)?[ \t]*(?:,|$|#))", re.MULTILINE), 3),
         (
             re.compile(
@@ -73,7 +73,8 @@ _TYPICAL: dict[str, tuple[tuple[re.Pattern[str], int], ...]] = {
         (re.compile(r"\s--?[a-z][\w-]*(?:[= ]|$)", re.MULTILINE), 1),
     ),
 }
-_STRING = re.compile(r"(?<![\w\"'])[rbfu]{0,2}(\"|')(?:(?!\1)[^\\\n]|\\.)*\1")
+# One that is not closed goes to the end of its line, so that the time is linear.
+_STRING = re.compile(r"(?<![\w\"'])[rbfu]{0,2}(\"|')(?:(?!\1)[^\\\n]|\\.)*+(?:\1|\\?$)", re.MULTILINE)
 _CLEAN, _NEAR = 0.0, 0.15  # shares of errors: it parses; it nearly does
 _MOST_BYTES = 1 << 16  # code that is parsed to find its language; longer code is judged by this much of it
 
@@ -123,8 +124,8 @@ def detect(code: str, declared: str | None = None) -> Detected:
       code: the code.
       declared: the language that a log declares; None: none.
     """
-    fence = _FENCE.fullmatch(code)
-    inside, named = (fence[2], fence[1]) if fence else (code, "")
+    fence = _fenced(code)
+    named, inside = fence or ("", code)
     if not named and (cell := _CELL.fullmatch(inside)):
         named, inside = {"script": "shell"}.get(cell[1], cell[1]), cell[2]
     elif not named and (first := _SHEBANG.match(inside)):
@@ -136,6 +137,15 @@ def detect(code: str, declared: str | None = None) -> Detected:
     if named and canonical(named) not in ("text", "plain", "output"):
         return _detected(canonical(named), Source.FENCE, (0.95, 0.65), inside)
     return _by_content(inside)
+
+
+def _fenced(code: str) -> tuple[str, str] | None:
+    """The name and the code of a Markdown fence; None: there is none around the code."""
+    text = code.strip()
+    begin = _FENCE.match(text)
+    if begin is None or not text.endswith(begin[1]) or len(text) < begin.end() + len(begin[1]):
+        return None
+    return begin[2], text[begin.end() : -len(begin[1])].rstrip(" \t").removesuffix("\n")
 
 
 def _detected(name: str, source: Source, confidences: tuple[float, float], code: str) -> Detected:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -134,7 +133,7 @@ def texts_of(execution: Execution) -> list[str]:
     texts = [getattr(execution, name) or "" for name in _FIELDS]
     if execution.failure is not None:
         texts += [execution.failure.name, execution.failure.value, execution.failure.traceback]
-    return texts + [text for one in execution.results for text in one.texts.values()]
+    return texts + [text for one in execution.results for text in (*one.texts.values(), *one.formats)]
 
 
 def with_texts(execution: Execution, texts: Sequence[str]) -> Execution:
@@ -144,7 +143,12 @@ def with_texts(execution: Execution, texts: Sequence[str]) -> Execution:
     if execution.failure is not None:
         changed["failure"] = Failure(name=next(remaining), value=next(remaining), traceback=next(remaining))
     changed["results"] = tuple(
-        dataclasses.replace(one, texts={name: next(remaining) for name in one.texts}) for one in execution.results
+        dataclasses.replace(
+            one,
+            texts={name: next(remaining) for name in one.texts},
+            formats=tuple(next(remaining) for _ in one.formats),
+        )
+        for one in execution.results
     )
     return dataclasses.replace(execution, **changed)
 
@@ -177,8 +181,7 @@ def read(path: str, problems: Problems) -> Iterator[Execution]:
 
 
 def _of_text(path: str, problems: Problems) -> Iterator[Execution]:
-    text = "\n".join(line.text for line in reading.lines(path, problems))
-    for example in sessions.examples(text):
+    for example in sessions.of_lines((line.number, line.text) for line in reading.lines(path, problems)):
         failure = None
         if example.error is not None:
             failure = Failure(name=example.error.name, value=example.error.value, traceback=example.error.traceback)
@@ -221,7 +224,7 @@ def of_record(value: Mapping[str, Json], path: str, line: int) -> Execution:
     if logs is not None and not isinstance(logs, Mapping):
         raise Malformed("logs must be an object with stdout and stderr")
     streams = logs or record
-    return Execution(
+    execution = Execution(
         path=path,
         line=line,
         form=Form.EXECUTION if code is not None else Form.COMMAND,
@@ -237,6 +240,18 @@ def of_record(value: Mapping[str, Json], path: str, line: int) -> Execution:
         session=_text(record, _SESSION),
         task=_text(record, _TASK),
     )
+    texts = texts_of(execution)
+    clean = [_with_whole_characters(text) for text in texts]
+    return execution if clean == texts else with_texts(execution, clean)
+
+
+def _with_whole_characters(text: str) -> str:
+    """The text with U+FFFD for half a character, as a log has it that was cut within JSON in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def _first(record: Mapping[str, Json], names: Sequence[str]) -> Json:
@@ -352,7 +367,7 @@ def time_of(value: Json) -> float | None:
         else:
             found = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
             return found.timestamp()
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1e9 * _SPAN[1]:
         return None
     for unit in (1.0, 1e3, 1e6, 1e9):
         if _SPAN[0] <= value / unit <= _SPAN[1]:

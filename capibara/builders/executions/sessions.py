@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import doctest
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _PARSER = doctest.DocTestParser()
 _PROMPT = re.compile(r"^[ \t]*>>> ", re.MULTILINE)
 _MESSAGE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<value>.*))?$", re.MULTILINE | re.DOTALL)
+_LONGEST = 1 << 20  # characters of a session; a longer one becomes several
 _ELLIPSIS = re.compile(r"#\s*doctest:")
 
 
@@ -25,7 +26,7 @@ class Example(NamedTuple):
     """A statement of a session.
 
     Attributes:
-      line: of the text, from 1.
+      line: its number.
       session: the number of the session in the text, from 1; prose ends a session.
       code: the statement, without prompts.
       output: what the text says that it prints.
@@ -40,9 +41,18 @@ class Example(NamedTuple):
 
 
 def examples(text: str) -> Iterator[Example]:
-    """The examples of a text, in their order; a session of which doctest refuses a line is read up to that line."""
+    """The examples of a text; see `of_lines`."""
+    return of_lines(enumerate(text.split("\n"), 1))
+
+
+def of_lines(lines: Iterable[tuple[int, str]]) -> Iterator[Example]:
+    """The examples of a text, in their order; a session of which doctest refuses a line is read up to that line.
+
+    Args:
+      lines: number and text of each line; where a number is missing, a session ends.
+    """
     session = 0
-    for start, block in _blocks(text):
+    for start, block in _blocks(lines):
         session += 1
         for line, code, want, message in _parsed(block):
             error = _error(want, message) if message is not None else None
@@ -56,23 +66,24 @@ def without_prompts(code: str) -> str:
     return "\n".join(one.code for one in examples(code)) or code
 
 
-def _blocks(text: str) -> Iterator[tuple[int, str]]:
+def _blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """The paragraphs that have a prompt, with the number of their first line; those without text between them join."""
-    lines = text.split("\n")
-    begin: int | None = None
-    gap = False
-    for number, line in enumerate([*lines, "", "end"]):
+    begin, size = 0, 0
+    block: list[str] = []
+    for number, line in lines:
         is_prompt = _PROMPT.match(line) is not None
-        if begin is None:
-            begin = number if is_prompt else None
-            gap = False
-        elif not line.strip():
-            gap = True
-        elif gap and not is_prompt:  # prose, or the output after an empty line, which doctest does not know
-            yield begin + 1, "\n".join(lines[begin:number])
-            begin, gap = None, False
-        else:
-            gap = False
+        # Prose, or the output after an empty line, which doctest does not know.
+        is_prose = line.strip() != "" and bool(block) and not block[-1].strip() and not is_prompt
+        if block and (is_prose or number != begin + len(block) or (is_prompt and size > _LONGEST)):
+            yield begin, "\n".join(block)
+            block = []
+        if is_prompt and not block:
+            begin, size = number, 0
+        if is_prompt or block:
+            block.append(line)
+            size += len(line) + 1
+    if block:
+        yield begin, "\n".join(block)
 
 
 def _parsed(block: str) -> Iterator[tuple[int, str, str, str | None]]:

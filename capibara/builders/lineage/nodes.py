@@ -7,6 +7,8 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capibara.builders.problems import printable
+
 _SHOWN = 20  # unchanged files of a data set that the text names
 DIGITS = 12  # of a hash in the text
 
@@ -85,9 +87,9 @@ class Node:
         """Lines for the user: this node, then its parents, indented. Of many unchanged files only the first are named."""
         digest = f" {self.digest[:DIGITS]}" if self.digest else ""
         facts = "".join(f", {name} {value}" for name, value in self.facts.items())
-        lines = [f"{indent}{self.kind} {self.path}{digest}: {self.state}{facts}"]
+        lines = [f"{indent}{printable(f'{self.kind} {self.path}{digest}: {self.state}{facts}')}"]
         inner = f"{indent}  "
-        lines += [f"{inner}! {note}" for note in self.notes]
+        lines += [f"{inner}! {printable(note)}" for note in self.notes]
         files = [one for one in self.parents if one.kind is Kind.FILE and one.state is State.WHOLE]
         hidden = {id(one) for one in files[_SHOWN:]}
         lines += [parent.text(inner) for parent in self.parents if id(parent) not in hidden]

@@ -22,6 +22,7 @@ from capibara.builders.playbooks.merging import BulletMerging
 from capibara.builders.playbooks.ranking import BulletRanking
 from capibara.builders.playbooks.selection import Entry
 from capibara.builders.problems import Problems
+from capibara.builders.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction
 from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Parts
@@ -51,10 +52,6 @@ class Playbooks:
     chats: PlaybookChats = PlaybookChats()
     redaction: Redaction = Redaction()
 
-    def as_json(self) -> dict[str, Json]:
-        """The settings as JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
 
 def build(
     paths: Sequence[str],
@@ -80,7 +77,7 @@ def build(
       TryAgain: a worker process was killed.
     """
     inputs = fingerprints.inputs_of(paths)
-    with Output(folder, KIND, settings.as_json(), inputs) as output:
+    with Output(folder, KIND, dataclasses.asdict(settings), inputs) as output:
         if (manifest := output.done()) is not None:
             return manifest
         _read(inputs, output.scratch, settings.redaction, num_workers, progress)
@@ -150,8 +147,7 @@ def _read(
 ) -> None:
     """Writes what every file has, redacted; files that an earlier run has read are kept."""
     paths = [one.path for one in inputs]
-    common = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.abspath(p) for p in paths])
-    reader = _Reader(parts=scratch, redaction=redaction, common=os.path.abspath(common))
+    reader = _Reader(parts=scratch, redaction=redaction, common=common_folder(paths))
     todo = [(i, path) for i, path in enumerate(paths) if any(scratch.done(name) is None for name in _names(i))]
     done = itertools.count(len(paths) - len(todo) + 1)
     progress(len(paths) - len(todo), len(paths))
@@ -273,6 +269,7 @@ def _entries(
     for number, one in enumerate(inputs):
         if one.sha256 in used:
             counts["copies of files"] += 1
+            counts["bullets in copies of files"] += sum(1 for _ in _records(scratch, _names(number)[1]))
             continue
         for record in _records(scratch, _names(number)[1]):
             keys, name, source = record.pop("keys"), str(record.pop("id")), str(record.pop("source"))

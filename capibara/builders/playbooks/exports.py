@@ -95,6 +95,8 @@ class Export:
         elif isinstance(playbook, dict):
             if playbook and not self._object(playbook, context):
                 self._malformed("a playbook of another form")
+        elif playbook is not None and not isinstance(playbook, str):
+            self._malformed("a playbook of another form")
         elif not is_known and not listed and not isinstance(sections, dict):
             return self._plain(value, context)
         return True

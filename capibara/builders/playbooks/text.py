@@ -179,7 +179,9 @@ def _content(lines: list[str]) -> str:
     """The text of a bullet's lines, without a title of the next playbook below it."""
     first, *rest = normalised("\n".join(lines)).split("\n")
     while len(rest) > 1 and _TITLE.match(rest[-1]) and not rest[-2]:
-        rest = "\n".join(rest[:-1]).rstrip().split("\n")
+        rest.pop()
+        while len(rest) > 1 and not rest[-1]:
+            rest.pop()
     return normalised("\n".join([first, *map(_unescaped, rest)]))
 
 

@@ -66,7 +66,7 @@ def prepare(
         problems = Problems()
         parts = parts_of(files, settings.fields, settings.part_bytes, problems)
         if not parts:
-            raise UserError(f"IN has no document ({problems.total:,} problems): name other files")
+            raise UserError(f"IN has no document (problems: {problems.total:,}): name other files")
         job = _Job(settings=settings, parts=parts, files=output.parts, scratch=output.scratch)
         _run(job, runner, options)
         return _finish(job, output, problems)

@@ -7,6 +7,7 @@ range of keys, and a few bytes a document. A build that was killed resumes with 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from capibara.builders.fingerprints import Input
 from capibara.builders.preparation import near, shards, stages, summary, tables
 from capibara.builders.preparation.documents import CorpusPart, files_of, inputs_of, parts_of
 from capibara.builders.preparation.settings import CorpusPreparation
@@ -21,6 +23,8 @@ from capibara.builders.preparation.summary import PartSummary
 from capibara.builders.problems import Problems
 from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Parts, WholePart
+from capibara.core import extras
+from capibara.storage.store import Entry
 
 T = TypeVar("T")
 Progress = Callable[[str, str], None]
@@ -46,14 +50,23 @@ def prepare(
       TryAgain: a worker was killed.
     """
     progress("hashing the input", "")
+    problems = Problems()
     files = files_of(patterns)
-    with Output(out, "corpus", settings.as_json(), inputs_of(files)) as output:
-        if (manifest := output.done()) is not None:
-            return manifest
-        problems = Problems()
-        parts = parts_of(files, settings.fields, settings.part_bytes, problems)
-        with Workers(num_workers) as workers:
+    parts = parts_of(files, settings.fields, settings.part_bytes, problems)
+    count = min(num_workers, len(parts)) if len(parts) > 1 else 0
+    with Workers(count, __name__) as workers:  # they start while the input is hashed
+        with Output(out, "corpus", settings.as_json(), _inputs_of(files)) as output:
+            if (manifest := output.done()) is not None:
+                return manifest
             return _Build(output, parts, settings, workers, progress).run(problems)
+
+
+def _inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
+    """`inputs_of`; meanwhile it imports what records the lineage, which takes as long as some hundred MB."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(inputs_of, files)
+        extras.require("openlineage.client", extra="builders", why="lineage")
+        return found.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +85,24 @@ class KeptPart:
 
 @dataclasses.dataclass(frozen=True)
 class HashParts:
-    """Writes the table of a part's digests, unless it is there."""
+    """Writes the table of a part's digests, unless it is there; without filters its signatures, too: it is read once."""
 
     scratch: Parts
     settings: CorpusPreparation
 
     def __call__(self, part: CorpusPart) -> None:
-        name = _exact(part.number)
-        if self.scratch.done(name) is not None:
+        names = [_exact(part.number), _near(part.number)] if self.settings.sketches_at_once else [_exact(part.number)]
+        if all(self.scratch.done(name) is not None for name in names):
             return
-        with self.scratch.write(name) as file:
-            found = stages.hash_part(part, self.settings)
+        if not self.settings.sketches_at_once:
+            self._write(part, stages.hash_part(part, self.settings))
+            return
+        hashed, sketched = stages.hash_and_sketch_part(part, self.settings)
+        _write_sketched(self.scratch, part, sketched, self.settings)
+        self._write(part, hashed)
+
+    def _write(self, part: CorpusPart, found: stages.Hashed) -> None:
+        with self.scratch.write(_exact(part.number)) as file:
             file.write(tables.encoded(found.keys, found.documents))
             file.records = found.count
             file.counts.update(keys=len(found.documents), text_bytes=found.text_bytes, last_lines=found.last_lines)
@@ -97,18 +117,20 @@ class SketchParts:
     settings: CorpusPreparation
 
     def __call__(self, task: KeptPart) -> None:
-        name = _near(task.part.number)
-        if self.scratch.done(name) is not None:
-            return
-        with self.scratch.write(name) as file:
+        if self.scratch.done(_near(task.part.number)) is None:
             found = stages.sketch_part(task.part, self.settings, task.kept)
-            file.write(found.documents.astype("<u4").tobytes())
-            if self.settings.near is not None:
-                for key in near.keys(found.signatures, self.settings.near):
-                    file.write(tables.encoded(key[None], found.documents))
-                file.write(found.signatures.astype("<u4").tobytes())
-            file.records = len(found.documents)
-            file.counts.update(found.dropped)
+            _write_sketched(self.scratch, task.part, found, self.settings)
+
+
+def _write_sketched(scratch: Parts, part: CorpusPart, found: stages.Sketched, settings: CorpusPreparation) -> None:
+    with scratch.write(_near(part.number)) as file:
+        file.write(found.documents.astype("<u4").tobytes())
+        if settings.near is not None:
+            for key in near.keys(found.signatures, settings.near):
+                file.write(tables.encoded(key[None], found.documents))
+            file.write(found.signatures.astype("<u4").tobytes())
+        file.records = len(found.documents)
+        file.counts.update(found.dropped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +267,7 @@ class _Build:
 
     def _filter(self, kept: np.ndarray, counts: collections.Counter[str]) -> np.ndarray:
         """[n] bool: the documents that the filters keep."""
-        if not self._settings.filters and self._settings.near is None:
+        if not self._settings.filters:
             return kept
         tasks = (self._kept_part(part, kept) for part in self._parts)
         self._each("filtering documents", SketchParts(self._output.scratch, self._settings), tasks)

@@ -5,17 +5,19 @@ The files decide the parts and the order of the documents, not the number of wor
 
 from __future__ import annotations
 
+import bisect
+import concurrent.futures
 import dataclasses
 import enum
 import hashlib
-import os
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from capibara.builders import fingerprints, reading
 from capibara.builders.fingerprints import Input
 from capibara.builders.problems import Kind, Problems
-from capibara.core import limits
+from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.sources import disk
@@ -24,8 +26,13 @@ from capibara.storage.store import Entry
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")  # of the files of a folder
 NO_TEXT = "no_text"  # kind of problem: a record without the field
-_BLOCK_BYTES, _SLACK_BYTES = 4 << 20, 1 << 16  # read at a time; read after a piece for its last line
+_BLOCK_BYTES, _SLACK_BYTES = 1 << 20, 1 << 16  # read at a time; read after a piece for its last line
+_REMOTE_BYTES, _REMOTE_THREADS = 8 << 20, 8  # of a bucket, in which each request takes its time
+_ROWS_BYTES = 4 << 20  # of Parquet files that are read at a time
+_FAST_BYTES = limits.MIB  # of a line that is parsed without limits: it has too few values to do harm
+_PARTS, _LEAST_PART_BYTES = 64, 4 << 20  # of a small corpus, so that all workers have some
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 
 
 class FileFormat(enum.StrEnum):
@@ -103,7 +110,7 @@ def files_of(patterns: Sequence[str]) -> list[Entry]:
         if not stores.of(pattern).matching(pattern):
             raise UserError(f"IN ({pattern!r}) matches no file")
     if local := [pattern for pattern in patterns if pattern not in remote]:
-        found += [Entry(path, os.path.getsize(path), "") for path in reading.expand(local, ENDINGS)]
+        found += [Entry(path, fingerprints.check_file(path), "") for path in reading.expand(local, ENDINGS)]
     if not found:
         raise UserError("IN is empty: name at least one file, folder or glob")
     return sorted(set(found))
@@ -116,14 +123,15 @@ def inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
       UserError: a file cannot be read.
     """
     local = [file for file in files if stores.of(file.url).has_local_paths]
-    remote = [_hashed(file) for file in files if file not in local]
+    with concurrent.futures.ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+        remote = [*pool.map(_hashed, (file for file in files if not stores.of(file.url).has_local_paths))]
     return tuple(sorted([*fingerprints.inputs_of([file.url for file in local]), *remote], key=lambda one: one.path))
 
 
 def _hashed(file: Entry) -> Input:
     digest = hashlib.sha256()
-    for at in range(0, file.size, _BLOCK_BYTES):
-        digest.update(_read(file, at, min(at + _BLOCK_BYTES, file.size)))
+    for at in range(0, file.size, _REMOTE_BYTES):
+        digest.update(_read(file, at, min(at + _REMOTE_BYTES, file.size)))
     return Input(path=file.url, bytes=file.size, sha256=digest.hexdigest())
 
 
@@ -133,9 +141,13 @@ def parts_of(files: Sequence[Entry], fields: Fields, part_bytes: int, problems: 
     Args:
       files: sorted.
       fields: the columns of Parquet files.
-      part_bytes: size of a part in bytes, approximately.
+      part_bytes: the largest size of a part in bytes, approximately.
       problems: counts the Parquet files that cannot be read.
+
+    Raises:
+      UserError: a library is not installed.
     """
+    part_bytes = min(part_bytes, max(_LEAST_PART_BYTES, sum(file.size for file in files) // _PARTS))
     parts: list[CorpusPart] = []
     pieces: list[Piece] = []
     size = 0
@@ -151,6 +163,7 @@ def parts_of(files: Sequence[Entry], fields: Fields, part_bytes: int, problems: 
 
 def _pieces(file: Entry, fields: Fields, part_bytes: int, problems: Problems) -> Iterator[tuple[Piece, int]]:
     """The pieces of a file, and the size of each in bytes."""
+    _check_libraries(file.url)
     file_format = _format(file.url)
     if file_format is FileFormat.PARQUET:
         try:
@@ -172,6 +185,16 @@ def _pieces(file: Entry, fields: Fields, part_bytes: int, problems: Problems) ->
             yield Piece(file, file_format, start, stop), stop - start
 
 
+def _check_libraries(url: str) -> None:
+    """Raises UserError if a library that reads a file is not installed."""
+    if (file_format := _format(url)) is FileFormat.PARQUET:
+        extras.require("pyarrow.parquet", extra="builders", why=url)
+    elif url.lower().endswith(".zst"):
+        extras.require("zstandard", extra="builders", why=url)
+    elif file_format is FileFormat.JSONL:
+        extras.require("orjson", extra="builders", why=url)
+
+
 def _format(url: str) -> FileFormat:
     name = url.lower()
     for ending in reading.COMPRESSED:
@@ -188,10 +211,14 @@ def _is_read_whole(url: str) -> bool:
 
 def _table(fields: Fields) -> ParquetRows:
     columns = (fields.text,) if fields.domain is None else (fields.text, fields.domain)
-    return ParquetRows(block_bytes=_BLOCK_BYTES, columns=columns)
+    return ParquetRows(block_bytes=_ROWS_BYTES, columns=columns)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _NoText(UserError):
+    """A file that is no text."""
 
 
 @dataclasses.dataclass
@@ -214,6 +241,7 @@ class PartReader:
 
     def __iter__(self) -> Iterator[Document]:
         for piece in self.part.pieces:
+            _check_libraries(piece.file.url)  # a missing one is no fault of the file
             self.last_lines = 0
             try:
                 if piece.format is FileFormat.PARQUET:
@@ -225,20 +253,22 @@ class PartReader:
                 else:
                     yield from self._texts(piece)
             except UserError as error:
-                message = str(error).removeprefix(f"{piece.file.url} ")
-                self.problems.add(piece.file.url, self.last_lines, Kind.UNREADABLE, message)
+                kind = Kind.ENCODING if isinstance(error, _NoText) else Kind.UNREADABLE
+                self.problems.add(piece.file.url, self.last_lines, kind, str(error).removeprefix(f"{piece.file.url} "))
 
     def _rows(self, piece: Piece) -> Iterator[Document]:
         for row, values in _table(self.fields).records(piece.file, piece.start, piece.stop):
             assert not isinstance(values, bytes)
-            yield from self._document(piece.file.url, row + 1, dict(values))
+            if (document := self._document(piece.file.url, row + 1, dict(values))) is not None:
+                yield document
 
     def _whole(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
         path, found = copies.local_file(url), Problems()
         if piece.format is FileFormat.JSONL:
             for record in reading.records(path, found):
-                yield from self._document(url, record.number, record.value)
+                if (document := self._document(url, record.number, record.value)) is not None:
+                    yield document
         else:
             text, size = [], 0
             for line in reading.lines(path, found):
@@ -253,30 +283,36 @@ class PartReader:
 
     def _json_lines(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
+        loads = extras.require("orjson", extra="builders", why="JSON lines").loads
         for line, is_ended in self._lines(piece):
-            try:
-                value = limits.parse_json(line)
-            except ValueError as error:
-                is_cut = not is_ended and line.lstrip().startswith(b"{")
-                kind = Kind.TRUNCATED if is_cut else Kind.ENCODING if _no_utf8(line) else Kind.MALFORMED
-                self.problems.add(url, self.last_lines, kind, limits.cause(error))
+            if not line:
                 continue
-            yield from self._document(url, self.last_lines, value)
+            try:
+                value = _parsed(line, loads)
+            except ValueError as error:
+                if not line.strip():
+                    continue
+                is_cut = not is_ended and line.lstrip().startswith(b"{")
+                self.problems.add(url, self.last_lines, reading.kind_of(error, is_cut), limits.cause(error))
+                continue
+            if (document := self._document(url, self.last_lines, value)) is not None:
+                yield document
 
-    def _document(self, url: str, line: int, record: Any) -> Iterator[Document]:
+    def _document(self, url: str, line: int, record: Any) -> Document | None:
+        """The document of a record; None: it is counted in `problems`."""
         if not isinstance(record, dict):
             message = f"is {type(record).__name__}, must be a JSON object"
             self.problems.add(url, line, Kind.MALFORMED, message)
-            return
+            return None
         text = record.get(self.fields.text)
         if not isinstance(text, str):
             message = f"has no field {self.fields.text!r} (it has: {limits.shortened(', '.join(record))[1:-1]})"
             if self.fields.text in record:
                 message = f"its field {self.fields.text!r} is {type(text).__name__}, must be a text"
             self.problems.add(url, line, NO_TEXT, message)
-            return
+            return None
         domain = record.get(self.fields.domain) if self.fields.domain is not None else None
-        yield Document(text, str(domain) if domain is not None else "")
+        return Document(text, str(domain) if domain is not None else "")
 
     def _texts(self, piece: Piece) -> Iterator[Document]:
         url, texts, size = piece.file.url, [], 0
@@ -302,41 +338,82 @@ class PartReader:
         return Document(text, disk.domain_of(url) or "" if self.fields.domain is not None else "")
 
     def _lines(self, piece: Piece) -> Iterator[tuple[bytes, bool]]:
-        """The lines that begin in a piece, without empty ones of JSON, and whether each has a line end."""
-        file, at = piece.file, max(0, piece.start - 1)  # the byte before: a line end means that a line begins here
-        rest, line_at, dropped = b"", at, 0  # dropped: bytes of a line that is too long
-        is_inside = piece.start > 0  # a line that begins before the piece
-        while at < file.size:
-            near_end = piece.stop + _SLACK_BYTES if at < piece.stop else file.size
-            block = _read(file, at, min(at + _BLOCK_BYTES, near_end, file.size))
-            at += len(block)
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                if not is_inside:
-                    if line_at >= piece.stop:
-                        return
-                    yield from self._line(piece, line, dropped > 0, True)
-                line_at, dropped, is_inside = line_at + dropped + len(line) + 1, 0, False
-            if line_at >= piece.stop and not is_inside:
-                return
-            if len(rest) > limits.LINE_BYTES:
-                dropped, rest = dropped + len(rest), b""
-        if (rest or dropped) and not is_inside:
-            yield from self._line(piece, rest, dropped > 0, False)
+        """The lines that begin in a piece, and whether each has a line end, without empty ones of JSON.
 
-    def _line(self, piece: Piece, line: bytes, is_long: bool, is_ended: bool) -> Iterator[tuple[bytes, bool]]:
-        self.last_lines += 1
-        url = piece.file.url
-        if is_long or len(line) > limits.LINE_BYTES:
-            self.problems.add(url, self.last_lines, Kind.TOO_LONG, f"more than {limits.LINE_BYTES:,} bytes: split it")
+        Too long ones are counted in `problems`.
+        """
+        is_first, has_empty = not piece.start, piece.format is FileFormat.TEXT
+        for lines, is_ended in _line_blocks(piece):
+            for line in lines:
+                self.last_lines += 1
+                if not line and line is not None and not has_empty:
+                    continue
+                if line is None:
+                    message = f"more than {limits.LINE_BYTES:,} bytes: split it"
+                    self.problems.add(piece.file.url, self.last_lines, Kind.TOO_LONG, message)
+                    continue
+                if is_first and self.last_lines == 1:
+                    _check_first(piece.file.url, line)
+                    line = line.removeprefix(_BOM)
+                yield line.removesuffix(b"\r"), is_ended
+
+
+def _check_first(url: str, line: bytes) -> None:
+    """Raises _NoText if a file begins as other formats do."""
+    if line.startswith(_WIDE):
+        raise _NoText(f"{url} is no text in UTF-8 but in UTF-16: convert it")
+    if line.startswith(_PACKED):
+        raise _NoText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
+
+
+def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:
+    """The lines that begin in a piece, some at a time, and whether they have a line end; None: one that is too long."""
+    file, at = piece.file, max(0, piece.start - 1)  # the byte before: a line end means that a line begins here
+    begun: list[bytes] = []  # blocks of an unfinished line
+    size, dropped = 0, 0  # bytes of `begun`, and those that are gone, as the line is too long
+    is_inside = piece.start > 0  # the first line begins before the piece
+    block_bytes = _BLOCK_BYTES if stores.of(file.url).has_local_paths else _REMOTE_BYTES
+    while at < file.size:
+        near_end = piece.stop + _SLACK_BYTES if at < piece.stop else file.size
+        block = _read(file, at, min(at + block_bytes, near_end, file.size))
+        first = at - size - dropped  # where the first line begins
+        at += len(block)
+        begun.append(block)
+        size += len(block)
+        if b"\n" in block:
+            lines: list[bytes | None] = [*b"".join(begun).split(b"\n")]
+            may_be_long = dropped + size > limits.LINE_BYTES
+            begun = [lines.pop() or b""]
+            size = len(begun[0])
+            if at > piece.stop:
+                begins = [*itertools.accumulate((len(line or b"") + 1 for line in lines), initial=first + dropped)]
+                begins[0] = first
+                del lines[bisect.bisect_left(begins, piece.stop) :]
+            if may_be_long:
+                lines = [None if line is None or len(line) > limits.LINE_BYTES else line for line in lines]
+                lines[:1] = [None] if dropped and lines else lines[:1]
+            yield lines[int(is_inside) :], True
+            dropped, is_inside = 0, False
+        if at - size - dropped >= piece.stop and not is_inside:
             return
-        if not piece.start and self.last_lines == 1:
-            if line.startswith(_WIDE):
-                raise UserError(f"{url} is no text in UTF-8 but in UTF-16: convert it")
-            line = line.removeprefix(_BOM)
-        line = line.removesuffix(b"\r")
-        if line or piece.format is FileFormat.TEXT:
-            yield line, is_ended
+        if size > limits.LINE_BYTES:
+            dropped, begun, size = dropped + size, [], 0
+    if (size or dropped) and not is_inside:
+        yield [None if dropped or size > limits.LINE_BYTES else b"".join(begun)], False
+
+
+def _parsed(line: bytes, loads: Callable[[bytes], Any]) -> Any:
+    """The value of a line of JSON, by a parser that is fast, but has no limits.
+
+    Raises:
+      ValueError: it is not JSON.
+    """
+    if len(line) <= _FAST_BYTES:
+        try:
+            return loads(line)
+        except ValueError:  # the other one says why
+            pass
+    return limits.parse_json(line)
 
 
 def moved(problems: Problems, path: str, new_path: str, lines: int = 0) -> Problems:
@@ -347,14 +424,6 @@ def moved(problems: Problems, path: str, new_path: str, lines: int = 0) -> Probl
             one["path"] = new_path
             one["line"] += lines if one["line"] else 0
     return Problems.from_json(value)
-
-
-def _no_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return True
-    return b"\0" in line
 
 
 def _read(file: Entry, start: int, stop: int) -> bytes:

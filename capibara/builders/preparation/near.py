@@ -11,8 +11,8 @@ Similarity Sketching" (https://arxiv.org/abs/1704.04370).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,7 +53,7 @@ class NearDuplicates:
     def __post_init__(self) -> None:
         for name in ("words", "bands", "rows"):
             if getattr(self, name) < 1:
-                raise UserError(f"NearDuplicates.{name} ({getattr(self, name)}) must be at least 1: leave it out")
+                raise UserError(f"NearDuplicates.{name} ({getattr(self, name)}) must be at least 1: remove it")
         if self.permutations > _MOST_PERMUTATIONS:
             raise UserError(
                 f"NearDuplicates.bands ({self.bands}) times rows ({self.rows}) must be at most {_MOST_PERMUTATIONS}: try 14 and 8"
@@ -75,14 +75,18 @@ def signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
     Raises:
       UserError: rensa is not installed.
     """
+    order = sorted(range(len(texts)), key=lambda i: not texts[i].isascii())  # those of ASCII are hashed faster
     found, batch, characters = [np.zeros((0, settings.permutations), np.uint32)], [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for i in order:
+        batch.append(texts[i])
+        characters += len(texts[i])
         if characters >= _CHARACTERS:
             found.append(_signatures(batch, settings))
             batch, characters = [], 0
-    return np.concatenate([*found, _signatures(batch, settings)] if batch else found)
+    every = np.concatenate([*found, _signatures(batch, settings)] if batch else found)
+    in_order = np.empty_like(every)
+    in_order[order] = every
+    return in_order
 
 
 def _signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
@@ -97,8 +101,9 @@ def _signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
         found, offsets.astype(np.uint64), settings.permutations, settings.seed
     )
-    values = itertools.chain.from_iterable(matrix.to_rows())
-    return np.fromiter(values, np.uint32, len(texts) * settings.permutations).reshape(len(texts), -1)
+    packed = struct.Struct(f"={settings.permutations}I")  # faster than arrays of lists
+    rows = b"".join([packed.pack(*row) for row in matrix.to_rows()])
+    return np.frombuffer(rows, np.uint32).reshape(len(texts), settings.permutations)
 
 
 def keys(found: np.ndarray, settings: NearDuplicates) -> np.ndarray:

@@ -126,7 +126,7 @@ def _row(
 ) -> PackedRow:
     segments = batch["segment_ids"][0]
     count = int(np.count_nonzero(segments))
-    starts = np.flatnonzero(np.diff(segments[:count], prepend=0)).astype(np.int32)
+    starts = np.append(0, np.flatnonzero(segments[1:count] != segments[: count - 1]) + 1).astype(np.int32)
     return PackedRow(
         ids=batch["targets"][0, :count].copy(),
         starts=starts,

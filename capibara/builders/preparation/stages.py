@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from capibara.builders.preparation import filters, near
 from capibara.builders.preparation.documents import CorpusPart, Document, PartReader
+from capibara.builders.preparation.near import NearDuplicates
 from capibara.builders.preparation.settings import CorpusPreparation
 from capibara.builders.problems import Problems
 
@@ -56,14 +57,39 @@ class Sketched:
 
 def hash_part(part: CorpusPart, settings: CorpusPreparation) -> Hashed:
     """Hashes the documents of a part."""
+    return _hash(part, settings, lambda number, text: None)
+
+
+def hash_and_sketch_part(part: CorpusPart, settings: CorpusPreparation) -> tuple[Hashed, Sketched]:
+    """Hashes the documents of a part, and makes the signatures of those that are not equal to an earlier one of the part.
+
+    It replaces `hash_part` and `sketch_part` where there are no filters. A document that is equal to one of another part
+    has a signature, which does no harm: it has the keys of the other one, so it joins nothing that the other one does not.
+
+    Raises:
+      UserError: a library is not installed.
+    """
+    sketcher = _Sketcher(settings.near)
+    hashed = _hash(part, settings, sketcher.add)
+    return hashed, sketcher.finish(collections.Counter())
+
+
+def _hash(part: CorpusPart, settings: CorpusPreparation, on_new: Callable[[int, str], None]) -> Hashed:
+    """Hashes the documents of a part; `on_new` gets each that is not blank, and not equal to an earlier one of the part."""
     reader = PartReader(part, settings.fields)
-    digests, documents, count, text_bytes = [], [], 0, 0
+    digests, documents, seen = [], [], set()
+    count = text_bytes = 0
     for document in reader:
-        content = document.text.encode("utf-8", "surrogatepass")
+        text = document.text
+        content = text.encode("utf-8", "surrogatepass")
         text_bytes += len(content)
-        if document.text.strip():
-            digests.append(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest())
+        if text and not text.isspace():
+            digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+            digests.append(digest)
             documents.append(count)
+            if digest not in seen:
+                seen.add(digest)
+                on_new(count, text)
         count += 1
     keys = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2).T
     return Hashed(
@@ -91,24 +117,43 @@ def sketch_part(part: CorpusPart, settings: CorpusPreparation, kept: np.ndarray)
     Raises:
       UserError: a library is not installed.
     """
-    found, documents, batch, characters = [], [], [], 0
+    sketcher = _Sketcher(settings.near)
     dropped: collections.Counter[str] = collections.Counter()
     for number, document in kept_documents(part, settings, kept):
         text = filters.judge(document.text, settings.filters, dropped)
-        if text is None:
-            continue
-        documents.append(number)
-        if settings.near is not None:
-            batch.append(text)
-            characters += len(text)
-        if settings.near is not None and characters >= _CHARACTERS:
-            found.append(near.signatures(batch, settings.near))
-            batch, characters = [], 0
-    if settings.near is not None and batch:
-        found.append(near.signatures(batch, settings.near))
-    width = 0 if settings.near is None else settings.near.permutations
-    return Sketched(
-        documents=np.array(documents, np.uint32),
-        signatures=np.concatenate([*found, np.zeros((0, width), np.uint32)]),
-        dropped=dropped,
-    )
+        if text is not None:
+            sketcher.add(number, text)
+    return sketcher.finish(dropped)
+
+
+class _Sketcher:
+    """Makes the signatures of documents, some at a time; None: their numbers alone."""
+
+    def __init__(self, settings: NearDuplicates | None):
+        self._settings = settings
+        self._documents: list[int] = []
+        self._batch: list[str] = []
+        self._characters = 0
+        self._found: list[np.ndarray] = []
+
+    def add(self, number: int, text: str) -> None:
+        """Adds a document."""
+        self._documents.append(number)
+        if self._settings is not None:
+            self._batch.append(text)
+            self._characters += len(text)
+            if self._characters >= _CHARACTERS:
+                self._flush(self._settings)
+
+    def finish(self, dropped: collections.Counter[str]) -> Sketched:
+        """The signatures of all documents; `dropped`: what filters have dropped."""
+        width = 0
+        if self._settings is not None:
+            width = self._settings.permutations
+            self._flush(self._settings)
+        signatures = np.concatenate([*self._found, np.zeros((0, width), np.uint32)])
+        return Sketched(documents=np.array(self._documents, np.uint32), signatures=signatures, dropped=dropped)
+
+    def _flush(self, settings: NearDuplicates) -> None:
+        self._found.append(near.signatures(self._batch, settings))
+        self._batch, self._characters = [], 0

@@ -55,7 +55,7 @@ def total(
         counts.update(documents=summary.count, blank=blank, text_bytes=summary.text_bytes)
     if not counts["documents"]:
         first_problem = next((f", such as {problem}" for problem in problems), "")
-        raise UserError(f"IN has no document ({problems.total:,} problems{first_problem}): name other files")
+        raise UserError(f"IN has no document (problems: {problems.total:,}{first_problem}): name other files")
     return counts
 
 

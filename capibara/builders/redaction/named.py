@@ -7,13 +7,17 @@ import re
 from capibara.builders.redaction.rules import IDENTIFIER_PATH, Check, Rule, is_placeholder, is_random
 
 # A name of the first kind stands for a password, which may be any word; one of the second for a generated key.
-_PASSWORD = r"passw(?:or)?ds?|passphrase|passcode|pwd|(?<![a-z])pass(?![a-z])|(?<![a-z])pw(?![a-z])|credentials?"
+_PASSWORD = (
+    r"passw(?:or)?ds?|passphrase|passcode|pwd|(?<![a-z])pass(?![a-z])|(?<![a-z])pw(?![a-z])|credentials?|"
+    r"passwort|kennwort|contrase(?:ñ|n)a|mot_?de_?passe|senha|wachtwoord|пароль|密码|パスワード"
+)
 _KEY_OF = ("api", "access", "auth", "private", "secret", "encryption", "signing", "master", "account", "session", "ssh")
 _KEY = r"keys?|secrets?|tokens?|(?<![a-z])auth(?![a-z])"
 _NAME = rf"(?P<name>(?P<password>{_PASSWORD})|(?P<key>{_KEY}))"
 _ANCHOR = re.compile(
     "[Pp](?:[Aa][Ss][Ss]|[Ww])|[Kk][Ee][Yy]|[Ss][Ee][Cc][Rr][Ee][Tt]|[Tt][Oo][Kk][Ee][Nn]|[Aa][Uu][Tt][Hh]|"
-    "[Cc][Rr][Ee][Dd][Ee][Nn][Tt][Ii][Aa][Ll]"
+    "[Cc][Rr][Ee][Dd][Ee][Nn][Tt][Ii][Aa][Ll]|[Kk][Ee][Nn]{2}[Ww][Oo][Rr][Tt]|[Cc][Oo][Nn][Tt][Rr][Aa][Ss][Ee]|"
+    "[Mm][Oo][Tt]_?[Dd][Ee]|[Ss][Ee][Nn][Hh][Aa]|[Ww][Aa][Cc][Hh][Tt][Ww]|[Пп]ароль|密码|パスワード"
 )
 _REST = r"(?P<rest>[A-Za-z0-9_.-]{0,40})"
 # `token_type = "bearer"` names a type, not a token.
@@ -46,7 +50,8 @@ def _is_bare(found: re.Match[str]) -> bool:
         return False
     if found["password"]:
         is_shell = found["name"].isupper() and found["equals"] == "="
-        return _is_password(value) and len(value) >= 6 and (is_shell or is_random(value, 2.0))
+        is_number = value.isdigit() and found["name"].lower() in ("password", "passwd", "passcode", "pwd")
+        return _is_password(value) and len(value) >= 6 and (is_shell or is_number or is_random(value, 2.0))
     return _is_key(value)
 
 
@@ -62,9 +67,24 @@ def _is_named_password(found: re.Match[str]) -> bool:
     return not is_placeholder(found["value"]) and _is_password(found["value"])
 
 
+def _is_element(found: re.Match[str]) -> bool:
+    value = found["value"]
+    if _is_about_it(found) or is_placeholder(value):
+        return False
+    return _is_password(value) if found["password"] else _is_key(value)
+
+
+def _is_number(found: re.Match[str]) -> bool:
+    return bool(found["password"]) and not _names_another(found) and not is_placeholder(found["value"])
+
+
 def _names_another(found: re.Match[str]) -> bool:
-    if found.string[: found.start("name")].endswith("<"):
+    if found.string.endswith("<", 0, found.start("name")):
         return True  # our own placeholder
+    return _is_about_it(found)
+
+
+def _is_about_it(found: re.Match[str]) -> bool:
     if found["name"].lower().startswith("key"):
         before = found.string[max(0, found.start("name") - 12) : found.start("name")].lower().rstrip("_-. ")
         if not before.endswith(_KEY_OF):
@@ -98,8 +118,11 @@ def _rule(
     return Rule(kind=kind, pattern=compiled, group="value", gates=gates, check=check, anchor=anchor)
 
 
-_GATES = ("pass", "pwd", "pw", "key", "secret", "token", "auth", "credential")
-_QUOTE = r"(?:[rbfu]{1,2})?(?P<quote>\\?[\"'`])"
+_GATES = (
+    *("pass", "pwd", "pw", "key", "secret", "token", "auth", "credential"),
+    *("kennwort", "contrase", "senha", "wachtwoord", "пароль", "密码", "パスワード"),
+)
+_QUOTE = r"(?:[rbfu]{1,2})?(?P<quote>\\?(?:\"{3}|'{3}|[\"'`]))"
 NAMED = (
     # NAME = "value", "name": "value", name: str = 'value', name => "value", os.environ["NAME"] = "value"
     _rule(
@@ -117,6 +140,42 @@ NAMED = (
         *_GATES,
         check=_is_bare,
         anchor=_ANCHOR,
+    ),
+    # "password": 83625471 (JSON)
+    _rule(
+        "password",
+        rf"{_NAME}{_REST}\\{{0,4}}[\"']\s?:\s?(?P<value>\d{{6,30}})(?=[\s,}}\]]|$)",
+        *_GATES,
+        check=_is_number,
+        anchor=_ANCHOR,
+    ),
+    # password: >-, and the value in the next line (YAML)
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}\s?:[ \t]{{1,4}}[|>][+-]?[ \t]{{0,4}}\n[ \t]{{1,40}}(?P<value>\S{{4,400}})$",
+        *_GATES,
+        check=_is_element,
+        anchor=_ANCHOR,
+    ),
+    # <password>value</password>
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}>(?P<value>[^<>\s]{{4,400}})</",
+        *_GATES,
+        check=_is_element,
+        anchor=_ANCHOR,
+    ),
+    # <input type="password" value="value">
+    _rule(
+        "password",
+        r"<input\b[^<>\n]{0,200}?type=[\"']password[\"'][^<>\n]{0,200}?\svalue=[\"'](?P<value>[^\"'\n]{4,200})",
+        "<input",
+    ),
+    # auth=("user", "value")
+    _rule(
+        "password",
+        r"(?:\bauth\s?=\s?|BasicAuth|DigestAuth|\.login)\(\s?[\"'][^\"'\n]{1,100}[\"'],\s?[\"'](?P<value>[^\"'\n]{3,200})[\"']",
+        "auth", ".login",
     ),
     # --password value, --api-key=value
     _rule(

@@ -101,7 +101,10 @@ def _is_public_ipv4(found: re.Match[str]) -> bool:
         or found[0] in ("8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9")
     ):
         return False
-    return int(found[0].partition(".")[0]) > 4 and _VERSION.search(found.string[: found.start()][-16:]) is None
+    return (
+        int(found[0].partition(".")[0]) > 4
+        and _VERSION.search(found.string, max(0, found.start() - 16), found.start()) is None
+    )
 
 
 def _is_public_ipv6(found: re.Match[str]) -> bool:

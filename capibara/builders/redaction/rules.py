@@ -237,20 +237,36 @@ TOKENS = (
 )  # fmt: skip
 
 _KEY_HEAD = r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+_KEY_END = r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
 _BETWEEN = r"(?:[\s>#|\"',+]|\\[nr]){0,16}+"
+_KEY_ABOUT = rf"(?:[A-Za-z-]{{4,20}}: [^\n\\]{{0,80}}{_BETWEEN}){{0,4}}"  # `Proc-Type: 4,ENCRYPTED`
+_KEY_LINES = rf"(?:[A-Za-z0-9+/=]{{24,}}+{_BETWEEN})"
+# The last line is shorter; a word of what follows is none: it has no "=", or not both cases and a digit.
+_KEY_REST = (
+    r"(?:[A-Za-z0-9+/]{1,23}={1,2}|[A-Za-z0-9+/]{1,23}\Z|(?=[a-z0-9+/]{0,22}[A-Z])(?=[A-Z0-9+/]{0,22}[a-z])"
+    r"(?=[A-Za-z]{0,22}[0-9+/])[A-Za-z0-9+/]{8,23}(?=[\"'\\\r\n]))"
+)
 FORMS = (
     Rule(
         kind="private_key",
         pattern=re.compile(
-            rf"{_KEY_HEAD}(?:[^-]|-(?!----)){{16,20000}}-----END [A-Z0-9 ]{{0,40}}PRIVATE KEY(?: BLOCK)?-----"
+            rf"{_KEY_HEAD}(?:[^-]|-(?!----)){{16,20000}}{_KEY_END}"
         ),
         gates=("private key",),
     ),
-    # One that is cut off: the lines that look like base64.
+    # One whose end is cut off: the lines that look like base64.
     Rule(
         kind="private_key",
-        pattern=re.compile(rf"{_KEY_HEAD}{_BETWEEN}(?:[A-Za-z0-9+/=]{{24,}}+{_BETWEEN})++[A-Za-z0-9+/=]*"),
+        pattern=re.compile(rf"{_KEY_HEAD}{_BETWEEN}{_KEY_ABOUT}{_KEY_LINES}{{1,400}}+{_KEY_REST}?"),
         gates=("private key",),
+    ),
+    # One whose beginning is cut off.
+    Rule(
+        kind="private_key",
+        pattern=re.compile(rf"(?<![A-Za-z0-9+/=]){_KEY_LINES}{{1,400}}+(?:[A-Za-z0-9+/=]{{1,23}}{_BETWEEN})?{_KEY_END}"),
+        gates=("private key",),
+        within=re.compile(_KEY_END),
+        margin=(16_000, 1),
     ),
     _rule("aws_secret_key", r"(?:A3T[A-Z0-9]|AKIA|ASIA)[A-Z0-9]{16}[^A-Za-z0-9/+][\s\S]{0,120}?(?<![A-Za-z0-9/+=])([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])", "akia", "asia", "a3t", check=_is_mixed),
     _rule("aws_secret_key", r"(?i:aws|secret)[^\n]{0,40}?[\s=:\"']([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])", "aws", "secret", check=_is_mixed),

@@ -16,7 +16,7 @@ _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _IN_TOKEN = r"[\w+/=.\-]"
 # `"abc" "def"`, `"abc" + "def"`, over lines, in parentheses.
 _LITERALS = re.compile(
-    rf"([\"'])(?<={_IN_TOKEN}[\"'])[ \t]*\\?[+.&]?[ \t]*\\?(?:\r?\n[ \t]*)?[+.&]?[ \t]*[rbfu]{{0,2}}\1(?={_IN_TOKEN})"
+    rf"([\"'])(?<={_IN_TOKEN}[\"'])[ \t]*+\\?[+.&]?[ \t]*+\\?(?:\r?\n[ \t]*+)?[+.&]?[ \t]*+[rbfu]{{0,2}}\1(?={_IN_TOKEN})"
 )
 # A line break within a token: the next line has nothing but the rest of it, with a digit.
 _WRAP = re.compile(

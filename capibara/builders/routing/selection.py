@@ -66,8 +66,8 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
     rows = scratch.rows()
     own = _groups(len(rows), scratch.repeated("origins"))
     own_split = splits.of(_smallest(rows["source"], own))
-    pieces = [*scratch.repeated("pieces")]
-    similar = [*(() if splits.near is None else scratch.similar(splits.near))]
+    pieces = _of_two_sources(scratch.repeated("pieces"), own)
+    similar = [] if splits.near is None else _of_two_sources(scratch.similar(splits.near), own)
     group = _groups(len(rows), [(np.arange(len(rows), dtype=np.uint32), own), *pieces, *similar])
     split = splits.of(_smallest(rows["source"], group))
     texts = [*scratch.repeated("texts", columns=2)]
@@ -91,6 +91,16 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
         contradicted=int((rows["domain"][again] != rows["domain"][first]).sum()),
         leaks=_leaks(own_split, (texts, pieces, similar)),
     )
+
+
+def _of_two_sources(pairs: Iterable[tuple[np.ndarray, np.ndarray]], own: np.ndarray) -> _Pairs:
+    """The pairs whose records are of different sources, each once: a session repeats itself often."""
+    found = []
+    for rows, others in pairs:
+        apart = own[rows] != own[others]
+        one, other = np.unique(np.stack([rows[apart], others[apart]]), axis=1)
+        found.append((one, other))
+    return found
 
 
 def _joined(pairs: _Pairs) -> tuple[np.ndarray, np.ndarray]:

@@ -78,5 +78,5 @@ def check(selection: Selection, domains: Sequence[str], min_examples: int) -> No
             fix = "add sources of it, or try another Splits.seed" if everywhere else "add input of it"
             raise UserError(
                 f"domain {domain!r} has {have} examples in train ({everywhere} in all splits), must have at least "
-                f"{min_examples} (RoutingSet.min_examples): {fix}, or leave it out of RoutingSet.domains"
+                f"{min_examples} (RoutingSet.min_examples): {fix}, or remove it from RoutingSet.domains"
             )

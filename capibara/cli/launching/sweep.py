@@ -286,10 +286,13 @@ def _trainer() -> Trainer:
     from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.sample import SampleText
     from capibara.monitoring.defaults import Monitoring
+    from capibara.monitoring.system.sampler import SystemMetrics
+    from capibara.monitoring.trackers.tracking import Tracking
     from capibara.training.trainer import Trainer
 
     trainer = config.build(Trainer)
-    parts = [SampleText, Monitoring, *((SeqioEvaluation, EngineConfig) if trainer.evaluation.task_metrics else ())]
+    own = [SampleText, Monitoring, SystemMetrics, Tracking]
+    parts = [*own, *((SeqioEvaluation, EngineConfig) if trainer.evaluation.task_metrics else ())]
     for part in parts:
         config.build(part)
     config.check_used(trainer.later)

@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from capibara.cli.arguments import flags
 from capibara.core import exits
 
 if TYPE_CHECKING:
     from capibara.builders.writing import Manifest
+
+_Settings = TypeVar("_Settings", contravariant=True)
 
 _EXIT_CODES = """
 
@@ -55,12 +57,63 @@ def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.N
     from capibara.core.types import UserError
 
     args = flags.parse_arguments(made, argv)
+    if not args.out:
+        raise UserError("--out ('') must be a folder: try data/set")
     if args.num_workers < 0:
         raise UserError(f"--num_workers ({args.num_workers}) must be at least 0: try 1")
     if args.lineage_url is not None:
         os.environ["OPENLINEAGE_URL"] = args.lineage_url
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     return args
+
+
+class _Build(Protocol[_Settings]):
+    """What builds a data set of files."""
+
+    def __call__(
+        self,
+        paths: Sequence[str],
+        folder: str,
+        settings: _Settings,
+        *,
+        num_workers: int,
+        progress: Callable[[int, int], None],
+    ) -> Manifest: ...
+
+
+def run(
+    build: _Build[_Settings], settings: _Settings, endings: Sequence[str], args: argparse.Namespace, word: str
+) -> int:
+    """Builds a data set of the files that the user names, with a status line, and reports it.
+
+    Args:
+      build: the builder.
+      settings: of the builder; Gin's other bindings are refused.
+      endings: of the files that are read of a folder, such as ".jsonl".
+      args: the command line.
+      word: what the status line says, such as "playbooks".
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UserError: see the builder; or a binding is not used, or an input is missing.
+    """
+    from capibara import config
+    from capibara.builders import reading
+    from capibara.monitoring.status import StatusLine
+
+    config.check_used()
+    paths = reading.expand(args.inputs, endings, args.out)
+    with StatusLine() as status:
+        manifest = build(
+            paths,
+            args.out,
+            settings,
+            num_workers=args.num_workers,
+            progress=lambda done, total: status.show(word, f"{done} of {total} files"),
+        )
+    return report(manifest, args)
 
 
 def report(manifest: Manifest, args: argparse.Namespace) -> int:

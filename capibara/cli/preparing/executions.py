@@ -28,14 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = preparing.parsed(preparing.parser("executions", _DESCRIPTION), argv)
 
     from capibara import config
-    from capibara.builders import reading
     from capibara.builders.executions import build
     from capibara.builders.executions.chats import ExecutionChats
     from capibara.builders.executions.filters import ExecutionFilter
     from capibara.builders.executions.fixes import FixPairs
     from capibara.builders.executions.reading import ENDINGS
     from capibara.builders.redaction.redact import Redaction
-    from capibara.monitoring.status import StatusLine
 
     settings = build.ExecutionLogs(
         filter=config.build(ExecutionFilter),
@@ -43,14 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats=config.build(ExecutionChats),
         redaction=config.build(Redaction),
     )
-    config.check_used()
-    paths = reading.expand(args.inputs, ENDINGS)
-    with StatusLine() as status:
-        manifest = build.build(
-            paths,
-            args.out,
-            settings,
-            num_workers=args.num_workers,
-            progress=lambda done, total: status.show("executions", f"{done} of {total} logs"),
-        )
-    return preparing.report(manifest, args)
+    return preparing.run(build.build, settings, ENDINGS, args, "executions")

@@ -29,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = preparing.parsed(preparing.parser("playbooks", _DESCRIPTION), argv)
 
     from capibara import config
-    from capibara.builders import reading
     from capibara.builders.playbooks import build
     from capibara.builders.playbooks.chats import PlaybookChats
     from capibara.builders.playbooks.filters import AgentFilter, BulletFilter
@@ -37,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from capibara.builders.playbooks.ranking import BulletRanking
     from capibara.builders.playbooks.reading import ENDINGS
     from capibara.builders.redaction.redact import Redaction
-    from capibara.monitoring.status import StatusLine
 
     settings = build.Playbooks(
         agents=config.build(AgentFilter),
@@ -47,14 +45,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats=config.build(PlaybookChats),
         redaction=config.build(Redaction),
     )
-    config.check_used()
-    paths = reading.expand(args.inputs, ENDINGS)
-    with StatusLine() as status:
-        manifest = build.build(
-            paths,
-            args.out,
-            settings,
-            num_workers=args.num_workers,
-            progress=lambda done, total: status.show("playbooks", f"{done} of {total} files"),
-        )
-    return preparing.report(manifest, args)
+    return preparing.run(build.build, settings, ENDINGS, args, "playbooks")

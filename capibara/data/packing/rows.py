@@ -156,6 +156,7 @@ def _field(number: int, content: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
+@functools.lru_cache(4096)  # lengths and names recur
 def _varint(value: int) -> bytes:
     if value < 0x80:
         return bytes((value,))

@@ -61,13 +61,17 @@ class RoutingTask:
             raise UserError(f"routing_task.folder: {path} cannot be read ({limits.cause(error)}): {fix}") from None
         if not isinstance(found, Mapping) or found.get("kind") != "routing":
             raise UserError(f"routing_task.folder: {path} is not that of a routing set: {fix}")
-        if (schema := found["config"].get("schema")) != SCHEMA:
+        try:
+            schema, files = found["config"].get("schema"), {one["name"]: int(one["records"]) for one in found["files"]}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"routing_task.folder: {path} is corrupted ({limits.cause(error)}): {fix}") from None
+        if schema != SCHEMA:
             raise UserError(f"routing_task.folder: {path} has schema {schema}, must be {SCHEMA}: prepare it again")
         splits: dict[str, dict[str, int]] = {}
-        for file in found["files"]:
-            split = file["name"].partition(".")[0].partition("-")[0]
-            if split in _SPLITS and file["name"].endswith(".jsonl") and file["records"]:
-                splits.setdefault(split, {})[limits.inside(self.folder, file["name"], path)] = file["records"]
+        for name, records in files.items():
+            split = name.partition(".")[0].partition("-")[0]
+            if split in _SPLITS and name.endswith(".jsonl") and records:
+                splits.setdefault(split, {})[limits.inside(self.folder, name, path)] = records
         return splits
 
 

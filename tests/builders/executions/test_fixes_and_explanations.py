@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
@@ -282,3 +283,31 @@ def test_a_fence_is_longer_than_those_within():
         ExecutionChats(),
     )["messages"][0]["content"]
     assert '````python\ns = """\n```\n"""\nx\n````' in question
+
+
+def failing(value="v", trace="", name="KeyError"):
+    one = Execution(
+        path="a", line=1, form=Form.EXECUTION, code="x[0]", failure=Failure(name=name, value=value, traceback=trace)
+    )
+    return analysed(one, "a:1")
+
+
+def test_a_line_number_without_end_is_none():
+    for trace in (f"----> {'9' * 5000} x[0]\nKeyError: v", f'File "x", line {"9" * 5000}\nKeyError: v'):
+        assert explanations.locate(failing(trace=trace).execution) is None
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"value": "a" * 50_000, "name": "ReferenceError"},
+        {"trace": "a" * 50_000 + " x\nKeyError: v"},
+        {"trace": 'File "<x>", line 7\n' * 50_000 + "KeyError: v"},
+    ],
+    ids=["message", "name", "frames"],
+)
+def test_a_hostile_error_takes_no_longer(one):
+    run = failing(**one)
+    begin = time.perf_counter()
+    explanations.of_failure(run)
+    assert time.perf_counter() - begin < 3  # some 0.1 s; with quadratic patterns a minute

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import random
 import sysconfig
+import time
 
 import pytest
 
@@ -87,3 +88,30 @@ def test_functions_of_the_standard_library_are_python():
         blocks += [f"def {block}" for block in path.read_text(encoding="utf-8").split("\ndef ")[1:]]
     chosen = random.Random(0).sample(blocks, 150)
     assert sum(detect(code).name == "python" for code in chosen) >= 149
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1"),
+        (" ~~~py\n  x = 1\n\n~~~\n", "  x = 1\n"),
+        ("````python\nx = 1\n# ```\n````", "x = 1\n# ```"),
+    ],
+)
+def test_a_fence_is_removed(text, code):
+    found = detect(text)
+    assert (found.name, found.source, found.code) == ("python", Source.FENCE, code)
+
+
+@pytest.mark.parametrize("text", ["```python\nx = 1", "x\n```"])
+def test_half_a_fence_is_none(text):
+    assert detect(text).code == text
+
+
+@pytest.mark.parametrize(
+    "text", ["```python\n" + " " * 60_000, '\\"' * 30_000, "def f(" + ")" * 30_000], ids=["fence", "string", "def"]
+)
+def test_hostile_code_takes_no_longer(text):
+    begin = time.perf_counter()
+    detect(text)
+    assert time.perf_counter() - begin < 3  # some 0.1 s; with quadratic patterns a minute

@@ -190,3 +190,39 @@ def test_a_session_with_a_wrong_line_is_read_up_to_it():
 def test_prompts_are_removed_from_code():
     assert record({**PLAIN, "code": ">>> x = 1\n>>> x\n1\n"}).code == "x = 1\nx"
     assert record({**PLAIN, "code": "x >>> 1"}).code == "x >>> 1"
+
+
+def test_lines_of_a_text_keep_their_numbers_where_one_is_skipped(tmp_path):
+    (tmp_path / "doc.txt").write_bytes(b">>> 1\n1\n\n>>> b'\xff'\n>>> 2\n2\n")
+    problems = Problems()
+    found = list(reading.read(str(tmp_path / "doc.txt"), problems))
+    assert [(one.line, one.code) for one in found] == [(1, "1"), (5, "2")]
+    assert found[0].session != found[1].session  # the line between them may be of either
+    assert [one.line for one in problems] == [4]
+
+
+def test_a_long_session_is_read_in_several(monkeypatch):
+    monkeypatch.setattr(sessions, "_LONGEST", 20)
+    found = list(sessions.examples(">>> 1\n1\n" * 9))
+    assert [one.line for one in found] == list(range(1, 19, 2))
+    assert 1 < len({one.session for one in found}) < 9
+
+
+@pytest.mark.parametrize("number", [10**399, -1e300, float("nan"), float("inf")])
+def test_a_number_that_is_no_time_is_none(number):
+    assert time_of(number) is None
+
+
+def test_half_a_character_within_json_is_replaced():
+    one = record(
+        {"code": "f()", "execution": '{"stdout": "cut \\ud83d", "results": [{"\\udc00": 1, "text": "\\ud83d\\ude00"}]}'}
+    )
+    assert (one.stdout, one.value) == ("cut \ufffd", "\U0001f600")
+    assert one.results[0].formats == ("text", "\ufffd")
+
+
+def test_all_that_is_text_can_be_replaced():
+    one = record({"code": "f()", "results": [{"a-secret-name": "x", "text": "y"}], "error": ERROR})
+    changed = reading.with_texts(one, [text.upper() for text in reading.texts_of(one)])
+    assert changed.results[0].formats == ("A-SECRET-NAME", "TEXT")
+    assert (changed.value, changed.failure.value) == ("Y", "BAD")

@@ -295,3 +295,9 @@ MANGLED = [
 def test_documents_of_another_form_end_in_no_traceback(tmp_path, document):
     (tmp_path / "manifest.json").write_text(json.dumps(document))
     assert Chain().of(str(tmp_path)).text()
+
+
+def test_a_name_that_breaks_lines_is_shown_on_one(tmp_path):
+    path = tmp_path / "a\n\x1b[31m.txt"
+    path.write_text("x")
+    assert len(Chain().of(str(path)).text().splitlines()) == 1 and "\x1b" not in Chain().of(str(path)).text()

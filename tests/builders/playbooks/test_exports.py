@@ -129,3 +129,9 @@ def test_agents_are_read(tmp_path):
 def test_a_bullet_with_a_field_of_agents_is_a_bullet(tmp_path):
     found, problems, _ = read(tmp_path, [{**BULLET, "success_rate": 0.5}])
     assert [type(one).__name__ for one in found] == ["Bullet"] and not problems
+
+
+def test_a_playbook_of_another_form_is_malformed(tmp_path):
+    found, problems, _ = read(tmp_path, {"agent_id": "a", "graduation_score": 1, "playbook": 5})
+    assert [one.name for one in found] == ["a"]
+    assert [one.message for one in problems] == ["a playbook of another form"]

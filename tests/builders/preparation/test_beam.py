@@ -1,6 +1,7 @@
 """Beam writes the bytes of the local build: the DirectRunner, with several processes, and the DaskRunner on a cluster.
 
-BEAM_PYTHON names a python with apache-beam[dask] and capibara's extra `builders`; None: the one that runs the tests.
+BEAM_PYTHON names a python with apache-beam[dask] and capibara's extra `builders`; None: the one that runs the tests. Without
+either the steps run in this process, connected as on Beam.
 """
 
 import dataclasses
@@ -10,14 +11,16 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
+from capibara.builders.preparation import beam
 from capibara.builders.preparation.filters import DatatroveFilter
 from capibara.builders.preparation.near import NearDuplicates
 from capibara.builders.preparation.settings import CorpusPreparation
 from capibara.data.packing.packing import Packing
-from tests.builders.preparation import corpora
+from tests.builders.preparation import corpora, fake_beam
 from tests.builders.preparation.test_build import files, prepare
 
 PYTHON = os.environ.get("BEAM_PYTHON") or (sys.executable if importlib.util.find_spec("apache_beam") else "")
@@ -80,6 +83,18 @@ def run(*command):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.mark.parametrize("name", ["few", *OTHERS])
+def test_the_steps_of_the_pipeline_write_the_same_bytes(corpus, tmp_path, monkeypatch, name):
+    options = types.SimpleNamespace(PipelineOptions=list)
+    monkeypatch.setitem(sys.modules, "apache_beam", fake_beam)
+    monkeypatch.setitem(sys.modules, "apache_beam.options.pipeline_options", options)
+    settings = {"few": FEW, **OTHERS}[name]
+    found = beam.prepare([str(corpus)], str(tmp_path / "out"), settings, "FlinkRunner", ["--flink_master=host:8081"])
+    assert fake_beam.Pipeline.options[-1] == ["--runner=FlinkRunner", "--flink_master=host:8081"]
+    assert found == prepare(corpus, tmp_path / "here", settings) and found.counts["kept"] > 20
+    assert files(tmp_path / "out") == files(tmp_path / "here")
 
 
 @needs_beam

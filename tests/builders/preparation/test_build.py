@@ -28,6 +28,8 @@ from tests.builders.preparation import corpora
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = settings.CorpusPreparation(length=256, part_bytes=8192, shard_parts=2)
+FILTERED = dataclasses.replace(SMALL, filters=(DatatroveFilter(name="RegexFilter", options={"regex_exp": "^never$"}),))
+CHOSEN = {"small": SMALL, "filtered": FILTERED}
 
 
 def prepare(corpus, out, chosen=SMALL, num_workers=0, progress=lambda topic, detail: None):
@@ -37,6 +39,11 @@ def prepare(corpus, out, chosen=SMALL, num_workers=0, progress=lambda topic, det
 def files(folder):
     """The files of an output folder by name; lineage has times."""
     return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir() if path.name != "lineage.jsonl"}
+
+
+def shards_of(folder):
+    """The files of an output folder that do not hold its settings."""
+    return {name: content for name, content in files(folder).items() if name != "manifest.json"}
 
 
 def rows_of(folder):
@@ -116,29 +123,48 @@ def test_a_second_run_does_nothing(prepared, corpus):
 _KILLED = """
 import os, signal, sys
 from capibara.builders.preparation import build
-from tests.builders.preparation.test_build import SMALL
+from tests.builders.preparation.test_build import FILTERED, SMALL
 
 def progress(topic, detail):
-    if f"{topic} {detail}" == sys.argv[3]:
+    if f"{topic} {detail}" == sys.argv[4]:
         os.kill(os.getpid(), signal.SIGKILL)
 
-build.prepare([sys.argv[1]], sys.argv[2], SMALL, 0, progress)
+build.prepare([sys.argv[1]], sys.argv[2], {"small": SMALL, "filtered": FILTERED}[sys.argv[3]], 0, progress)
 """
 
 
-def test_a_killed_build_resumes_to_the_same_bytes(prepared, corpus, tmp_path):
-    for at in (
-        "reading documents 2 of 9",
-        "filtering documents 3 of 9",
-        "finding similar documents 5 of 14",
-        "writing shards 2 of 5",
-    ):
-        command = [sys.executable, "-c", _KILLED, str(corpus), str(tmp_path / "out"), at]
+@pytest.mark.parametrize(
+    "name, moments",
+    [
+        ("small", ["reading documents 2 of 9", "finding similar documents 5 of 14", "writing shards 2 of 5"]),
+        ("filtered", ["reading documents 8 of 9", "filtering documents 3 of 9", "finding similar documents 5 of 14"]),
+    ],
+)
+def test_a_killed_build_resumes_to_the_same_bytes(prepared, corpus, tmp_path, name, moments):
+    for at in moments:
+        command = [sys.executable, "-c", _KILLED, str(corpus), str(tmp_path / "out"), name, at]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == -signal.SIGKILL, done.stderr
     calls = []
-    prepare(corpus, tmp_path / "out", progress=lambda topic, detail: calls.append(topic))
-    assert "writing shards" in calls and files(tmp_path / "out") == files(prepared[1])
+    prepare(corpus, tmp_path / "out", CHOSEN[name], progress=lambda topic, detail: calls.append(topic))
+    assert "writing shards" in calls and shards_of(tmp_path / "out") == shards_of(prepared[1])
+
+
+def test_scratch_that_a_power_loss_has_emptied_is_written_again(prepared, corpus, tmp_path):
+    command = [sys.executable, "-c", _KILLED, str(corpus), str(tmp_path / "out"), "small", "writing shards 2 of 5"]
+    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    scratch = tmp_path / "out" / ".building" / "scratch"
+    names = ["exact/000001", "near/000002", "pairs/003-000-256", "done/near/000004.json", "done/pairs/005-000-256.json"]
+    for name in names:
+        os.truncate(scratch / name, 0)
+    prepare(corpus, tmp_path / "out")
+    assert files(tmp_path / "out") == files(prepared[1])
+
+
+def test_filters_that_drop_nothing_change_nothing(prepared, corpus, tmp_path):
+    """With filters documents are read twice, without them once."""
+    found = prepare(corpus, tmp_path / "out", FILTERED)
+    assert shards_of(tmp_path / "out") == shards_of(prepared[1]) and found.counts == prepared[0].counts
 
 
 _WITH_WORKERS = """
@@ -147,7 +173,7 @@ from capibara.builders.preparation import build
 from tests.builders.preparation.test_build import SMALL
 
 def progress(topic, detail):
-    if topic == "filtering documents":
+    if topic == "finding similar documents":
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -186,6 +212,21 @@ def test_an_error_of_a_worker_arrives():
 def _fail(task):
     if task == 2:
         raise UserError("of 2")
+
+
+def test_no_worker_writes_after_an_error(tmp_path):
+    with pytest.raises(UserError, match="the first"), workers.Workers(2) as pool:
+        pool.each(_fail_or_write, [None, str(tmp_path / "late")], lambda: None)
+    before = os.listdir(tmp_path)
+    time.sleep(0.5)
+    assert os.listdir(tmp_path) == before == ["late"]
+
+
+def _fail_or_write(path):
+    if path is None:
+        raise UserError("the first")
+    time.sleep(0.3)
+    pathlib.Path(path).touch()
 
 
 def test_problems_have_the_lines_of_the_files(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -130,6 +131,43 @@ def test_only_the_first_piece_of_a_part_begins_inside_a_file(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "0123456789"}\n' * 7)
     _, _, parts = read(tmp_path, part_bytes=60)
     assert len(parts) > 5 and all(piece.start == 0 for part in parts for piece in part.pieces[1:])
+
+
+def test_a_small_corpus_has_parts_for_many_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_LEAST_PART_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n' * 600)
+    assert len(read(tmp_path, part_bytes=1 << 20)[2]) > 50
+    assert len(read(tmp_path, part_bytes=1 << 20)[0]) == 600
+
+
+def test_blank_lines_are_no_problem(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\n \t\n{"text": "x"}\r\n\r\n')
+    found, problems, _ = read(tmp_path)
+    assert [one.text for one in found] == ["x"] and not problems
+
+
+def test_what_the_fast_parser_refuses_is_read_by_the_other(tmp_path, monkeypatch):
+    lines = [b'\n\xef\xbb\xbf{"text": "a"}', b'{"text": "b"}' + b" " * 200, b'{"text": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    for fast_bytes in (100, 1 << 20):
+        monkeypatch.setattr(documents, "_FAST_BYTES", fast_bytes)
+        found, problems, _ = read(tmp_path)
+        assert [one.text for one in found] == ["a", "b"] and [one.line for one in problems] == [4]
+
+
+@pytest.mark.parametrize(
+    "library, name", [("orjson", "a.jsonl"), ("zstandard", "a.txt.zst"), ("pyarrow.parquet", "a.parquet")]
+)
+def test_a_missing_library_is_no_problem_of_the_file(tmp_path, monkeypatch, library, name):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (part,) = documents.parts_of(documents.files_of([str(tmp_path)]), FIELDS, 1 << 20, Problems())
+    piece = part.pieces[0]._replace(file=part.pieces[0].file._replace(url=str(tmp_path / name)))
+    (tmp_path / name).write_text('{"text": "x"}\n')
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UserError, match=f"{library} is not installed"):
+        read(tmp_path / name)
+    with pytest.raises(UserError, match=f"{library} is not installed"):
+        list(documents.PartReader(documents.CorpusPart(number=0, pieces=(piece,)), FIELDS))
 
 
 def test_missing_files_are_refused(tmp_path):

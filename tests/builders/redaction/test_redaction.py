@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import sysconfig
+import time
 
 import pytest
 
@@ -284,3 +285,65 @@ def test_texts_of_one_record_are_redacted_together():
 def test_the_time_is_linear_in_the_length(text):
     """Hostile texts: a quadratic search would take minutes here."""
     secrets.find(text * (200_000 // len(text)))
+
+
+KEY = "\n".join(planted.Make(5 + i).of(planted.ALNUM, 64) for i in range(3))
+HEAD, END = "-----BEGIN RSA PRIVATE KEY-----\n", "\n-----END RSA PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{HEAD}{KEY}\nDone reading\n",
+        f"{HEAD}{KEY}\naB3/xyzQ9w==\nDone\n",
+        f"{HEAD}{KEY}\naB3xyzQ9wKL\nDone\n",
+        f"{HEAD}Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,0011\n\n{KEY}\nDone\n",
+        f"{KEY}\naB3/xyzQ9w=={END}\nDone\n",
+    ],
+    ids=["cut off", "with its last line", "last line without =", "encrypted", "without its head"],
+)
+def test_a_key_that_is_cut_off_takes_no_word_with_it(text):
+    shown = redact(text)
+    assert "Done" in shown
+    for piece in (*KEY.split("\n"), "aB3/xyzQ9w", "aB3xyzQ9wKL"):
+        assert piece not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"password": 83625471}',
+        "password=83625471",
+        "password: >-\n  83625471x!\n",
+        "<password>83625471x!</password>",
+        '<input type="password" id="p" value="83625471x!">',
+        'requests.get(url, auth=("ann", "83625471x!"))',
+        'smtp.login("ann", "83625471x!")',
+        'password = """83625471x!"""',
+        'passwort = "83625471x!"',
+        "contraseña: 83625471x!",
+    ],
+)
+def test_more_forms_of_a_password_are_found(text):
+    assert "83625471" not in redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"max_tokens": 100000}',
+        "password_length = 1000000",
+        "<token>name</token>",
+        'auth=("user", "password")',
+        "passwords: 1000000",
+    ],
+)
+def test_what_a_password_is_not(text):
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("text", ['"a"' + " " * 30_000, "token = x " * 20_000, "1.2.3.4 " * 30_000])
+def test_hostile_text_takes_no_longer(text):
+    begin = time.perf_counter()
+    redact(text)
+    assert time.perf_counter() - begin < 5  # below 1 s; with quadratic patterns a minute

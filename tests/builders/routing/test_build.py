@@ -134,6 +134,26 @@ def test_the_bytes_depend_on_no_worker_and_a_second_run_has_nothing_to_do(inputs
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
 
 
+def test_a_file_that_was_read_whole_is_not_read_again(tmp_path):
+    paths = [data.write(tmp_path / "in" / f"{i}.jsonl", data.documents(3, seed=i)) for i in range(2)]
+    folder, seen = tmp_path / "out", []
+
+    def stopped(done: int, total: int) -> None:
+        if done == 1:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        build(paths, str(folder), SETTINGS, progress=stopped)
+    part = folder / ".building" / "scratch" / "examples" / "000000"
+    written = part.stat().st_ino, part.stat().st_mtime_ns
+
+    def followed(done: int, total: int) -> None:
+        seen.append((done, total, (part.stat().st_ino, part.stat().st_mtime_ns) == written))
+
+    build(paths, str(folder), SETTINGS, progress=followed)
+    assert seen == [(1, 2, True), (2, 2, True)]
+
+
 _KILLS = """
     import os, pathlib, signal, sys
     from capibara.builders.routing.build import build
@@ -234,6 +254,13 @@ def test_an_unknown_domain_is_an_error_unless_it_is_allowed(tmp_path):
     records[7] |= {"domain": "cooking"}
     records[8] |= {"domain": "general"}  # says nothing
     with pytest.raises(UserError) as error:
+        made(
+            tmp_path / "long",
+            [{"text": "a text of a domain", "domain": "A" * 10_000}],
+            unknown_domain=UnknownDomain.REFUSE,
+        )
+    assert len(str(error.value)) < 1000
+    with pytest.raises(UserError) as error:
         made(tmp_path, records, unknown_domain=UnknownDomain.REFUSE)
     said = str(error.value)
     assert said.startswith(f"{tmp_path / 'in.jsonl'}:8: domain 'cooking' is none of RoutingSet.domains (python, sql,")
@@ -255,6 +282,31 @@ def test_a_domain_without_examples_is_an_error(tmp_path):
         made(tmp_path, records, min_examples=1, domains=("sql", "python"))
     with pytest.raises(UserError, match=r"has \d+ examples in train \(\d+ in all splits\).*another Splits.seed"):
         made(tmp_path / "few", records, min_examples=7, domains=("python", "ml"))
+
+
+def test_the_output_folder_is_no_input(tmp_path):
+    paths = [
+        data.write(tmp_path / "in" / name, data.documents(4, seed=i))
+        for i, name in enumerate(("a.jsonl", "leaks.jsonl"))
+    ]
+    folder = str(tmp_path / "in" / "out")
+    first = build(paths, folder, SETTINGS)
+    assert first.counts["files"] == 2, "a file that is only named like a report is read"
+    again = build(reading.expand([str(tmp_path / "in")], ENDINGS), folder, SETTINGS)
+    assert again == first
+
+
+def test_input_without_any_record_of_a_domain_is_an_error_that_names_the_cause(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xff\xfe" + '{"text": "x"}\n'.encode("utf-16-le"))
+    with pytest.raises(UserError, match=r"0 records, .*1 skipped, the first: .*in.jsonl:1: encoding: .* UTF-16"):
+        build([str(path)], str(tmp_path / "a"), SETTINGS)
+    path.write_text('{"text": "It rains, and the capybara sleeps."}\n{"text": "x"}\n')
+    with pytest.raises(UserError, match=r"2 records, .*\(1 excluded as no domain; 1 excluded as too short\)"):
+        build([str(path)], str(tmp_path / "b"), SETTINGS)
+    path.write_text("")
+    with pytest.raises(UserError, match="0 records, .*it is empty"):
+        build([str(path)], str(tmp_path / "c"), SETTINGS)
 
 
 def test_no_file_of_records_is_an_error(whole, tmp_path):

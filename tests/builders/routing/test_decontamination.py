@@ -56,6 +56,29 @@ def test_a_ratio_asks_for_more_than_one_ngram(tmp_path):
     assert ngrams.sets_in(within(TEXT, 0, 30)) == [] and ngrams.sets_in(within(TEXT, 0, 31)) == ["quiz"]
 
 
+def test_a_text_without_spaces_is_found(tmp_path):
+    asked = "小明有三个苹果他又买了五个苹果现在他一共有多少个苹果"
+    ngrams = index_of(tmp_path, asked)
+    assert ngrams.about("quiz") == {"texts": 1, "too_short": 0}
+    assert ngrams.sets_in(f"题目：{asked[2:18]}。") == ["quiz"] and ngrams.sets_in(asked[:12]) == []
+
+
+def test_what_is_in_messages_and_fixes_is_found(tmp_path):
+    """The words may go from one message to the next."""
+    asked = " ".join(TEXT.split()[:14]).split("word7")
+    messages = [{"role": "user", "content": asked[0]}, {"role": "assistant", "content": f"word7 {asked[1]}"}]
+    run = {"code": "x = 1", "passed": True, "source": "log:1"}
+    before = {**run, "code": f'"""{TEXT.upper()}"""', "passed": False}
+    records = [*data.documents(4), {"messages": messages}, {"before": before, "after": run}]
+    path = data.write(tmp_path / "all.jsonl", records)
+    quiz = EvaluationSet(name="quiz", paths=(data.write(tmp_path / "quiz.jsonl", [{"text": TEXT}]),))
+    settings = RoutingSet(
+        splits=Splits(train=1.0, validation=0, test=0), decontamination=Decontamination(sets=(quiz,)), min_examples=0
+    )
+    build([path], str(tmp_path / "out"), settings)
+    assert [one["line"] for one in data.read(tmp_path / "out", "contaminated.jsonl")] == [25, 26]
+
+
 def test_a_repeated_ngram_counts_once(tmp_path):
     ngrams = index_of(tmp_path, TEXT, words=8, ratio=0.7)
     assert ngrams.sets_in(" ".join([within(TEXT, 0, 12)] * 20)) == []
@@ -153,5 +176,7 @@ def test_contaminated_examples_are_excluded_and_listed(tmp_path):
 
 def test_words_are_compared_without_signs_and_case():
     assert words("Foo_bar(x1, 'Ä')") == ["foo_bar", "x1", "ä"]
+    assert words("Cafe\u0301 \uff21B, x") == ["café", "ab", "x"]
+    assert words("3个苹果, ok") == ["3", "个", "苹", "果", "ok"]
     assert key_of_words("a b\tC.", 3) == key_of_words("A (b) c", 3) is not None
     assert key_of_words("a b", 3) is None and key_of_words("a b d", 3) != key_of_words("a b c", 3)

@@ -75,6 +75,12 @@ def test_code_in_several_languages_belongs_to_most_of_it():
     assert (domain, source) == ("python", "language") and 0.7 < confidence < 0.95
 
 
+def test_languages_of_one_domain_count_together():
+    text = "```js\nlet a = () => 1;\n```\n```ts\nlet a: number = 1;\n```\n```python\nprint('a', 'b', 12)\n```\n"
+    domain, source, confidence = label_of(text)
+    assert (domain, source) == ("javascript", "language") and 0.5 < confidence < 0.7
+
+
 def test_nothing_speaks_for_a_domain():
     assert label_of("It rains, and the capybara sleeps beside the river.") is None
     assert label_of(run("ls -la", language="shell")) is None
@@ -136,6 +142,41 @@ def test_a_document_is_its_own_source_unless_it_names_one():
     assert read({"text": "a"}, "f:7", FIELDS).source == "f:7"
     named = read({"text": "a", "source": "page", "task_id": 5}, "f:8", FIELDS)
     assert (named.source, named.origins) == ("page", ("source page", "source 5"))
+    assert read({"text": "a", "source": ["p", 1.5]}, "f:9", FIELDS).origins == ('source ["p",1.5]',)
+    assert read({"text": "a", "source": None, "session": " "}, "f:7", FIELDS).source == "f:7"
+
+
+def test_a_document_without_a_source_has_the_same_origin_in_another_file():
+    one, other = (read({"text": "a"}, where, FIELDS) for where in ("f:7", "sub/f:8"))
+    assert one.origins == other.origins != read({"text": "b"}, "f:7", FIELDS).origins
+
+
+def test_a_fix_has_the_origins_of_both_runs():
+    fixed = read({"before": run("x", False, session="s1"), "after": run("y", session="s2")}, "g:2", FIELDS)
+    for session in ("s1", "s2"):
+        assert {*read(run("z", session=session), "f:1", FIELDS).origins} < {*fixed.origins}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "say"}]},
+        {"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "say"}]},
+        {"prompt": "ask", "completion": "say"},
+        {"instruction": "ask", "output": "say"},
+        {"question": "ask", "answer": "say"},
+        {"prompt": "ask", "chosen": "say", "rejected": "no"},
+    ],
+)
+def test_all_forms_of_conversations_are_read(record):
+    draft = read({**record, "domain": "sql", "session": "s"}, "f:1", FIELDS)
+    assert [piece.text for piece in draft.pieces] == ["ask", "say"]
+    assert (draft.kind, draft.declared, draft.source) == (RecordKind.CHAT, "sql", "s")
+
+
+def test_a_number_of_attempts_has_no_limit():
+    record = {"before": run("x", False), "after": run("y"), "attempts": 10**400}
+    assert Difficulty(size=0, patterns=0, nesting=0).of(facts_of(record)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -149,6 +190,8 @@ def test_a_document_is_its_own_source_unless_it_names_one():
         ({"code": "x", "passed": True}, "source must be"),
         ({"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": " "}]}, "empty"),
         ({"messages": 3}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, r"^messages\[0\]"),
+        ({"question": "a"}, "^has no conversation"),
     ],
 )
 def test_what_is_malformed_is_said(record, words):

@@ -171,6 +171,66 @@ def test_planted_leaks_are_found_and_prevented(tmp_path):
             assert (leak["split"], leak["of_split"]) == (unlinked[leak["line"]], unlinked[leak["of_line"]])
 
 
+def test_texts_that_differ_in_spaces_and_case_are_kept_once(tmp_path):
+    texts = [
+        "strasse = f(a, b) + g(c)",
+        "STRASSE=f(a,b)+g( c )",
+        "straße = f(a, b)\n\n + g(c)",
+        "strasse = f(a, b) + g(d)",
+    ]
+    records = [{"text": text, "source": str(i), "domain": "python"} for i, text in enumerate(texts)]
+    manifest = made(tmp_path, data.documents(8) + records)
+    assert manifest.counts["repeated texts of other sources"] == 2
+
+
+def test_versions_of_a_text_in_many_files_are_in_one_split(tmp_path):
+    """One in English, and one in a script without spaces."""
+    english = [f"total{i} combine first{i} second{i}" for i in range(40)]
+    chinese = [chr(0x4E00 + 7 * i) for i in range(120)]
+    found, paths = data.documents(4), []
+    for number in range(1, 13):
+        found += [
+            {"text": text, "source": f"{number} {len(text)}", "domain": "python"}
+            for text in ("".join(chinese[:-number]), " ".join(english[:-number]))
+        ]
+    for number in range(3):
+        paths.append(data.write(tmp_path / f"{number}.jsonl", found[number::3]))
+    build(
+        paths,
+        str(tmp_path / "out"),
+        RoutingSet(splits=EVEN, balance=Balance(method=BalanceMethod.NONE), min_examples=0),
+    )
+    written = data.examples(tmp_path / "out")
+    for begin in (chinese[0], english[0]):
+        here = [one for one in written if one["text"].startswith(begin)]
+        assert len(here) > 3 and len({one["split"] for one in here}) == 1
+    assert {leak["path"] != leak["of_path"] for leak in data.read(tmp_path / "out", "leaks.jsonl")} >= {True}
+
+
+def test_documents_that_name_no_source_keep_their_split_beside_other_files(tmp_path):
+    records = [{"text": record["text"]} for record in data.documents(4)]
+    paths = [data.write(tmp_path / "in" / "all.jsonl", records)]
+    paths += [data.write(tmp_path / "a.jsonl", data.documents(4, seed=1))]
+    found = []
+    for number in (1, 2):
+        settings = RoutingSet(splits=EVEN, balance=Balance(method=BalanceMethod.NONE), min_examples=0)
+        build(paths[:number], str(tmp_path / str(number)), settings)
+        found.append({record["text"]: record["split"] for record in data.examples(tmp_path / str(number))})
+    assert found[0].items() < found[1].items()
+
+
+def test_the_order_of_records_and_files_changes_nothing(tmp_path):
+    """Which texts are chosen, their splits and their order."""
+    records, draw = data.documents(8, of_source=1), random.Random(2)
+    balance, found = Balance(temperature=1.5), []
+    for count in (1, 3):
+        paths = [data.write(tmp_path / str(count) / f"{i}.jsonl", records[i::count]) for i in range(count)]
+        build(paths, str(tmp_path / f"out{count}"), RoutingSet(splits=EVEN, balance=balance, min_examples=0))
+        found.append([(one["id"], one["split"]) for one in data.examples(tmp_path / f"out{count}")])
+        draw.shuffle(records)
+    assert found[0] == found[1] and len(found[0]) < len(records)
+
+
 def test_too_few_sources_are_an_error(tmp_path):
     records = [{**record, "source": "one"} for record in data.documents(3)]
     with pytest.raises(

@@ -127,6 +127,7 @@ def test_a_run_logs_how_many_tokens_go_to_the_experts_of_their_domain(tmp_path, 
         (lambda folder: routing_task(write_set(folder / "a", kind="playbooks")), "is not that of a routing set"),
         (lambda folder: routing_task(write_set(folder / "b", config={"schema": 9})), "has schema 9, must be 1"),
         (lambda folder: routing_task(write_set(folder / "c", files=[])), "has no examples"),
+        (lambda folder: routing_task(write_set(folder / "e", files=[{"name": 3}])), "is corrupted"),
         (
             lambda folder: routing_task(write_set(folder / "d"), vocabulary=TokenizerJsonVocabulary(path="x.json")),
             "(TokenizerJsonVocabulary) is none of SeqIO's",

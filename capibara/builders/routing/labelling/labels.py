@@ -100,21 +100,14 @@ class Labels:
         return _label(name, LabelSource.WORDS, count / (count + 1) * share)
 
     def _of_language(self, facts: Facts) -> Label | None:
-        sizes: dict[str, int] = {}
-        for code in facts.codes:
-            if code.language is not None:
-                sizes[code.language] = sizes.get(code.language, 0) + len(code.text)
-        if not sizes:
+        def size(domain: Domain) -> int:
+            return sum(len(code.text) for code in facts.codes if code.language in domain.languages)
+
+        best = max(self._domains, key=size)  # the first of several
+        if not size(best):
             return None
-        language = max(sizes, key=lambda name: (sizes[name], name))
-        domain = next((one for one in self._domains if language in one.languages), None)
-        if domain is None:
-            return None
-        of_domain = [code for code in facts.codes if code.language in domain.languages]
-        size = sum(len(code.text) for code in of_domain)
-        confidence = sum(code.confidence * len(code.text) for code in of_domain) / max(1, size)
-        total = sum(len(code.text) for code in facts.codes)
-        return _label(domain.name, LabelSource.LANGUAGE, confidence * size / max(1, total))
+        sure = sum(code.confidence * len(code.text) for code in facts.codes if code.language in best.languages)
+        return _label(best.name, LabelSource.LANGUAGE, sure / sum(len(code.text) for code in facts.codes))
 
 
 def _best(counts: Mapping[str, int]) -> tuple[str, int, float]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from capibara.builders import fingerprints
 from capibara.builders.routing.labelling.domains import Outcome
 from capibara.core.types import UserError
-from capibara.data.chat.formats import read_conversation
+from capibara.data.chat.formats import Format, read_conversation
 
 _LINE = re.compile(r"(.+):\d+")
 _FAILED_CHATS, _FIXED_CHATS = ("diagnose",), ("fix",)  # kinds of executions' conversations
 _MADE_OF = ("kind", "language", "quality", "source")  # members of executions' conversations
+_OTHER_CHATS = ("prompt", "instruction", "question", "chosen")  # one of them is in other forms of conversations
+_MOST_ATTEMPTS = 1_000_000
 
 
 class RecordKind(enum.StrEnum):
@@ -107,6 +110,8 @@ def read(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) ->
         return _chat(record, where, source_fields)
     if "text" in record:
         return _document(record, where, source_fields)
+    if any(name in record for name in _OTHER_CHATS):
+        return _chat(record, where, source_fields)
     names = ", ".join(sorted(record)[:6]) or "nothing"
     raise Malformed(
         f"has {names}, must have text, messages, code and passed, before and after, or content, helpful and harmful"
@@ -185,6 +190,8 @@ def _execution(record: Mapping[str, Any]) -> Draft:
 def _fix(record: Mapping[str, Any]) -> Draft:
     before, after = record["before"], record["after"]
     source, origins = _of_run(after)
+    if _optional(before, "source") is not None:
+        origins = tuple(dict.fromkeys((*origins, *_of_run(before)[1])))
     said = _prose(_error(before), _optional(record, "cause"), _optional(record, "explanation"))
     return Draft(
         kind=RecordKind.FIX,
@@ -192,7 +199,7 @@ def _fix(record: Mapping[str, Any]) -> Draft:
         source=source,
         origins=origins,
         outcome=Outcome.FIXED,
-        attempts=max(1, int(_number(record, "attempts", 1))),
+        attempts=int(min(_MOST_ATTEMPTS, max(1, _number(record, "attempts", 1)))),
     )
 
 
@@ -209,9 +216,10 @@ def _bullet(record: Mapping[str, Any]) -> Draft:
 
 def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> Draft:
     try:
-        messages = read_conversation(record, where).messages
+        format = Format.CHOSEN if "chosen" in record and "rejected" in record else Format.AUTO
+        messages = read_conversation(record, where, format).messages
     except UserError as error:
-        raise Malformed(str(error).removeprefix(where).strip()) from None
+        raise Malformed(str(error).removeprefix(where).strip(": ")) from None
     contents = (message.get("content") for message in messages)
     pieces = _prose(*(text for text in contents if isinstance(text, str) and text.strip()))
     if not pieces:
@@ -226,7 +234,7 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
         outcome = Outcome.FIXED if kind in _FIXED_CHATS else Outcome.FAILED if kind in _FAILED_CHATS else None
         attempts = int(outcome is not None)
     else:
-        source, origins = _named(record, where, source_fields)
+        source, origins = _named(record, where, source_fields, (piece.text for piece in pieces))
     return Draft(
         kind=RecordKind.CHAT,
         pieces=pieces,
@@ -239,23 +247,29 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
 
 
 def _document(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> Draft:
-    source, origins = _named(record, where, source_fields)
+    text = _text(record, "text")
+    source, origins = _named(record, where, source_fields, [text])
     language = _optional(record, "language")
     kind = PieceKind.ANY if language is None else PieceKind.CODE
     return Draft(
         kind=RecordKind.DOCUMENT,
-        pieces=(Piece(text=_text(record, "text"), kind=kind, language=language),),
+        pieces=(Piece(text=text, kind=kind, language=language),),
         source=source,
         origins=origins,
         declared=_optional(record, "domain"),
     )
 
 
-def _named(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The source and the origins of a document: what its members name, else the document itself."""
+def _named(
+    record: Mapping[str, Any], where: str, source_fields: Sequence[str], texts: Iterable[str]
+) -> tuple[str, tuple[str, ...]]:
+    """The source and the origins of a document: what its members name, else its text, so that it keeps its split elsewhere."""
     found = []
     for name in source_fields:
         value = record.get(name)
-        if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
-            found.append(str(value))
-    return (found[0] if found else where), tuple(f"source {one}" for one in found or [where])
+        shown = value if isinstance(value, str) else "" if value is None else fingerprints.canonical(value)
+        if shown.strip():
+            found.append(shown)
+    if not found:
+        return where, ("\n".join(("text", *texts)),)
+    return found[0], tuple(f"source {one}" for one in found)
