@@ -1,6 +1,6 @@
 """Preparation of a corpus: documents and MB a second by stage, memory, and deduplication against datasketch and datatrove.
 
-    python benchmarks/prepare.py [--peers_python=PATH/bin/python] [--megabytes=100] [--compare_megabytes=20]
+    python benchmarks/prepare.py [--peers_python=PATH/bin/python] [--megabytes=100] [--compare_megabytes 30 100 300]
         [--rounds=3] [--workers=2] [--json=OUT]
 
 The corpus is made of real text: the paragraphs of the standard library's sources, of Debian's linux-doc and of npm's
@@ -11,13 +11,14 @@ their own; without it only ours is measured.
   stages   our whole preparation, from files to packed shards, of the corpus and of one ten times as large. Memory is that of
            all processes together, at its peak. Goal: less than 1 GB more for the larger one.
   memory   texts in memory, one process: signatures, then the documents that share a band. Against datasketch. Goal 10.
-  files    files in, the list of duplicates out, with all workers and the start of their processes. Against datatrove's own
-           pipeline, goal 1, and datasketch.
-  filters  datatrove's Gopher filter and the language, on the corpus of the comparison.
+  files    files in, the list of duplicates out, with all workers and the start of their processes. Against datasketch, goal 10,
+           and datatrove's own pipeline, goal 1, on the smallest corpus alone.
+  filters  datatrove's Gopher filter and the language, on the smallest corpus of the comparison.
 
-All have word 5-grams and 14 bands of 8 permutations; a shared band makes a duplicate (NearDuplicates.similarity = 0). They run in
-turns; a ratio is the other's median time over ours. CPU seconds are of the whole program ("memory": of what is timed); on a machine
-that does other work too they say more than wall seconds.
+All have word 5-grams and 14 bands of 8 permutations; a shared band makes a duplicate (NearDuplicates.similarity = 0). datasketch
+runs with its own hash function, SHA-1, and with xxhash. They run in turns; a ratio is the other's median time over ours. CPU seconds
+are of the whole program up to the duplicates ("memory": of what is timed); on a machine that does other work too they say more than
+wall seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import os
 import pathlib
 import random
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -43,7 +43,7 @@ from collections.abc import Iterator, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 BANDS, ROWS = 14, 8
 FILES = 8  # of a corpus, so that datatrove's workers have some each
-DEDUPLICATION = ("hashing the input", "reading documents", "finding equal documents", "filtering documents",
+DEDUPLICATION = ("start", "hashing the input", "reading documents", "finding equal documents", "filtering documents",
                  "finding similar documents")  # fmt: skip
 TEXTS = (
     f"{sysconfig.get_paths()['stdlib']}/**/*.py",
@@ -99,8 +99,8 @@ def write(folder: str, source: Sequence[str], megabytes: int) -> dict:
     return {"documents": count, "bytes": size}
 
 
-class Memory:
-    """Samples the memory of a process and all of its children; a context manager.
+class Usage:
+    """Samples the memory and CPU time of a process and all of its children; a context manager.
 
     Attributes:
       peak_bytes: the largest sum of their resident memory. Pages that they share are counted for each.
@@ -108,9 +108,10 @@ class Memory:
 
     def __init__(self, pid: int):
         self._pid, self._done, self.peak_bytes = pid, threading.Event(), 0
+        self._cpu_s: dict[int, float] = {}
         self._thread = threading.Thread(target=self._sample)
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> Usage:
         self._thread.start()
         return self
 
@@ -118,9 +119,16 @@ class Memory:
         self._done.set()
         self._thread.join()
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all processes, at their last sample."""
+        return sum(self._cpu_s.values())
+
     def _sample(self) -> None:
-        while not self._done.wait(0.1):
-            self.peak_bytes = max(self.peak_bytes, sum(map(_resident, _family(self._pid))))
+        while not self._done.wait(0.05):
+            family = _family(self._pid)
+            self.peak_bytes = max(self.peak_bytes, sum(map(_resident, family)))
+            self._cpu_s |= {pid: used for pid in family if (used := _cpu_s(pid)) is not None}
 
 
 def _family(pid: int) -> list[int]:
@@ -141,25 +149,27 @@ def _resident(pid: int) -> int:
         return 0
 
 
+def _cpu_s(pid: int) -> float | None:
+    """CPU seconds of a process without its children; None: it has ended."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def run(python: str, program: str, *arguments: object) -> dict:
     """Runs a program of peers/; its results, the seconds of all of it, and its memory."""
     command = [python, str(HERE / "peers" / program), *map(str, arguments)]
     environment = os.environ | {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    begin_s, begin_cpu_s = time.perf_counter(), _cpu_s()
+    begin_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    with Memory(process.pid) as memory:
+    with Usage(process.pid) as usage:
         out, errors = process.communicate()
     if process.returncode:
         raise SystemExit(f"{program} failed:\n{errors[-3000:]}")
     found = json.loads(out.splitlines()[-1])
-    of_run = {"wall_s": time.perf_counter() - begin_s, "cpu_s": _cpu_s() - begin_cpu_s, "peak_bytes": memory.peak_bytes}
-    return found | of_run
-
-
-def _cpu_s() -> float:
-    """CPU seconds of all children that have ended, and of theirs."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return found | {"wall_s": time.perf_counter() - begin_s, "cpu_s": usage.cpu_s, "peak_bytes": usage.peak_bytes}
 
 
 def measure_stages(folder: str, size: dict, workers: int, *more: str) -> dict:
@@ -173,49 +183,60 @@ def measure_stages(folder: str, size: dict, workers: int, *more: str) -> dict:
     return size | {"stages": stages, "peak_bytes": found["peak_bytes"], "counts": found["counts"]}
 
 
-def compare(folder: str, size: dict, rounds: int, workers: int, python: str) -> dict:
+SIDES = (
+    ("memory", "ours", "capibara_prepare.py", "-", "--in_memory", "--similarity=0"),
+    ("memory", "datasketch", "datasketch_dedup.py", "--in_memory"),
+    ("memory", "datasketch, xxhash", "datasketch_dedup.py", "--in_memory", "--xxhash"),
+    ("files", "ours", "capibara_prepare.py", "OUT", "--similarity=0"),
+    ("files", "datasketch", "datasketch_dedup.py"),
+    ("files", "datasketch, xxhash", "datasketch_dedup.py", "--xxhash"),
+    ("files", "datatrove", "datatrove_dedup.py", "OUT"),
+)
+
+
+def compare(folder: str, size: dict, rounds: int, workers: int, python: str, sides: Sequence[str]) -> dict:
     """Runs ours and the peers in turns; medians and ratios of "memory" and "files"."""
-    seconds: dict[str, dict[str, list[float]]] = {"memory": {}, "files": {}}
-    duplicates: dict[str, int] = {}
-    cpu: dict[str, list[float]] = {}
-    sizes = (workers, BANDS, ROWS)
+    runs: dict[str, dict[str, list[dict]]] = {"memory": {}, "files": {}}
     for _ in range(rounds):
-        for kind, name, program, *more in (
-            ("memory", "ours", "capibara_prepare.py", "-", "--in_memory", "--similarity=0"),
-            ("memory", "datasketch", "datasketch_dedup.py", "--in_memory"),
-            ("files", "ours", "capibara_prepare.py", "OUT", "--similarity=0"),
-            ("files", "datasketch", "datasketch_dedup.py"),
-            ("files", "datatrove", "datatrove_dedup.py", "OUT"),
-        ):
-            if name != "ours" and not python:
+        for kind, name, program, *more in SIDES:
+            if name != "ours" and not python or name not in sides:
                 continue
             with tempfile.TemporaryDirectory(dir=folder) as out:
                 more = [f"{out}/out" if one == "OUT" else one for one in more]
-                found = run(sys.executable if name == "ours" else python, program, f"{folder}/in", *sizes, *more)
-            counted = [
-                s
-                for stage, s in found["seconds"].items()
-                if name != "ours" or kind == "memory" or stage in DEDUPLICATION
-            ]
-            seconds[kind].setdefault(name, []).append(sum(counted))
-            duplicates[f"{kind}, {name}"] = found["duplicates"]
-            cpu.setdefault(f"{kind}, {name}", []).append(found.get("stage_cpu_s", found["cpu_s"]))
+                chosen = sys.executable if name == "ours" else python
+                found = run(chosen, program, f"{folder}/in", workers, BANDS, ROWS, *more)
+            runs[kind].setdefault(name, []).append(found)
     results = {}
-    for kind, of_kind in seconds.items():
-        ours = statistics.median(of_kind["ours"])
+    for kind, of_kind in runs.items():
+        walls = {
+            name: [sum(_of_stages(one["seconds"], kind, name)) for one in of_name] for name, of_name in of_kind.items()
+        }
+        cpus = {name: [_cpu_of(one, kind, name) for one in of_name] for name, of_name in of_kind.items()}
+        wall, cpu = ({name: statistics.median(values) for name, values in one.items()} for one in (walls, cpus))
         results[kind] = {
             name: {
-                "seconds": statistics.median(values),
-                "all_seconds": values,
-                "mb_per_s": size["bytes"] / 1e6 / statistics.median(values),
-                "ratio": statistics.median(values) / ours,
-                "cpu_s": statistics.median(cpu[f"{kind}, {name}"]),
-                "cpu_ratio": statistics.median(cpu[f"{kind}, {name}"]) / statistics.median(cpu[f"{kind}, ours"]),
-                "duplicates": duplicates[f"{kind}, {name}"],
+                "seconds": wall[name],
+                "all_seconds": walls[name],
+                "mb_per_s": size["bytes"] / 1e6 / wall[name],
+                "ratio": wall[name] / wall["ours"],
+                "cpu_s": cpu[name],
+                "cpu_ratio": cpu[name] / cpu["ours"],
+                "duplicates": of_kind[name][0]["duplicates"],
             }
-            for name, values in of_kind.items()
+            for name in of_kind
         }
-    return results
+    return size | results
+
+
+def _of_stages(values: dict[str, float], kind: str, name: str) -> list[float]:
+    """The seconds of the stages up to the duplicates."""
+    return [s for stage, s in values.items() if kind == "memory" or name != "ours" or stage in DEDUPLICATION]
+
+
+def _cpu_of(found: dict, kind: str, name: str) -> float:
+    if kind == "memory":
+        return found["stage_cpu_s"]
+    return sum(_of_stages(found["cpu_seconds"], kind, name)) if name == "ours" else found["cpu_s"]
 
 
 def show(results: dict) -> Iterator[str]:
@@ -226,12 +247,13 @@ def show(results: dict) -> Iterator[str]:
         for stage, values in found["stages"].items():
             rates = f"{values['documents_per_s']:>12,.0f} documents/s{values['mb_per_s']:>10.1f} MB/s"
             yield f"  {stage:<28}{values['seconds']:>9.1f} s{rates}"
-    for kind, of_kind in results["compared"].items():
-        for name, values in of_kind.items():
-            rates = (
-                f"{values['mb_per_s']:>8.2f} MB/s{values['ratio']:>8.1f} x ours{values['duplicates']:>10,} duplicates"
-            )
-            yield f"{kind:<8}{name:<12}{values['seconds']:>9.2f} s{rates}"
+    for compared in results["compared"]:
+        yield f"{compared['bytes'] / 1e6:,.0f} MB, {compared['documents']:,} documents"
+        for kind in ("memory", "files"):
+            for name, values in compared[kind].items():
+                rates = f"{values['mb_per_s']:>8.2f} MB/s{values['ratio']:>8.1f} x ours"
+                cpu = f"{values['cpu_s']:>9.2f} CPU s{values['cpu_ratio']:>8.1f} x ours"
+                yield f"  {kind:<8}{name:<20}{values['seconds']:>9.2f} s{rates}{cpu}{values['duplicates']:>10,} duplicates"
     if len(results["stages"]) > 1:
         first, second = (found["peak_bytes"] for found in list(results["stages"].values())[:2])
         yield f"memory for ten times the input: {(second - first) / 1e6:+,.0f} MB"
@@ -244,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--megabytes", type=int, default=100, help="of the corpus; the larger one has ten times as much"
     )
     parser.add_argument("--text", nargs="+", help="globs of the texts (default: what is installed of those above)")
-    parser.add_argument("--compare_megabytes", type=int, default=20, help="of the corpus of the comparison")
+    parser.add_argument(
+        "--compare_megabytes", type=int, nargs="+", default=[30, 100, 300], help="of the corpora of the comparison"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turns")
     parser.add_argument("--workers", type=int, default=2, help="processes of each side")
     parser.add_argument("--folder", help="where corpora are written (default: a temporary folder)")
@@ -259,10 +283,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.makedirs(f"{folder}/{name}")
                 size = write(f"{folder}/{name}/in", source, megabytes)
                 results["stages"][name] = measure_stages(f"{folder}/{name}", size, args.workers)
-        os.makedirs(f"{folder}/small")
-        size = write(f"{folder}/small/in", source, args.compare_megabytes)
-        results["compared"] = compare(f"{folder}/small", size, args.rounds, args.workers, args.peers_python)
-        results["stages"]["filters"] = measure_stages(f"{folder}/small", size, args.workers, "--filters")
+        results["compared"] = []
+        for i, megabytes in enumerate(sorted(args.compare_megabytes)):
+            own = f"{folder}/compare_{megabytes}"
+            size = write(f"{own}/in", source, megabytes)
+            sides = [name for _, name, *_ in SIDES if not i or name != "datatrove"]
+            results["compared"].append(compare(own, size, args.rounds, args.workers, args.peers_python, sides))
+            if not i:
+                results["stages"]["filters"] = measure_stages(own, size, args.workers, "--filters")
     print("\n".join(show(results)))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1) + "\n")

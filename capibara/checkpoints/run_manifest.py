@@ -32,6 +32,7 @@ NAME = "manifest.json"
 CONFIG = "config.gin"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+TRACKERS = "trackers"  # how far each tracker is with the run: changes after the run, and is not in the manifest
 _FORMAT = 1
 _MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # limits of a manifest
 _LOCK = threading.RLock()  # the saving thread adds steps while the run writes files
@@ -285,7 +286,7 @@ def _present(folder: epath.Path) -> list[str]:
 def _present_or_raise(folder: epath.Path) -> list[str]:
     found = []
     for path in sorted(folder.iterdir()):
-        if path.name in (CHECKPOINTS, NAME):
+        if path.name in (CHECKPOINTS, TRACKERS, NAME):
             continue
         if stores.of(path).is_link(path):  # to a folder: what is there is not the run's
             inner = [path.name] * path.exists()

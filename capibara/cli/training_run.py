@@ -95,7 +95,11 @@ def run(
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)
-    texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
+    texts, callbacks, judge = (
+        config.build(SampleText),
+        config.build(Monitoring).build(dashboard=trainer.dashboard),
+        judging.of_run(trainer, model),
+    )
     notes = [
         *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later))),
         *run_folder.changes(trainer.model_dir),

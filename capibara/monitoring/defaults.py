@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
+from capibara import config
 from capibara.checkpoints import run_manifest
-from capibara.config import configurable
+from capibara.config import configurable, written
+from capibara.core.types import UserError
 from capibara.monitoring.curve import LossCurve
+from capibara.monitoring.dashboard.beside import DashboardProcess
+from capibara.monitoring.dashboard.settings import DashboardConfig
+from capibara.monitoring.profiling.callback import ProfileSummary
 from capibara.monitoring.progress import ProgressLine
+from capibara.monitoring.system.sampler import SystemMetrics, SystemSampler
 from capibara.monitoring.trackers.loggers import MetricsFile, TensorBoard
-from capibara.training.callbacks import Callback, Callbacks, RunInfo
+from capibara.monitoring.trackers.tracker import Tracker
+from capibara.monitoring.trackers.tracking import Tracking, TrackingProcess
+from capibara.training.callbacks import Callback, Callbacks, RunInfo, SystemValue
 
 
 @configurable
@@ -18,17 +27,62 @@ class Monitoring:
     """The callbacks of a run.
 
     Attributes:
-      callbacks: the callbacks; None: the usual ones (metrics file, TensorBoard, progress line, loss curve).
+      callbacks: the callbacks; None: the usual ones (metrics file, TensorBoard, progress line, loss curve, summary of a
+        profile).
       more: additional callbacks, called after them.
+      trackers: services and files that show the run; a process of their own feeds them from the metrics file.
     """
 
     callbacks: tuple[Callback, ...] | None = None
     more: tuple[Callback, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
 
-    def build(self) -> Callbacks:
-        """One callback that calls them all."""
-        own = usual() if self.callbacks is None else self.callbacks
-        return Callbacks([ConfigFile(), *own, *self.more, Seal()])
+    def build(self, *, dashboard: bool = False) -> Callbacks:
+        """One callback that calls them all; `dashboard`: a dashboard's process is started with the run."""
+        own = [*(usual() if self.callbacks is None else self.callbacks), *self.more]
+        system, tracking = config.build(SystemMetrics), config.build(Tracking)
+        report = Report()
+        if system.every_s and any(isinstance(one, MetricsFile) for one in own):
+            own = [SystemSampler(system, report), *own]  # first: its last sample is to reach the others
+        if self.trackers:
+            own.append(self._process(tracking, own, report))
+        if dashboard:
+            own.append(DashboardProcess(config.build(DashboardConfig), report))
+        report.callbacks = Callbacks([ConfigFile(), *own, Seal()])
+        return report.callbacks
+
+    def _process(self, how: Tracking, own: Sequence[Callback], report: Callback) -> TrackingProcess:
+        """The process that feeds the trackers."""
+        if not any(isinstance(one, MetricsFile) for one in own):
+            raise UserError(
+                "Monitoring.trackers are fed from the metrics file: add @MetricsFile() to Monitoring.callbacks"
+            )
+        alone = Monitoring(trackers=self.trackers)
+        if unnamed := written.unnamed(alone):
+            raise UserError(
+                f"Monitoring.trackers has {unnamed[0]} of this script, which the process of the trackers cannot import: put it "
+                "into a module of its own"
+            )
+        return TrackingProcess(self.trackers, written.text_of(alone).split("\n"), how, report)
+
+
+class Report(Callback):
+    """Passes samples and status lines of callbacks that have threads on to all callbacks.
+
+    Attributes:
+      callbacks: all of them.
+    """
+
+    callbacks: Callback = Callback()
+
+    def on_status(self, text: str) -> None:
+        self.callbacks.on_status(text)
+
+    def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
+        self.callbacks.on_system(step, metrics)
+
+    def on_facts(self, step: int, facts: Mapping[str, object]) -> None:
+        self.callbacks.on_facts(step, facts)
 
 
 class ConfigFile(Callback):
@@ -58,4 +112,10 @@ class Seal(Callback):
 
 def usual() -> list[Callback]:
     """The default callbacks of a run."""
-    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]  # MetricsFile first: the others read its file
+    return [
+        MetricsFile(),
+        TensorBoard(),
+        ProgressLine(),
+        LossCurve(),
+        ProfileSummary(),
+    ]  # MetricsFile first: the others read its file

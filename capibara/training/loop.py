@@ -69,6 +69,7 @@ def train(
     callbacks = callbacks if jax.process_index() == 0 else Callback()
     with contextlib.ExitStack() as stack:
         stack.enter_context(disk_full_explained(trainer.model_dir))
+        stack.callback(callbacks.close)
         stack.enter_context(out_of_memory_explained(trainer.plan, "the run"))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
         setup, initial = set_up(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import optim, sharding
 from capibara.checkpoints import manifest
 from capibara.checkpoints.manager import Checkpoints, Restored
-from capibara.core import processes, user_modules
+from capibara.core import processes, tree, user_modules
 from capibara.core.fields import did_you_mean, returned
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, PyTree, UserError
@@ -215,6 +215,10 @@ class Setup:
             device_kind=self.mesh.devices.flat[0].device_kind,
             peak_flops=peak_flops,
             config=config,
+            arrays={
+                name: (leaf.shape, str(leaf.dtype))
+                for name, leaf in zip(tree.path_names(self.spec.abstract), jax.tree.leaves(self.spec.abstract))
+            },
         )
 
 

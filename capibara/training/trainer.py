@@ -111,6 +111,8 @@ class Trainer:
       profile: which steps the profiler traces, such as @Profile(), or `--profile=START:STOP`; None: none.
       replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never. With a strategy they are
         the agreed model's, on all nodes.
+      dashboard: whether the run starts a dashboard on this machine, whose address it prints: a process of its own that ends
+        with the run (options: capibara.DashboardConfig).
       heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
     """
 
@@ -140,6 +142,7 @@ class Trainer:
     profile: Profile | None = None
     replica_check_every: int = 1000
     heartbeat_s: int = 100
+    dashboard: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_dir.strip():

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from capibara.checkpoints.run_manifest import METRICS as METRICS_FILE
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.storage import stores
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.callbacks import Callback, RunInfo, SystemValue
 
 _SECONDS_BETWEEN_FLUSHES = 120.0
 AGAIN = ("start", "roll_back")  # events after which the steps that follow are repeated
@@ -38,18 +39,19 @@ def mfu(run: RunInfo, step_s: float) -> float | None:
 class MetricsFile(Callback):
     """Appends metrics, samples and events to metrics.jsonl in the run folder, one JSON object per line.
 
-    Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970). Train and eval
-    lines also have the metrics, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint", "roll_back"
-    or "end") and its values. Numbers that are not finite are null. Lines are never rewritten: a run that resumes from its
+    Each line has `kind` ("train", "eval", "system", "sample" or "event"), `step` and `time` (seconds since 1970). Train, eval
+    and system lines also have the metrics, samples `prompt` and `text`, events `event` ("start", "facts", "spent",
+    "checkpoint", "roll_back" or "end") and its values. Numbers that are not finite, or unavailable, are null. Lines are never rewritten: a run that resumes from its
     last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
     """
 
     def __init__(self) -> None:
         self._lines: _LocalLines | _RemoteLines  # set by on_train_begin, as is the run
         self._run: RunInfo
+        self._lock, self._is_open = threading.RLock(), False  # samples of the system come from a thread
 
     def on_train_begin(self, run: RunInfo) -> None:
-        self._run = run
+        self._run, self._is_open = run, True
         self._lines = (_LocalLines if stores.of(run.model_dir).appends else _RemoteLines)(metrics_path(run.model_dir))
         names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
         self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
@@ -68,20 +70,34 @@ class MetricsFile(Callback):
         self._write("sample", step, prompt=prompt, text=text)
 
     def on_checkpoint(self, step: int) -> None:
-        self._write("event", step, event="checkpoint")
-        self._lines.flush()
+        with self._lock:
+            self._write("event", step, event="checkpoint")
+            self._lines.flush()
 
     def on_roll_back(self, step: int) -> None:
         self._write("event", step, event="roll_back")
 
     def on_train_end(self, step: int, reason: str) -> None:
-        self._write("event", step, event="end", reason=reason)
-        self._lines.close()
+        with self._lock:
+            self._write("event", step, event="end", reason=reason)
+            self._is_open = False
+            self._lines.close()
+
+    def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
+        with self._lock:
+            if self._is_open:
+                self._write("system", step, **metrics)
+
+    def on_facts(self, step: int, facts: Mapping[str, object]) -> None:
+        with self._lock:
+            if self._is_open:
+                self._write("event", step, event="facts", facts=facts)
 
     def _write(self, kind: str, step: int, **fields: object) -> None:
-        record: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
-        record.update((name, _json_value(value)) for name, value in fields.items())
-        self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
+        with self._lock:
+            record: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
+            record.update((name, _json_value(value)) for name, value in fields.items())
+            self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
 
 
 def metrics_path(model_dir: str) -> str:
@@ -156,6 +172,9 @@ class TensorBoard(Callback):
         tag = f"sample/{_encodable(prompt) or '(empty prompt)'}"
         self._events.text(tag, _preformatted(prompt + text), step)
 
+    def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
+        self._scalars("system", step, {name: one for name, one in metrics.items() if isinstance(one, (int, float))})
+
     def on_checkpoint(self, step: int) -> None:
         self._events.flush()
 
@@ -181,6 +200,7 @@ class _EventFile:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._folder, self._flushed_s = folder, time.monotonic()
+        self._lock = threading.RLock()  # samples of the system come from a thread
         record_writer.directory_check(folder)
         # The name begins with the time: if the clock has gone back, it must still differ from an older file's.
         suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
@@ -212,8 +232,9 @@ class _EventFile:
 
     def close(self) -> None:
         atexit.unregister(self._close_after_fault)
-        self._do(lambda writer: writer.close())
-        self._writer = None
+        with self._lock:
+            self._do(lambda writer: writer.close())
+            self._writer = None
 
     def _close_after_fault(self) -> None:
         """Closes the file when the process exits early; the cause of the exit, already reported, may fail this, too."""
@@ -228,16 +249,17 @@ class _EventFile:
         self._do(lambda writer: writer.write_event(Event(wall_time=time.time(), step=int(step), **fields)))
 
     def _do(self, what: Callable[[Any], Any]) -> None:
-        if self._writer is None:
-            return
-        try:
-            what(self._writer)
-        except Exception as error:  # bucket libraries raise errors of their own
-            self._forget()
-            logging.getLogger(__name__).warning(
-                "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
-                self._folder, type(error).__name__, error,
-            )  # fmt: skip
+        with self._lock:
+            if self._writer is None:
+                return
+            try:
+                what(self._writer)
+            except Exception as error:  # bucket libraries raise errors of their own
+                self._forget()
+                logging.getLogger(__name__).warning(
+                    "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
+                    self._folder, type(error).__name__, error,
+                )  # fmt: skip
 
     def _forget(self) -> None:
         """Drops a failed writer so that it is not closed again when it is collected: a bucket's would upload, and fail."""
@@ -334,6 +356,10 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    if isinstance(value, Mapping):
+        return {str(name): _json_value(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(one) for one in value]
     return float(value) if math.isfinite(value) else None
 
 

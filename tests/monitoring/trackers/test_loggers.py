@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -76,6 +77,32 @@ class TestMetricsFile:
         assert sample["prompt"] == 'de"f' and sample["text"] == "\u2028 é\n\x1b"
         assert (checkpoint["event"], end["event"], end["reason"]) == ("checkpoint", "end", "finished")
         assert all(abs(r["time"] - start["time"]) < 60 for r in (train, end))
+
+    def test_samples_of_the_system_and_facts(self, run):
+        callback = MetricsFile()
+        callback.on_system(0, {"cpus": 2})  # from a thread that is too early
+        callback.on_train_begin(run)
+        callback.on_system(3, {"cpus": 2, "hbm_used_bytes": None, "devices": {"x": [1.5, None]}})
+        callback.on_facts(0, {"git": {"commit": "a", "dirty": True}, "command": ["python"]})
+        callback.on_train_end(3, "finished")
+        callback.on_system(3, {"cpus": 2})  # from one that is too late
+        _, system, facts, end = map(json.loads, lines_of(run))
+        assert (system["kind"], system["step"]) == ("system", 3) and end["event"] == "end"
+        assert (system["cpus"], system["hbm_used_bytes"], system["devices"]) == (2, None, {"x": [1.5, None]})
+        assert facts["event"] == "facts" and facts["facts"]["git"] == {"commit": "a", "dirty": True}
+        assert [r["kind"] for r in read_metrics(run.model_dir)] == ["event", "event", "system", "event"]
+
+    def test_threads_do_not_mix_their_lines(self, run):
+        callback = MetricsFile()
+        callback.on_train_begin(run)
+        write = [lambda: callback.on_system(1, {"text": "x" * 5000}), lambda: callback.on_step(1, {"loss": 1.0})]
+        threads = [threading.Thread(target=lambda one=one: [one() for _ in range(100)]) for one in write]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        callback.on_train_end(1, "finished")
+        assert len(loggers.all_records(loggers.metrics_path(run.model_dir))) == 202
 
     def test_each_line_is_on_disk_at_once(self, run):
         callback = MetricsFile()
@@ -197,10 +224,12 @@ class TestTensorBoard:
         callback.on_train_begin(run)
         callback.on_step(10, {"loss": 2.5, "step_s": 1.5})
         callback.on_evaluate(10, {"loss": 2.25})
+        callback.on_system(10, {"cpus": 2, "hbm_used_bytes": None, "devices": {"x": [1.0]}, "warning": "full"})
         callback.on_sample(10, "def ", "main")
         callback.on_checkpoint(10)
         callback.on_train_end(10, "finished")
         found = scalars(run)
+        assert {name: found[name, 10] for name, _ in found if name.startswith("system")} == {"system/cpus": 2}
         assert found[("train/loss", 10)] == 2.5 and found[("eval/loss", 10)] == 2.25
         assert found[("train/mfu", 10)] == pytest.approx(0.5)
 

@@ -1,0 +1,68 @@
+"""What the dashboard shows of a run folder beyond its metrics: checkpoints, lineage, plan. Each runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_ABOUT = {
+    "whole": "its manifest is whole; capibara convert verify compares the hashes of its files",
+    "corrupted": "its manifest or a file is not as it was written",
+    "quarantined": "a run found it corrupted, and does not resume from it",
+    "rolled_back": "the run rolled back before it, and does not resume from it",
+    "lost": "the run committed it, and it is gone",
+    "unfinished": "an interrupted save or removal",
+}
+
+
+def checkpoints(folder: str) -> dict[str, Any]:
+    """The steps of a run folder with their state, by their manifests and the sizes of their files."""
+    from capibara.checkpoints import inspection, step_folders
+
+    rows = inspection.Inspection(folder).listed()
+    lost = step_folders.lost(step_folders.folder_of(folder))
+    return {"steps": [_checkpoint(row, lost) for row in rows], "unavailable": None}
+
+
+def _checkpoint(row: dict[str, Any], lost: list[int]) -> dict[str, Any]:
+    step, faults = row["step"], row["faults"]
+    state = "corrupted" if faults else "whole"
+    if isinstance(step, str):
+        state = "rolled_back" if step.endswith(".rolled_back") else "quarantined"
+    elif step in lost:
+        state = "lost"
+    return {**row, "state": state, "about": _ABOUT[state]}
+
+
+def lineage(folder: str) -> dict[str, Any]:
+    """The chain from a run's newest checkpoint back to its sources; files are compared by size."""
+    from capibara.builders.lineage.chain import Chain
+    from capibara.builders.lineage.nodes import Check
+
+    return {"chain": Chain(Check.SIZES).of(folder).as_json(), "unavailable": None}
+
+
+def plan(folder: str) -> dict[str, Any]:
+    """What the planner predicts for a run's own plan on the slice that its configuration names."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # computes only shapes
+    from capibara import config
+    from capibara.planner.hardware import slices
+    from capibara.planner.model import cost, memory, workload
+    from capibara.planner.search import choice
+    from capibara.training import run_folder, trainer
+
+    config.parse((), (), (), run_folder.recorded(folder))
+    run = trainer.of_gin()
+    if run.plan.slice is None:
+        return {"unavailable": "the run's configuration names no slice (Plan.slice)"}
+    workload.check_ordinary(run)
+    slice_, work = slices.parse(run.plan.slice), workload.of_run(run)
+    chosen = choice.of_plan(run.plan, work, slice_.devices)
+    expected = cost.cost(work, chosen, slice_)
+    predicted = {"step_s": expected.step_s, "tokens_per_s": expected.tokens_per_s, "mfu": expected.mfu}
+    predicted["peak_bytes"] = memory.memory(work, chosen).peak
+    about = {"slice": slice_.name, "plan": chosen.describe(), "bound by": str(expected.bound)}
+    return {"predicted": predicted, "plan": about, "unavailable": None}
+
+
+QUESTIONS = {"checkpoints": checkpoints, "lineage": lineage, "plan": plan}

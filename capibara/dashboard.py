@@ -1,0 +1,9 @@
+"""`python -m capibara.dashboard`."""
+
+import sys
+
+from capibara.cli.dashboard import main
+from capibara.core.exits import run_process
+
+if __name__ == "__main__":
+    sys.exit(run_process(main))

@@ -1,0 +1,1 @@
+"""A web page of runs, live: reads run folders and serves their metrics, checkpoints and alerts over HTTP."""

@@ -1,0 +1,1 @@
+"""Alerts: what is wrong with runs, and who is informed."""

@@ -1,0 +1,1 @@
+"""Reads run folders: metrics.jsonl by position into columns, and which runs there are."""

@@ -1,0 +1,247 @@
+"""Follows run folders in a thread: finds new ones, reads what was appended, and reads large files with several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from capibara.core import limits
+from capibara.core.types import TryAgain, UserError
+from capibara.monitoring.dashboard.reading import folders, parsing
+from capibara.monitoring.dashboard.reading.large import LargeFiles, processes
+from capibara.monitoring.dashboard.reading.run import Run
+from capibara.storage import stores
+
+_SMALL_BYTES = 16 << 20  # appended since the last look: read at once, without other processes
+_MANY_BYTES = 1 << 30  # of several large files: the loss of all is read before other metrics
+_FIRST = frozenset({"loss"})
+_LOOKED_AT_S = 60.0  # since a viewer last asked for a run
+_PAUSE_S = 30.0  # after a fault of a bucket
+_FAULTS = (UserError, TryAgain, OSError, limits.Refused)
+
+
+@dataclasses.dataclass
+class Change:
+    """What a look at the run folders has found.
+
+    Attributes:
+      added, removed: ids of runs.
+      updated: ids of runs with new lines.
+      reloaded: ids of runs whose earlier points are void.
+    """
+
+    added: list[str] = dataclasses.field(default_factory=list)
+    removed: list[str] = dataclasses.field(default_factory=list)
+    updated: list[str] = dataclasses.field(default_factory=list)
+    reloaded: list[str] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.updated or self.reloaded)
+
+
+class Reader:
+    """Follows the runs below some folders of one store.
+
+    Args:
+      roots: folders or addresses.
+      changed: called in the reader's thread after each look that found something.
+      poll_s, scan_s: seconds between two looks at the files, and between two searches for new runs.
+      most_bytes: memory for rows; the runs that were not looked at for longest are dropped from memory, and read again
+        when they are.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        changed: Callable[[Change], None],
+        *,
+        poll_s: float = 0.5,
+        scan_s: float = 3.0,
+        most_bytes: int = 1 << 30,
+    ):
+        self.runs: dict[str, Run] = {}
+        self.has_scanned = threading.Event()
+        self.fault: str | None = None
+        self._roots, self._changed = list(roots), changed
+        self._poll_s, self._scan_s, self._most_bytes = poll_s, scan_s, most_bytes
+        self._large, self._scanned_s = LargeFiles(), -math.inf
+        self._paused: dict[str, float] = {}
+        self._epochs: dict[str, int] = {}
+        self._wake, self._is_stopped = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="reader", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and its processes."""
+        self._is_stopped = True
+        self._wake.set()
+        self._thread.join(5.0)
+        self._large.end(waits=True)
+
+    def run(self, run_id: str) -> Run | None:
+        """A run that a viewer looks at; one that was dropped from memory is read again."""
+        run = self.runs.get(run_id)
+        if run is not None:
+            run.wanted_s = time.monotonic()
+            if run.is_partial:
+                self._wake.set()
+        return run
+
+    def look(self) -> Change:
+        """Searches for runs if it is time, and reads what is new; called by the thread."""
+        change = Change()
+        now_s = time.monotonic()
+        if now_s - self._scanned_s >= self._scan_s:
+            self._scan(change)
+            self._scanned_s = time.monotonic()
+        for run in list(self.runs.values()):
+            if run.id in self._large:
+                self._collect(run, change)
+            elif self._paused.get(run.id, 0.0) <= now_s:
+                self._follow(run, change)
+        for run_id in change.updated:
+            run = self.runs[run_id]
+            if self._epochs.get(run_id, run.epoch) != run.epoch:
+                change.reloaded.append(run_id)
+            self._epochs[run_id] = run.epoch
+        self._save_memory()
+        return change
+
+    def _work(self) -> None:
+        while not self._is_stopped:
+            try:
+                change = self.look()
+                self.has_scanned.set()
+                if change:
+                    self._changed(change)
+            except Exception:  # one run folder must not end the reading of all others
+                logging.getLogger(__name__).exception("the run folders could not be looked at")
+                self._wake.wait(_PAUSE_S)
+            if self._large:
+                self._large.wait()
+            else:
+                self._large.rest()
+                self._wake.wait(self._poll_s)
+                self._wake.clear()
+
+    def _scan(self, change: Change) -> None:
+        try:
+            found = folders.found(self._roots)
+        except _FAULTS as error:
+            self.fault = limits.cause(error)
+            return
+        self.fault = None
+        known = {run.folder for run in self.runs.values()}
+        for folder, name in found.items():
+            if folder not in known:
+                run = Run(folder, name)
+                self.runs[run.id] = run
+                change.added.append(run.id)
+        for run in [run for run in self.runs.values() if run.folder not in found]:
+            del self.runs[run.id]
+            self._forget(run)
+            change.removed.append(run.id)
+
+    def _forget(self, run: Run) -> None:
+        self._large.cancel(run)
+        self._paused.pop(run.id, None)
+        self._epochs.pop(run.id, None)
+
+    def _follow(self, run: Run, change: Change) -> None:
+        """Reads what was appended since the last look."""
+        run.is_new = False
+        try:
+            if not self._has_grown(run):
+                if run.is_partial and self._may_read_again(run):
+                    self._read_again(run)
+                return
+            if run.size - run.position > _SMALL_BYTES:
+                self._large.begin(run, run, self._first(run))
+                change.updated.append(run.id)
+                return
+            content = stores.of(run.path).read_range(run.path, run.position, run.size)
+            end = content.rfind(b"\n") + 1
+            if end:
+                run.apply(parsing.parse_text(content[:end], run.position))
+                run.moved(run.position + end, content[:end])
+                change.updated.append(run.id)
+            run.size = run.position  # the rest is no whole line yet
+            run.fault = None
+        except FileNotFoundError:
+            run.size = run.position
+        except _FAULTS as error:
+            self._failed(run, error)
+
+    def _failed(self, run: Run, error: BaseException) -> None:
+        run.fault, run.size = limits.cause(error), run.position
+        self._paused[run.id] = time.monotonic() + _PAUSE_S
+
+    def _has_grown(self, run: Run) -> bool:
+        """Whether there is something to read; a file that is another one is read from its beginning."""
+        store = stores.of(run.path)
+        size = _size(run.path)
+        if size == run.position:
+            return False
+        is_other = size < run.position
+        if not is_other and run.tail:
+            is_other = store.read_range(run.path, run.position - len(run.tail), run.position) != run.tail
+        if is_other:
+            run.clear()
+        run.size = size
+        return size > run.position
+
+    def _first(self, run: Run) -> frozenset[str] | None:
+        """What to read first of a large file: of many large ones the loss alone, until all are there."""
+        left = self._large.left_bytes
+        others = [one for one in self.runs.values() if one.id not in self._large and not one.position]
+        with contextlib.suppress(OSError):
+            left += sum(_size(one.path) for one in others) + run.size * (run not in others)
+        return _FIRST if left > _MANY_BYTES else None
+
+    def _may_read_again(self, run: Run) -> bool:
+        """Whether a run of which rows or metrics are missing is to be read in full now."""
+        if self._large.is_selective:
+            return False
+        is_looked_at = run.wanted_s > time.monotonic() - _LOOKED_AT_S
+        return is_looked_at or run.is_unread and len(self._large) < processes()
+
+    def _read_again(self, run: Run) -> None:
+        target = Run(run.folder, run.name)
+        target.size = run.position
+        self._large.begin(run, target, None)
+
+    def _collect(self, run: Run, change: Change) -> None:
+        """Adds what has been read of a large file."""
+        try:
+            if self._large.collect(run):
+                change.updated.append(run.id)
+        except _FAULTS as error:
+            self._failed(run, error)
+
+    def _save_memory(self) -> None:
+        runs = [run for run in self.runs.values() if not run.is_partial]
+        held = sum(run.held_bytes for run in runs)
+        for run in sorted(runs, key=lambda run: run.wanted_s):
+            if held <= self._most_bytes or run.id in self._large or not run.held_bytes:
+                continue
+            held -= run.held_bytes
+            run.forget_rows()
+
+
+def _size(path: str) -> int:
+    """The size of a file in bytes; raises OSError if it does not exist."""
+    store = stores.of(path)
+    if store.has_local_paths:
+        return store.size(path)
+    found = store.matching(path)  # asks the bucket anew
+    if not found:
+        raise FileNotFoundError(path)
+    return found[0].size

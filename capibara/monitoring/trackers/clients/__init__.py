@@ -1,0 +1,1 @@
+"""The trackers that come with capibara, one a file."""

@@ -1,0 +1,137 @@
+"""The tracker of MLflow: `Monitoring.trackers = (@MlflowTracker(),)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from capibara.config import configurable
+from capibara.core import extras
+from capibara.core.types import UserError
+from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker
+
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request
+_LONGEST_VALUE = 500  # characters of a parameter that every server takes
+_UID = "capibara.uid"
+_ENDS = {"interrupted": "KILLED", "crashed": "FAILED"}
+_T = TypeVar("_T")
+
+
+@configurable
+@dataclasses.dataclass(kw_only=True)
+class MlflowTracker(Tracker):
+    """Shows a run in MLflow. User name and password are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+
+    Metrics have the time at which they were logged: one that is sent twice is stored once.
+
+    Attributes:
+      uri: of the server, or of a local store (sqlite:///mlflow.db); None: MLFLOW_TRACKING_URI, or MLflow's default.
+      experiment: its name; it is made if it does not exist.
+      name: of the run; None: that of the run folder.
+    """
+
+    uri: str | None = dataclasses.field(default=None, metadata=ADDRESS)
+    experiment: str = "capibara"
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.uri is not None and re.match(r"[\w+.-]+://[^/@]*:[^/@]*@", self.uri):
+            raise UserError(
+                "MlflowTracker.uri has a password, which would be written to config.gin: set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD"
+            )
+        if not self.experiment.strip():
+            raise UserError("MlflowTracker.experiment is empty: name one, e.g. 'capibara'")
+        self._client: Any  # set by start
+        self._id = ""
+        self._metrics: list[Any] = []
+
+    @property
+    def url(self) -> str | None:
+        if not (self.uri or "").startswith(("http://", "https://")):
+            return None
+        return f"{str(self.uri).rstrip('/')}/#/experiments/{self._experiment}/runs/{self._id}"
+
+    def start(self, run: TrackedRun) -> str | None:
+        extras.require("mlflow", extra="mlflow", why="@MlflowTracker")
+        tracking = extras.require("mlflow.tracking", extra="mlflow", why="@MlflowTracker")
+        self._metrics = []
+        self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
+        found = client.get_experiment_by_name(self.experiment)
+        self._experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
+        self._id = self._found(run) or str(
+            client.create_run(self._experiment, tags={_UID: run.uid}, run_name=self.name or run.name).info.run_id
+        )
+        client.update_run(self._id, status="RUNNING")
+        self._set_params(run.config)
+        return self._id
+
+    def _found(self, run: TrackedRun) -> str | None:
+        """The id of the run, if the server knows it: its creation may not have been noted here."""
+        if run.run_id is not None:
+            return run.run_id
+        runs = self._client.search_runs([self._experiment], f"tags.`{_UID}` = '{run.uid}'", max_results=1)
+        return str(runs[0].info.run_id) if runs else None
+
+    def _set_params(self, config: Mapping[str, str]) -> None:
+        """Logs the parameters that are not there; what has changed becomes a tag, since parameters cannot change."""
+        entities = extras.require("mlflow.entities", extra="mlflow")
+        known = self._client.get_run(self._id).data.params
+        shortened = {_name(name): value[:_LONGEST_VALUE] for name, value in config.items()}
+        new = [entities.Param(name, value) for name, value in shortened.items() if name not in known]
+        for part in _parts(new, _MOST_PARAMS):
+            self._client.log_batch(self._id, params=part)
+        for name, value in shortened.items():
+            if known.get(name, value) != value:
+                self._client.set_tag(self._id, f"changed.{name}", value)
+
+    def log(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+        entities = extras.require("mlflow.entities", extra="mlflow")
+        time_ms = int(moment.time_s * 1000)
+        self._metrics += [entities.Metric(_name(name), value, time_ms, moment.step) for name, value in metrics.items()]
+
+    def text(self, moment: Moment, name: str, text: str) -> None:
+        if name.startswith("sample/"):
+            title = re.sub(r"\W+", "-", name.removeprefix("sample/")).strip("-")[:60] or "empty"
+            name = f"samples/{moment.step:09d}-{title}.txt"
+        elif "." not in name:
+            name = f"{name}/{moment.step:09d}.txt"
+        self._client.log_text(self._id, text, name)
+
+    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            self._client.set_tag(self._id, _name(name), text[:5000])
+        commit = (facts.get("git") or {}).get("commit") if isinstance(facts.get("git"), dict) else None
+        if isinstance(commit, str):
+            self._client.set_tag(self._id, "mlflow.source.git.commit", commit)
+
+    def picture(self, moment: Moment, name: str, path: str) -> None:
+        self._client.log_artifact(self._id, path, "pictures")
+
+    def roll_back(self, moment: Moment) -> None:
+        self._client.set_tag(self._id, "rolled_back_to", str(moment.step))
+
+    def flush(self) -> bool:
+        for part in _parts(self._metrics, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=part)
+        self._metrics = []
+        return True
+
+    def finish(self, reason: str) -> None:
+        self.flush()
+        self._client.set_tag(self._id, "end", reason)
+        self._client.set_terminated(self._id, status=_ENDS.get(reason, "FINISHED"))
+
+
+def _name(name: str) -> str:
+    """A name as MLflow allows it."""
+    return re.sub(r"[^\w\-./ ]", "_", name)[:250]
+
+
+def _parts(items: Sequence[_T], most: int) -> Iterator[list[_T]]:
+    for first in range(0, len(items), most):
+        yield list(items[first : first + most])

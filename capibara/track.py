@@ -1,0 +1,9 @@
+"""`python -m capibara.track`."""
+
+import sys
+
+from capibara.cli.track import main
+from capibara.core.exits import run_process
+
+if __name__ == "__main__":
+    sys.exit(run_process(main))

@@ -1,0 +1,123 @@
+"""`capibara track` sends a run folder to trackers afterwards, and does not take addresses from a foreign one."""
+
+import json
+import pathlib
+import shutil
+import textwrap
+
+import pytest
+
+from capibara.cli import track
+from capibara.core.types import TryAgain, UserError
+from tests.monitoring.trackers.runs import lived
+
+BINDINGS = "Trainer.steps = 4\nMonitoring.trackers = (@JsonlTracker(), @PrintTracker())\nPrintTracker.every = 2\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lived(tmp_path / "run", [1, 2])
+    return tmp_path / "run"
+
+
+def record(folder, text):
+    """Replaces the configuration of a run, as its own start would."""
+    from capibara.checkpoints import run_manifest
+
+    run_manifest.replace(run_manifest.folder_of(folder), {"config.gin": text.encode()})
+
+
+def test_a_tracker_that_is_named(folder, capsys):
+    record(folder, BINDINGS)
+    path = folder.parent / "all.jsonl"
+    arguments = [str(folder), "--to=print", "--to=JsonlTracker", f"--gin.JsonlTracker.path={path}"]
+    assert track.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines() == ["step 2 train/loss=3", "sent to print, jsonl"]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if "metrics" in line] == [1, 2]
+    assert track.main(arguments) == 0  # nothing is new
+    assert capsys.readouterr().out.splitlines() == ["sent to print, jsonl"]
+    assert len([line for line in path.read_text().splitlines() if "metrics" in line]) == 2
+
+
+def test_the_run_s_own_trackers_but_not_its_addresses(folder, capsys):
+    path = folder.parent / "theirs.jsonl"
+    record(folder, BINDINGS + f"JsonlTracker.path = {str(path)!r}\n")
+    with pytest.raises(UserError, match=rf"JsonlTracker.path = '{path}'.* give --gin.JsonlTracker.path=") as error:
+        track.main([str(folder)])
+    assert "\n" not in str(error.value) and not path.exists()
+    assert track.main([str(folder), "--trust_config"]) == 0 and path.exists()
+    shutil.rmtree(folder / "trackers")
+    assert track.main([str(folder), f"--gin.JsonlTracker.path={path}"]) == 0
+
+
+def test_a_tracker_of_the_users_module(folder, capsys):
+    (folder.parent / "their_tracker.py").write_text(
+        textwrap.dedent("""
+        import dataclasses
+        from capibara.config import configurable
+        from capibara.monitoring.trackers.tracker import Tracker
+
+        @configurable
+        @dataclasses.dataclass(kw_only=True)
+        class Theirs(Tracker):
+            def start(self, run):
+                run.say(f"{run.name} begins")
+        """)
+    )
+    with pytest.raises(UserError, match="no configurable named @Theirs"):
+        track.main([str(folder), "--to=Theirs"])
+    (folder.parent / "theirs.gin").write_text("import their_tracker\n")
+    assert track.main([str(folder), "--to=Theirs", "--gin_file=theirs.gin"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["run begins", "sent to theirs"]
+
+
+def test_one_that_does_not_take_it(folder, capsys):
+    (folder.parent / "failing_tracker.py").write_text(
+        pathlib.Path(__file__).parents[1].joinpath("monitoring/trackers/runs.py").read_text()
+    )
+    (folder.parent / "failing.gin").write_text("import failing_tracker\n")
+    arguments = [str(folder), "--to=failing_tracker.Odd", "--gin_file=failing.gin", "--timeout=20"]
+    with pytest.raises(UserError, match="--to=failing_tracker.Odd is no tracker"):
+        track.main(arguments)
+    with pytest.raises(TryAgain, match=r"failing has not got 4 lines of .*run: run this again"):
+        (folder.parent / "failing_tracker.py").write_text(FAILING)
+        track.main([str(folder), "--to=Failing", "--gin_file=failing.gin"])
+    assert capsys.readouterr().out.splitlines() == ["failing fails: ConnectionError: no server"]
+
+
+FAILING = """
+import dataclasses
+from capibara.config import configurable
+from capibara.monitoring.trackers.tracker import Tracker
+
+@configurable
+@dataclasses.dataclass(kw_only=True)
+class Failing(Tracker):
+    def start(self, run):
+        raise ConnectionError("no server")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ([], "track needs a run folder"),
+        (["nowhere", "--to=print"], "nowhere is not a run folder with metrics: it has no config.gin"),
+        (["run"], r"has no trackers \(Monitoring.trackers is empty\): name one, e.g. --to=wandb"),
+        (["run", "--to=wandd"], "no configurable named @wandd"),
+        (["run", "--to=a b"], "--to=a b is no tracker.*: name one of wandb, comet, mlflow, print"),
+        (["run", "--to=print", "--timeout=0"], "--timeout=0.0 must be above 0"),
+    ],
+)
+def test_mistakes_are_one_line(folder, arguments, match):
+    record(folder, "Trainer.steps = 4\n")
+    with pytest.raises(UserError, match=match) as error:
+        track.main(arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_configuration_that_was_changed_is_refused(folder):
+    (folder / "config.gin").write_text("Trainer.steps = 5\n")
+    with pytest.raises(UserError, match="config.gin"):
+        track.main([str(folder), "--to=print"])

@@ -1,0 +1,340 @@
+"""What viewers get: figures, lines, tables, events; and connections that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gzip
+import http.client
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import uvicorn
+from prometheus_client import parser
+
+from capibara.monitoring.dashboard.http import connections, hub
+from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
+from capibara.monitoring.dashboard.reading.reader import Change
+
+
+def test_the_table_of_runs(dashboard):
+    rows = {run["name"]: run for run in dashboard.get("/api/runs")["runs"]}
+    assert rows["baseline"]["status"] == "finished" and rows["baseline"]["step"] == 2000
+    assert rows["group/resumed"]["status"] == "interrupted" and rows["group/resumed"]["starts"] == 2
+    assert rows["experts"]["status"] == "stopped_early"
+    assert rows["stalled"]["status"] == "stalled" and rows["stalled"]["alerts"] >= 1
+    assert rows["baseline"]["tokens"] == 2000 * 524_288 and 0.9 < rows["baseline"]["goodput"] < 1
+    assert len(rows["baseline"]["spark"]) == 60
+    names = [run["name"] for run in dashboard.get("/api/runs", sort="name", limit=3, offset=1)["runs"]]
+    assert names == sorted(rows)[1:4]
+
+
+def test_lines_are_exact_when_zoomed(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    whole = dashboard.get("/api/series", run=run_id, metric="train/loss", points=50)["series"][0]
+    assert not whole["exact"] and whole["count"] == 200 and len(whole["x"]) <= 50
+    assert max(whole["y"]) > 7.8  # the spike at step 1510
+    part = dashboard.get("/api/series", run=run_id, metric="train/loss", points=50, **{"from": 1480, "to": 1550})
+    (line,) = part["series"]
+    assert line["exact"] and line["x"] == [1480, 1490, 1500, 1510, 1530, 1540, 1550] and line["nonfinite"] == [1520]
+
+
+@pytest.mark.parametrize("axis", ["step", "time", "relative", "tokens"])
+def test_lines_over_other_axes(dashboard, axis):
+    run_id = dashboard.ids()["group/resumed"]
+    found = dashboard.get(
+        "/api/series", run=run_id, metric=["train/loss", "eval/loss", "train/none"], x=axis, smooth=0.6
+    )
+    assert [line["metric"] for line in found["series"]] == ["train/loss", "eval/loss"]
+    line = found["series"][0]
+    assert line["x"][0] == line["range"][0] and line["x"] == sorted(line["x"])
+    assert len(line["smooth"]) == len(line["y"])
+    assert {"step": 2000, "tokens": 2000 * 524_288}.get(axis, line["x"][-1]) == line["x"][-1]
+
+
+def test_runs_side_by_side(dashboard):
+    ids = dashboard.ids()
+    found = dashboard.get("/api/compare", run=[ids["baseline"], ids["experts"], "0" * 16])
+    assert [run["name"] for run in found["runs"]] == ["baseline", "experts"]
+    rows = {row["name"]: row["values"] for row in found["config"]["rows"]}
+    assert rows["Trainer.seed"] == ["0", "3"] and found["config"]["same"] >= 2
+    loss = next(metric for metric in found["metrics"] if metric["name"] == "eval/loss")
+    assert loss["best"] == "low" and loss["values"][0]["best"] <= loss["values"][0]["last"]
+    entropy = next(metric for metric in found["metrics"] if metric["name"] == "train/router_entropy")
+    assert entropy["values"][0] is None and entropy["values"][1] is not None
+
+
+def test_samples_newest_first(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    found = dashboard.get(f"/api/runs/{run_id}/samples", prompt="def ", limit=3)
+    assert [sample["step"] for sample in found["samples"]] == [2000, 1800, 1600] and found["more"]
+    assert found["samples"][0]["text"].startswith("fibonacci")
+    older = dashboard.get(f"/api/runs/{run_id}/samples", prompt="def ", before=600)
+    assert [sample["step"] for sample in older["samples"]] == [400, 200] and not older["more"]
+    hostile = dashboard.get(f"/api/runs/{run_id}/samples", prompt="Once upon a time", limit=1)["samples"][0]["text"]
+    assert "<script>alert('sample')</script>" in hostile and "\u202e" in hostile
+
+
+def test_nodes_with_reasons(dashboard):
+    run_id = dashboard.ids()["live"]
+    found = dashboard.get(f"/api/runs/{run_id}/nodes")
+    assert [node["name"] for node in found["nodes"]] == ["node_0", "node_1", "node_2"]
+    node = found["nodes"][2]
+    assert node["state"] == "accepted" and node["rejections"] == 600 and node["last_rejected"] == 1199
+    assert len(found["history"]["accepted"][0]) == 3
+    assert dashboard.get(f"/api/runs/{dashboard.ids()['baseline']}/nodes")["unavailable"]
+
+
+def test_a_rejected_node_is_explained(tmp_path, demo, serve):
+    run = demo.Demo(tmp_path / "run", nodes=3, began_s=time.time() - 900)
+    run.start()
+    run.run(0, 900)
+    run.file.close()
+    with serve(tmp_path) as client:
+        run_id = client.ids()["run"]
+        node = client.get(f"/api/runs/{run_id}/nodes")["nodes"][2]
+        assert node["state"] == "rejected" and node["reason"] == "its quality 0.30 is below 0.5"
+        kinds = [alert["kind"] for alert in client.get("/api/alerts", run=run_id)["alerts"]]
+        assert "rejected" in kinds
+
+
+def test_experts_as_a_map(dashboard):
+    run_id = dashboard.ids()["experts"]
+    found = dashboard.get(f"/api/runs/{run_id}/experts", points=20)
+    assert found["experts"] == 16 and len(found["load"]) == len(found["steps"]) == 20
+    assert all(sum(row) / 16 == pytest.approx(1.0, abs=1e-3) for row in found["load"])
+    assert found["entropy"][0] < found["entropy"][-1] <= 1
+
+
+def test_checkpoints_lineage_and_plan_say_what_is_missing(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    for part in ("checkpoints", "lineage", "plan"):
+        assert dashboard.get(f"/api/runs/{run_id}/{part}")["unavailable"]
+    rows = dashboard.get(f"/api/runs/{run_id}/plan")["rows"]
+    assert rows[0]["measured"] > 0 and rows[0]["predicted"] is None
+
+
+def test_alerts_of_spikes_and_numbers(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    alerts = dashboard.get("/api/alerts", run=run_id)["alerts"]
+    texts = {alert["kind"]: alert["text"] for alert in alerts}
+    assert texts["spike"].startswith("loss 7.9 at step 1510") and "step 1520" in texts["nan"]
+    assert not any(alert["active"] for alert in alerts)
+
+
+def test_exports_hold_every_point(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    text = dashboard.raw(f"/api/export.csv?run={run_id}&metric=train/loss&metric=eval/loss&from=1500&to=1530")[
+        2
+    ].decode()
+    rows = [line.split(",") for line in text.splitlines()]
+    assert rows[0] == ["run", "metric", "step", "time", "value"]
+    assert [row[2] for row in rows[1:]] == ["1500", "1510", "1520", "1530"] and rows[3][4] == ""
+
+
+def test_prometheus_reads_the_figures(dashboard):
+    families = {
+        family.name: family for family in parser.text_string_to_metric_families(dashboard.raw("/metrics")[2].decode())
+    }
+    steps = {sample.labels["run"]: sample.value for sample in families["capibara_run_step"].samples}
+    assert steps["baseline"] == 2000 and steps["<img src=x onerror=alert(1)>"] == 300
+
+
+def test_answers_are_shared_and_packed(dashboard):
+    path = f"/api/series?run={dashboard.ids()['live']}&metric=train/loss"
+    status, headers, body = dashboard.raw(path, headers=[("Accept-Encoding", "gzip")])
+    assert headers["content-encoding"] == "gzip" and json.loads(gzip.decompress(body))["series"]
+    again = dashboard.raw(path, headers=[("If-None-Match", headers["etag"])])
+    assert again[0] == 304 and not again[2]
+
+
+def test_the_library_of_charts_comes_from_its_package(dashboard):
+    status, headers, body = dashboard.raw("/static/plotly.min.js")
+    assert status == 200 and headers["content-type"].startswith("text/javascript") and len(body) > 1_000_000
+
+
+def events(client, until, query="", within_s=20.0):
+    """The events up to the one for which `until` returns true: (name, data), and the time of it."""
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=within_s)
+    found, text, limit_s = [], b"", time.monotonic() + within_s
+    with contextlib.closing(connection):
+        connection.request("GET", f"/api/events{query}")
+        answer = connection.getresponse()
+        while time.monotonic() < limit_s:
+            text += answer.read1(65_536)
+            *whole, text = text.split(b"\n\n")
+            for one in whole:
+                if match := re.fullmatch(rb"event: (\w+)\ndata: (.*)", one, re.DOTALL):
+                    found.append((match[1].decode(), json.loads(match[2])))
+                    if until(*found[-1]):
+                        return found, time.monotonic()
+    raise AssertionError(f"it did not come: {found}")
+
+
+def test_a_new_line_is_an_event_within_two_seconds(tmp_path, demo, serve):
+    run, written_s = demo.Demo(tmp_path / "run", log_every=1), []
+    run.start()
+    run.run(0, 20)
+
+    def write():
+        run.run(20, 21)
+        written_s.append(time.monotonic())
+
+    with serve(tmp_path) as client:
+        run_id = client.ids()["run"]
+        threading.Timer(0.7, write).start()
+        is_new = lambda name, data: name == "update" and any(row["step"] == 21 for row in data["runs"])  # noqa: E731
+        found, seen_s = events(client, is_new, f"?run={run_id}")
+        assert found[0][0] == "hello"
+        assert seen_s - written_s[0] < 2.0
+        threading.Timer(0.2, lambda: demo.Demo(tmp_path / "new").start()).start()
+        found, _ = events(client, lambda name, data: name == "runs", f"?run={run_id}")
+        assert found[-1][1]["added"] == [client.ids()["new"]]
+
+
+def test_a_slow_viewer_loads_anew():
+    async def scenario():
+        about = {"id": "a", "text": "x" * 1_000}
+        shared = hub.Hub(lambda run_id: about)
+        shared.begin()
+        slow, seen = shared.events([], {"now": 1.0}), []
+        assert (await anext(slow)).startswith(b"event: hello")
+        viewer = next(iter(shared._viewers))
+        for _ in range(200):
+            viewer.put(b"event: update\ndata: {}\n\n")
+        seen.append(await anext(slow))
+        await slow.aclose()
+        assert not shared.viewers
+        shared.end()
+        return b"".join(seen)
+
+    content = asyncio.run(scenario())
+    assert content.startswith(b"event: resync") and content.count(b"event: update") < 64
+
+
+def test_many_changes_become_one_update(monkeypatch):
+    monkeypatch.setattr(hub, "_EVERY_S", 0.05)
+
+    async def scenario():
+        shared = hub.Hub(lambda run_id: {"id": run_id})
+        shared.begin()
+        all_runs, one = shared.events([], {}), shared.events(["b"], {})
+        await anext(all_runs), await anext(one)
+        for _ in range(100):
+            shared.changed(Change(updated=["a"]))
+        shared.changed(Change(updated=["b"], reloaded=["b"]))
+        found = [await anext(all_runs), await anext(one)]
+        shared.end()
+        return found
+
+    everything, mine = asyncio.run(scenario())
+    assert everything.count(b"event: update") == 1 and b'"a"' in everything and b'"b"' in everything
+    assert b'"a"' not in mine and mine.startswith(b'event: reload\ndata: {"id": "b"}')
+
+
+@contextlib.contextmanager
+def limited(monkeypatch, most=5):
+    """A server with short deadlines in this process: its port."""
+    monkeypatch.setattr(connections, "_HEADER_S", 0.5)
+    monkeypatch.setattr(connections, "_UNREAD_S", 0.5)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(5_000 if scope["path"] == "/large" else 0):
+            await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    room, ended = Room(most), threading.Event()
+    settings = uvicorn.Config(
+        app, http=functools.partial(Connection, room), lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server(settings, room, functools.partial(ended.is_set))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        ended.set()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_connections_that_send_or_read_nothing_are_closed(monkeypatch):
+    with limited(monkeypatch) as port:
+        half = socket.create_connection(("127.0.0.1", port), timeout=10)
+        half.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        unread = socket.create_connection(("127.0.0.1", port), timeout=10)
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        unread.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        with half, unread:
+            assert half.recv(100) == b""
+            time.sleep(2.5)
+            with contextlib.suppress(ConnectionResetError):
+                while unread.recv(1 << 20):
+                    pass
+
+
+def test_idle_connections_give_way_to_new_ones(monkeypatch):
+    with limited(monkeypatch, most=5) as port, contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=10)))
+        last = stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=10)))
+        last.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"done" in last.makefile("rb").read()
+
+
+def test_a_signal_ends_the_server_and_its_viewers(demo_runs, serve):
+    with serve(demo_runs) as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as viewer:
+            viewer.sendall(f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
+            assert b"event: hello" in viewer.recv(10_000) + viewer.recv(10_000)
+            client.process.send_signal(signal.SIGTERM)
+            assert client.process.wait(10) in (0, -signal.SIGTERM, 143)
+
+
+def test_the_server_ends_with_its_parent(tmp_path):
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'capibara.dashboard', {str(tmp_path)!r}, '--port=0', f'--parent={{os.getpid()}}'],"
+        " stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    pid, limit_s = int(done.stdout), time.monotonic() + 15
+    while time.monotonic() < limit_s:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "Z":
+                return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("it goes on without its parent")
+
+
+def test_bad_command_lines_are_one_line(tmp_path):
+    for arguments in (
+        ["runs", "--port=99999"],
+        ["runs", "--host=256.0.0.1"],
+        ["runs", "--webhook=ftp://x"],
+        ["runs", "--token_file=/none"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "capibara.dashboard", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert math.isfinite(done.returncode)
