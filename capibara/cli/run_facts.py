@@ -16,7 +16,7 @@ _ABOUT = {
 
 
 def checkpoints(folder: str) -> dict[str, Any]:
-    """The steps of a run folder with their state, by their manifests and the sizes of their files."""
+    """The steps of a run folder with their state, by their manifests alone: hashes are not compared."""
     from capibara.checkpoints import inspection, step_folders
 
     rows = inspection.Inspection(folder).listed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -23,6 +24,7 @@ from capibara.models import api
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, setup
+from capibara.training.callbacks import Callback
 from capibara.training.evaluation import Evaluator
 from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies
@@ -312,3 +314,28 @@ def test_compiler_options_reach_the_compiler_of_the_step(make_trainer):
     setup.compile_step(*parts, {"xla_backend_optimization_level": "0"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         setup.compile_step(*parts, {"xla_no_such_option": "1"})
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_callbacks_are_closed_also_where_an_error_ends_the_run(make_trainer, fails):
+    """Their threads and processes must not outlive the run in a notebook; they know the arrays of the train state."""
+    calls = []
+
+    class Watching(Callback):
+        def on_train_begin(self, run):
+            calls.append(run.arrays)
+
+        def on_step(self, step, metrics):
+            if fails:
+                raise RuntimeError("mine")
+
+        def on_train_end(self, step, reason):
+            calls.append("end")
+
+        def close(self):
+            calls.append("close")
+
+    with pytest.raises(RuntimeError, match="mine") if fails else contextlib.nullcontext():
+        loop.train(make_trainer(steps=2), Watching())
+    assert calls[1:] == (["close"] if fails else ["end", "close"])
+    assert calls[0]["step"] == ((), "int32") and (384, 32) in {shape for shape, _ in calls[0].values()}
