@@ -203,17 +203,21 @@ class Parts:
                 raise
 
     def all(self) -> list[WholePart]:
-        """The recorded parts, sorted by name.
+        """The recorded parts, sorted by name; without those whose records a power loss has corrupted, which are to be written.
 
         Raises:
-          UserError: a record is corrupted.
+          UserError: a record that survives it is corrupted.
         """
         found = []
         for above, _, names in os.walk(self.records):
             for entry in names:
                 path = os.path.join(above, entry)
                 name = os.path.relpath(path, self.records).removesuffix(".json")
-                found += [_read_part(limits.read_json(path), name)] if path.endswith(".json") else []
+                try:
+                    found += [_read_part(limits.read_json(path), name)] if path.endswith(".json") else []
+                except UserError:
+                    if self.durability is Durability.POWER_LOSS:
+                        raise
         return sorted(found, key=lambda one: one.file.name)
 
     def _record(self, name: str) -> str:

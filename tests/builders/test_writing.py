@@ -105,6 +105,16 @@ def test_a_part_that_fails_leaves_nothing_and_whole_ones_are_kept(tmp_path, inpu
         assert output.finish().counts == {"kept": 1}
 
 
+def test_a_part_that_is_written_again_is_not_recorded_until_it_is_whole(tmp_path, inputs):
+    with Output(str(tmp_path / "out"), "sets", {}, inputs) as output:
+        with output.part("a.jsonl") as part:
+            part.write(b"1")
+        with output.part("a.jsonl") as part:
+            assert output.parts.all() == []
+            part.write(b"2")
+        assert [one.file.name for one in output.parts.all()] == ["a.jsonl"]
+
+
 def test_a_part_that_was_changed_by_hand_is_written_again(tmp_path, inputs):
     with Output(str(tmp_path / "out"), "sets", {}, inputs) as output:
         with output.part("first") as part:

@@ -25,7 +25,7 @@ class FixPairs:
     Attributes:
       min_similarity: the least similarity of the two codes, from 0 to 1: 2 m / n, where m of their n words and signs match
         in order (Ratcliff and Obershelp). Codes of which one has fewer than 12 words and signs need 0.85 at least.
-      window: at most so many runs of the session lie between the failing and the passing one.
+      window: the failing run is at most so many runs of the session before the passing one.
       sessions: so many sessions of a file are followed at once; the one that was used least recently is forgotten.
     """
 

@@ -90,6 +90,9 @@ def test_only_the_last_runs_are_remembered():
         pairing.add(run("x = 5"), "s")
     assert pairing.add(run(RIGHT), "s") is None
     pairing.add(index_error(), "s")
+    pairing.add(run("x = 5"), "s")
+    assert pairing.add(run(RIGHT), "s") is not None  # two runs later
+    pairing.add(index_error(), "s")
     pairing.add(run("x = 5"), "t")  # the session "s" is forgotten
     assert pairing.add(run(RIGHT), "s") is None
 

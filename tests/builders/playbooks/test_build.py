@@ -174,7 +174,7 @@ def test_copies_and_earlier_states_of_a_playbook_count_once(books, tmp_path):
     assert manifest.counts["earlier states of bullets"] == 3 and manifest.counts["copies of files"] == 1
     parts = ("bullets", "bullets merged", "earlier states of bullets", "bullets in copies of files")
     excluded = sum(count for name, count in manifest.counts.items() if name.startswith("excluded"))
-    assert manifest.counts["bullets read"] == sum(manifest.counts[name] for name in parts) + excluded
+    assert manifest.counts["bullets read"] == sum(manifest.counts.get(name, 0) for name in parts) + excluded
     [python] = records(tmp_path / "out/bullets/python.jsonl")
     assert python["helpful"] == 7
 

@@ -112,6 +112,11 @@ def test_votes_add_up_and_the_best_text_is_kept():
     assert kept[0].quality == wilson(22, 1) and (about.read, about.merged) == (3, 1)
 
 
+def test_harmful_votes_add_up():
+    (found,), _ = selected([entry("Look at the plan first", 9, 2), entry("Look at the plan first", 8, 3)])
+    assert (found.bullet.helpful, found.bullet.harmful) == (17, 5)
+
+
 def test_the_sum_of_votes_stays_readable():
     kept, _ = selected([entry("Look at the query plan first", 999_999_999), entry("Look at the query plan first", 5)])
     assert kept[0].bullet.helpful == 999_999_999
