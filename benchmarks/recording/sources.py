@@ -136,7 +136,7 @@ def standard_library() -> Iterator[tuple[str, str]]:
             yield module.name, f">>> from {module.name} import *\n\n{text}"
 
 
-def package(name: str, python: str, most: int, size: int = 25) -> list[Batch]:
+def package(name: str, python: str, most: int, size: int = 50) -> list[Batch]:
     """The sessions of a package's docstrings, at most so many, in batches of `size`.
 
     Args:
@@ -151,16 +151,20 @@ def package(name: str, python: str, most: int, size: int = 25) -> list[Batch]:
         raise SystemExit(f"error: {python} does not have the package {name!r}: install it there")
     origin = pathlib.Path(done.stdout.strip())
     files = sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]
-    found = []
+    found: list[tuple[str, Session]] = []
     for file in files:
         parts = file.relative_to(origin.parent).with_suffix("").parts
-        if not {"tests", "test", "_vendor", "vendored"} & {*parts}:
+        if not {"tests", "test", "_vendor", "vendored", "conftest", "__main__"} & {*parts}:
             inner = parts[:-1] if parts[-1] == "__init__" else parts
             module = ".".join((name, *inner)) if origin.name == "__init__.py" else name
-            found += _docstrings(file, module)
-    imports = tuple(dict.fromkeys((name.partition(".")[0], name)))
+            found += [(module, session) for session in _docstrings(file, module)]
     taken = spaced(found, most)
-    return [Batch(taken[at : at + size], imports) for at in range(0, len(taken), size)]
+    batches = [taken[at : at + size] for at in range(0, len(taken), size)]
+    root = name.partition(".")[0]
+    return [
+        Batch([session for _, session in batch], tuple(dict.fromkeys((root, *(module for module, _ in batch)))))
+        for batch in batches
+    ]
 
 
 def _docstrings(file: pathlib.Path, module: str) -> list[Session]:

@@ -121,7 +121,7 @@ def test_docstrings_have_the_imports_that_their_package_takes_as_done(recording,
         "own.parts.g": ["from own import parts\nparts.g()"],
         "own.parts.h": ["from own.parts import *\n\nh()"],
     }
-    assert batch.imports == ("own",)
+    assert batch.imports == ("own", "own.parts")
     (batch,) = recording[0].package("own", sys.executable, 1)
     assert len(batch.sessions) == 1
 
