@@ -22,7 +22,7 @@ from capibara.builders.routing.settings import RoutingSet as RoutingSet
 from capibara.builders.routing.splits import Splits as Splits
 from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
-from capibara.cli.training_run import train as train
+from capibara.cli.composition.training_run import train as train
 from capibara.consensus.aggregation import Aggregation as Aggregation
 from capibara.consensus.aggregation.coordinates import CoordinateMedian as CoordinateMedian
 from capibara.consensus.aggregation.coordinates import Meamed as Meamed

@@ -3,8 +3,8 @@
 import sys
 import types
 
+from capibara.cli.composition.training_run import train
 from capibara.cli.train import main
-from capibara.cli.training_run import train
 from capibara.core.exits import run_process
 
 

@@ -47,7 +47,7 @@ def dashboard(args: flags.Arguments) -> int:
     for package in ("starlette", "uvicorn", "pyarrow", "regex"):
         extras.require(package, extra="dashboard", why="capibara dashboard")
     from capibara import config
-    from capibara.cli import run_facts
+    from capibara.cli.composition import run_facts
     from capibara.monitoring.dashboard import server
     from capibara.monitoring.dashboard.settings import DashboardConfig
 

@@ -35,7 +35,7 @@ def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # computes only shapes
     from capibara import config
-    from capibara.cli import serving_plan
+    from capibara.cli.composition import serving_plan
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import proof

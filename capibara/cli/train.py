@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capibara.cli import training_run
 from capibara.cli.arguments import flags, multihost
+from capibara.cli.composition import training_run
 from capibara.core.types import UserError
 
 _DESCRIPTION = """Train a model as a Gin file describes; run it again to resume from the last checkpoint.

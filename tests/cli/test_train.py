@@ -6,7 +6,7 @@ import pytest
 
 from capibara import config
 from capibara.cli import train as verb
-from capibara.cli import training_run
+from capibara.cli.composition import training_run
 from capibara.core.types import UserError
 from capibara.training.loop import Outcome
 from capibara.training.profiling.profile import Profile
