@@ -87,6 +87,33 @@ class Manifest:
     problems: Problems
     fingerprint: str
 
+    @classmethod
+    def of_parts(
+        cls,
+        kind: str,
+        config: Mapping[str, Any],
+        inputs: tuple[Input, ...],
+        parts: Sequence[WholePart],
+        counts: Mapping[str, int] | None = None,
+        problems: Problems | None = None,
+    ) -> Manifest:
+        """The manifest of whole parts, with their counts and problems added to the builder's own."""
+        total, found = collections.Counter(counts or {}), Problems()
+        found.merge(problems or Problems())
+        for part in parts:
+            total.update(part.counts)
+            found.merge(part.problems)
+        return cls(
+            kind=kind,
+            version=capibara.__version__,
+            config=config,
+            inputs=inputs,
+            files=tuple(part.file for part in parts),
+            counts=dict(sorted(total.items())),
+            problems=found,
+            fingerprint=fingerprints.of_files({part.file.name: part.file.sha256 for part in parts}),
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The JSON object of manifest.json."""
         return {
@@ -317,24 +344,11 @@ class Output:
           UserError: the disk is full, a part is missing, or an input has changed during the build.
         """
         _check_unchanged(self.inputs)
-        total, found = collections.Counter(counts or {}), Problems()
-        found.merge(problems or Problems())
         parts = self.parts.all()
         for part in parts:
-            total.update(part.counts)
-            found.merge(part.problems)
             if not os.path.exists(self.parts.path(part.file.name)):
                 raise UserError(f"{self.parts.path(part.file.name)} was removed during the build: run this again")
-        manifest = Manifest(
-            kind=self.kind,
-            version=capibara.__version__,
-            config=self.config,
-            inputs=self.inputs,
-            files=tuple(part.file for part in parts),
-            counts=dict(sorted(total.items())),
-            problems=found,
-            fingerprint=fingerprints.of_files({part.file.name: part.file.sha256 for part in parts}),
-        )
+        manifest = Manifest.of_parts(self.kind, self.config, self.inputs, parts, counts, problems)
         path = os.path.join(self.folder, MANIFEST)
         with _failure_explained(path):
             _save(path, manifest.as_json())

@@ -5,7 +5,6 @@ In a bucket a file is whole or not there, and nothing is locked: two builds must
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -113,19 +112,7 @@ class BucketOutput:
 
     def finish(self, counts: Mapping[str, int], problems: Problems) -> Manifest:
         """Writes the manifest of all parts; see `writing.Output.finish`."""
-        total, parts = collections.Counter(counts), self.parts.all()
-        for part in parts:
-            total.update(part.counts)
-        manifest = Manifest(
-            kind=self.kind,
-            version=capibara.__version__,
-            config=self.config,
-            inputs=self.inputs,
-            files=tuple(part.file for part in parts),
-            counts=dict(sorted(total.items())),
-            problems=problems,
-            fingerprint=fingerprints.of_files({part.file.name: part.file.sha256 for part in parts}),
-        )
+        manifest = Manifest.of_parts(self.kind, self.config, self.inputs, self.parts.all(), counts, problems)
         text = json.dumps(manifest.as_json(), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
         outputs.replace(f"{self.folder}/{MANIFEST}", f"{text}\n".encode("utf-8", "backslashreplace"))
         self._remove_building()
