@@ -1,4 +1,4 @@
-"""A round of nodes on one mesh: what they send, what becomes of it, and the state from which the next one begins."""
+"""A round of nodes on one mesh: what they send, how it is aggregated, and the state from which the next round begins."""
 
 from __future__ import annotations
 

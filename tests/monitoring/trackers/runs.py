@@ -11,21 +11,12 @@ from capibara.monitoring.defaults import ConfigFile
 from capibara.monitoring.trackers.feeds import Feeds
 from capibara.monitoring.trackers.loggers import MetricsFile
 from capibara.monitoring.trackers.tracker import Tracker
-from capibara.training.callbacks import RunInfo
+from tests.monitoring.trackers.test_loggers import RUN as PLAIN_RUN
 
-RUN = RunInfo(
-    model_dir="",
-    start_step=0,
-    total_steps=100,
-    param_count=1000,
-    tokens_per_step=64,
-    flops_per_step=6e12,
-    device_count=4,
-    device_kind="TPU v5 lite",
-    peak_flops=2e12,
-    config="Trainer.steps = 100\nTrainer.model_dir = 'x'\nDataset.token = 'hf_abcdefghijklmnopqrstuv'\n",
-)
 TOKEN = "hf_abcdefghijklmnopqrstuv"
+RUN = dataclasses.replace(
+    PLAIN_RUN, config=f"Trainer.steps = 100\nTrainer.model_dir = 'x'\nDataset.token = {TOKEN!r}\n"
+)
 
 
 def lived(folder, steps, *, start=0, reason="finished", loss=1.0):
