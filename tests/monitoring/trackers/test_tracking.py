@@ -197,12 +197,14 @@ def test_a_run_that_fails_leaves_all_that_it_wrote(folder, tmp_path, how):
     """The process sees that the run is gone, sends the rest, and ends."""
     path = tmp_path / "all.jsonl"
     code = f"""
-    import os
+    import os, pathlib
     from tests.monitoring.trackers import test_tracking
     from capibara.monitoring.trackers.clients.plain import JsonlTracker
     callbacks, _ = test_tracking.begun({str(folder)!r}, (JsonlTracker(path={str(path)!r}),), finish_s=20.0)
-    test_tracking.wait_for(test_tracking.children)
-    for step in range(1, 101):
+    callbacks.on_step(1, {{"loss": 2.0}})
+    # Before its first line arrives, the process may not have its request: it would end, and the next start sends the lines.
+    test_tracking.wait_for(lambda: test_tracking.losses(pathlib.Path({str(path)!r})))
+    for step in range(2, 101):
         callbacks.on_step(step, {{"loss": 1.0 + step}})
     if {how!r} == "killed":
         os.kill(os.getpid(), 9)
