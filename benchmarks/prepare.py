@@ -239,24 +239,29 @@ def _cpu_of(found: dict, kind: str, name: str) -> float:
     return sum(_of_stages(found["cpu_seconds"], kind, name)) if name == "ours" else found["cpu_s"]
 
 
-def show(results: dict) -> Iterator[str]:
-    """The lines of the tables."""
-    for name, found in results["stages"].items():
-        about = f"{found['bytes'] / 1e6:,.0f} MB, {found['documents']:,} documents"
-        yield f"{name}: {about}, {found['counts']['kept']:,} kept, peak {found['peak_bytes'] / 1e6:,.0f} MB"
-        for stage, values in found["stages"].items():
-            rates = f"{values['documents_per_s']:>12,.0f} documents/s{values['mb_per_s']:>10.1f} MB/s"
-            yield f"  {stage:<28}{values['seconds']:>9.1f} s{rates}"
-    for compared in results["compared"]:
-        yield f"{compared['bytes'] / 1e6:,.0f} MB, {compared['documents']:,} documents"
-        for kind in ("memory", "files"):
-            for name, values in compared[kind].items():
-                rates = f"{values['mb_per_s']:>8.2f} MB/s{values['ratio']:>8.1f} x ours"
-                cpu = f"{values['cpu_s']:>9.2f} CPU s{values['cpu_ratio']:>8.1f} x ours"
-                yield f"  {kind:<8}{name:<20}{values['seconds']:>9.2f} s{rates}{cpu}{values['duplicates']:>10,} duplicates"
-    if len(results["stages"]) > 1:
-        first, second = (found["peak_bytes"] for found in list(results["stages"].values())[:2])
-        yield f"memory for ten times the input: {(second - first) / 1e6:+,.0f} MB"
+def of_stages(name: str, found: dict) -> Iterator[str]:
+    """The table of a corpus by stage."""
+    about = f"{found['bytes'] / 1e6:,.0f} MB, {found['documents']:,} documents"
+    yield f"{name}: {about}, {found['counts']['kept']:,} kept, peak {found['peak_bytes'] / 1e6:,.0f} MB"
+    for stage, values in found["stages"].items():
+        rates = f"{values['documents_per_s']:>12,.0f} documents/s{values['mb_per_s']:>10.1f} MB/s"
+        yield f"  {stage:<28}{values['seconds']:>9.1f} s{rates}"
+
+
+def of_comparison(compared: dict) -> Iterator[str]:
+    """The table of a comparison with the peers."""
+    yield f"{compared['bytes'] / 1e6:,.0f} MB, {compared['documents']:,} documents"
+    for kind in ("memory", "files"):
+        for name, values in compared[kind].items():
+            rates = f"{values['mb_per_s']:>8.2f} MB/s{values['ratio']:>8.1f} x ours"
+            cpu = f"{values['cpu_s']:>9.2f} CPU s{values['cpu_ratio']:>8.1f} x ours"
+            yield f"  {kind:<8}{name:<20}{values['seconds']:>9.2f} s{rates}{cpu}{values['duplicates']:>10,} duplicates"
+
+
+def show(lines: Iterator[str]) -> None:
+    """Prints lines at once: the next ones may take minutes."""
+    for line in lines:
+        print(line, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -283,15 +288,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.makedirs(f"{folder}/{name}")
                 size = write(f"{folder}/{name}/in", source, megabytes)
                 results["stages"][name] = measure_stages(f"{folder}/{name}", size, args.workers)
+                show(of_stages(name, results["stages"][name]))
         results["compared"] = []
         for i, megabytes in enumerate(sorted(args.compare_megabytes)):
             own = f"{folder}/compare_{megabytes}"
             size = write(f"{own}/in", source, megabytes)
             sides = [name for _, name, *_ in SIDES if not i or name != "datatrove"]
             results["compared"].append(compare(own, size, args.rounds, args.workers, args.peers_python, sides))
+            show(of_comparison(results["compared"][-1]))
             if not i:
                 results["stages"]["filters"] = measure_stages(own, size, args.workers, "--filters")
-    print("\n".join(show(results)))
+                show(of_stages("filters", results["stages"]["filters"]))
+    if args.megabytes:
+        first, second = (results["stages"][name]["peak_bytes"] for name in ("1x", "10x"))
+        print(f"memory for ten times the input: {(second - first) / 1e6:+,.0f} MB")
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 

@@ -23,7 +23,7 @@ class DashboardConfig:
       stall_train_s: the same for training lines.
       webhooks: URLs that alerts are sent to; those with a secret are better set in CAPIBARA_DASHBOARD_WEBHOOKS.
       allowed_hosts: names in Host that are accepted besides this machine's, such as a proxy's.
-      memory_mib: memory for metrics; runs that nobody looks at are dropped from it, and read again.
+      memory_mib: memory for metrics. Of runs that nobody looks at few rows are kept then; a look reads all again.
       requests_per_s: most requests of one address in a second.
     """
 

@@ -6,10 +6,13 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 
-from capibara.monitoring.dashboard.reading import folders, large, reader, tables, thinning
+from capibara.monitoring.dashboard.reading import folders, large, preview, reader, tables, thinning
+from capibara.monitoring.dashboard.reading import run as run_module
 from capibara.monitoring.dashboard.reading.reader import Change, Reader
+from capibara.monitoring.dashboard.reading.run import Limits, Run, Status
 
 
 def line(step, loss=1.0):
@@ -127,44 +130,124 @@ def test_large_files_are_read_by_several_processes(tmp_path, follow, monkeypatch
     assert only(follower).position == len(text)
 
 
-def test_of_many_large_files_the_loss_comes_first(tmp_path, follow, monkeypatch):
+@pytest.fixture
+def small_previews(monkeypatch):
+    """Files of 10 kB count as large, and are previewed from blocks of 2 kB."""
     monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
     monkeypatch.setattr(large, "_PART_BYTES", 50_000)
-    monkeypatch.setattr(reader, "_MANY_BYTES", 100_000)
-    for name in "abc":
-        run_folder(tmp_path / name, start() + "".join(line(step) for step in range(1, 2_000)))
-    follower, seen = follow(), set()
+    monkeypatch.setattr(preview, "_DISK", preview._Pace(8, 2_000))
+
+
+def test_a_large_file_is_shown_before_it_is_read(tmp_path, follow, small_previews):
+    finish = json.dumps({"kind": "event", "step": 2_000, "time": 1.7e9, "event": "end", "reason": "finished"}) + "\n"
+    text = start() + "".join(line(step, step / 7) for step in range(1, 2_001)) + finish
+    run_folder(tmp_path / "run", text + line(2_001)[:30])
+    follower = follow()
+    assert follower.look().added and follower.runs
+    run, few = only(follower), only(follower).view("train")
+    assert run.is_loading and run.is_coarse and run.share_read == 0 and run.position == len(text)
+    assert (few.steps[0], few.steps[-1]) == (1, 2_000) and 50 < len(few) < 1_000  # from end to end
+    assert np.diff(few.steps).min() > 0 and few.columns["loss"].tolist() == (few.steps / 7).tolist()
+    assert run.status(Limits()) is Status.FINISHED and run.goodput() == {}  # which needs all lines
+    assert all_read(follower).reloaded == [run.id]
+    assert run.view("train").steps.tolist() == list(range(1, 2_001)) and run.goodput()
+    assert not run.is_coarse and run.share_read == 1 and run.position == len(text)
+
+
+def test_a_preview_shows_no_steps_that_were_repeated(tmp_path, small_previews):
+    """A roll-back between two blocks is not seen, but its steps are."""
+    again = json.dumps({"kind": "event", "step": 300, "time": 1.7e9, "event": "roll_back"}) + "\n"
+    text = start() + "".join(line(step, 1.0) for step in range(1, 1_001)) + again
+    text += "".join(line(step, 2.0) for step in range(301, 901))
+    path = run_folder(tmp_path / "run", text) / "metrics.jsonl"
+    shown = Run(str(path.parent), "run")
+    shown.show(preview.preview(str(path), len(text)))
+    view = shown.view("train")
+    assert view.steps[-1] == 900 and set(view.columns["loss"][view.steps > 300]) == {2.0}
+    assert set(view.columns["loss"][view.steps <= 300]) == {1.0} and np.diff(view.steps).min() > 0
+
+
+def test_a_preview_needs_no_whole_line_in_each_block(tmp_path, follow, small_previews):
+    """A sample that is longer than all blocks: what lies around it is shown, and the file is read."""
+    sample = json.dumps({"kind": "sample", "step": 5, "time": 1.0, "prompt": "p", "text": "x" * 30_000}) + "\n"
+    for name, text in {"middle": "".join(map(line, range(1, 99))) + sample + line(99), "end": line(1) + sample}.items():
+        run_folder(tmp_path / name, start() + text)
+    follower = follow()
+    all_read(follower)
+    assert {run.name: run.step for run in follower.runs.values()} == {"middle": 99, "end": 1}
+    assert all(len(run.samples) == 1 and not run.is_coarse for run in follower.runs.values())
+
+
+def test_runs_that_are_looked_at_are_read_first(tmp_path, follow, small_previews, monkeypatch):
+    monkeypatch.setattr(large, "processes", lambda: 1)
+    for name in "abcdef":
+        run_folder(tmp_path / name, start() + "".join(map(line, range(1, 2_001))))
+    follower = follow()
     follower.look()
-    while any(run.is_loading for run in follower.runs.values()):
-        follower.look()
-        for run in follower.runs.values():
-            if run.position and run.position == run.size:
-                seen.add(tuple(run.view("train").columns))
-        time.sleep(0.002)
-    assert ("loss",) in seen
-    assert {tuple(run.view("train").columns) for run in follower.runs.values()} == {("loss", "step_s")}
-    assert all(len(run.view("train")) == 1_999 for run in follower.runs.values())
+    last = list(follower.runs.values())[-1]
+    assert follower.run(last.id) is last
+    follower.look()
+    assert last.id in follower._large and len(follower._large) == 2  # of the six
+    all_read(follower)
 
 
-def test_memory_is_bounded_and_rows_come_back(tmp_path, follow):
+def test_many_new_runs_are_shown_before_all_were_looked_at(tmp_path, follow, monkeypatch):
+    monkeypatch.setattr(reader, "_LOOK_S", 0.0)
+    for name in "abc":
+        run_folder(tmp_path / name, start() + line(1))
+    follower = follow()
+    assert len(follower.look().added) == 3 and all(run.is_new for run in follower.runs.values())
+    monkeypatch.setattr(reader, "_LOOK_S", 60.0)
+    assert len(follower.look().updated) == 3
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Where memory is short, 150 rows are kept."""
+    monkeypatch.setattr(run_module, "_OLDER_ROWS", 100)
+    monkeypatch.setattr(run_module, "_NEWEST_ROWS", 50)
+
+
+def test_memory_is_bounded_and_rows_come_back(tmp_path, follow, few_rows):
     for name in "abcd":
         run_folder(tmp_path / name, start() + "".join(line(step) for step in range(1, 2_000)))
     follower = follow(most_bytes=150_000)
     all_read(follower)
-    assert sum(run.held_bytes for run in follower.runs.values()) <= 150_000
-    dropped = next(run for run in follower.runs.values() if run.is_partial)
-    goodput = dropped.goodput()
+    runs = list(follower.runs.values())
+    assert sum(run.held_bytes for run in runs if not run.is_coarse) <= 150_000
+    dropped = next(run for run in runs if run.is_coarse)
+    goodput, few = dropped.goodput(), dropped.view("train").steps.tolist()
+    assert few[0] == 1 and few[-50:] == list(range(1_950, 2_000)) and 100 < len(few) <= 150
     with open(dropped.path, "a") as file:
         file.write(line(2_000))
     follower.look()
-    assert dropped.step == 2_000 and len(dropped.view("train")) == 1  # it is followed all the same
+    assert dropped.step == 2_000 and len(dropped.view("train")) == len(few) + 1  # it is followed all the same
+    assert dropped.goodput()["productive"] == goodput["productive"] + 1.0
     follower.run(dropped.id)
     for _ in range(200):
         follower.look()
         if len(dropped.view("train")) == 2_000:
             break
         time.sleep(0.02)
-    assert len(dropped.view("train")) == 2_000 and dropped.goodput()["total"] >= goodput["total"]
+    assert len(dropped.view("train")) == 2_000 and dropped.goodput()["productive"] == goodput["productive"] + 1.0
+
+
+def test_runs_for_which_there_is_no_memory_are_not_read_again_and_again(tmp_path, follow, few_rows):
+    for name in "abcd":
+        run_folder(tmp_path / name, start() + "".join(line(step) for step in range(1, 2_000)))
+    follower = follow(most_bytes=200_000)
+    all_read(follower)
+    for run in follower.runs.values():  # all four are looked at, and two have room
+        follower.run(run.id)
+    for _ in range(20):
+        follower.look()
+        time.sleep(0.02)
+    versions = {run.id: run.version for run in follower.runs.values()}
+    for _ in range(20):
+        follower.look()
+        time.sleep(0.02)
+    assert {run.id: run.version for run in follower.runs.values()} == versions and not len(follower._large)
+    assert sum(not run.is_coarse for run in follower.runs.values()) == 2
 
 
 def test_files_that_cannot_be_read_are_named_and_tried_again(tmp_path, follow, monkeypatch):
@@ -206,8 +289,6 @@ def test_a_reader_finds_what_is_new_by_itself(tmp_path):
 
 
 def test_spikes_stay_when_points_are_thinned_out():
-    import numpy as np
-
     x, y = np.arange(1_000_000.0), np.ones(1_000_000)
     y[123_457], y[987_654] = 50.0, -50.0
     found = thinning.thinned(x, y, 500)
@@ -217,8 +298,6 @@ def test_spikes_stay_when_points_are_thinned_out():
 
 
 def test_smoothing_starts_without_a_bias():
-    import numpy as np
-
     found = thinning.smoothed(np.array([3.0, 5.0, 5.0]), 0.5)
     assert found.tolist() == pytest.approx([3.0, (1.5 * 0.5 + 2.5) / 0.75, (0.375 + 1.25 + 2.5) / 0.875])
 

@@ -67,7 +67,7 @@ class Board:
 
     def check(self, run: Run, now_s: float | None = None, *, is_due: bool = False) -> None:
         """Checks a run if it was not checked a moment ago; `is_due`: in any case."""
-        if run.is_loading or run.is_partial:
+        if run.is_loading:
             return
         moment_s = time.monotonic()
         if not is_due and moment_s - self._checked.get(run.id, -math.inf) < _EVERY_S:

@@ -24,7 +24,7 @@ from capibara.monitoring.dashboard.search import Search
 from capibara.monitoring.dashboard.state import Dashboard
 from capibara.monitoring.dashboard.views import comparison, consensus, files, plan, summary
 from capibara.monitoring.dashboard.views import series as lines
-from capibara.monitoring.dashboard.views.names import Json
+from capibara.monitoring.dashboard.views.names import Json, clean
 
 _MOST_SERIES, _MOST_RUNS, _MOST_COMPARED = 40, 20, 20
 _POINTS = (10, 5_000)
@@ -194,6 +194,10 @@ class _Pages:
         runs, query = self._asked(request)
         if request.method == "HEAD":
             return Response(media_type="text/csv; charset=utf-8")
+        for run in runs:
+            if run.is_coarse:
+                fix = "try again in a moment" if run.is_loading else "try again, or raise DashboardConfig.memory_mib"
+                raise Refusal(503, f"not all lines of {clean(run.name)} are in memory: {fix}", "not_ready")
         headers = {"Content-Disposition": 'attachment; filename="metrics.csv"'}
         return StreamingResponse(lines.csv(runs, query), media_type="text/csv; charset=utf-8", headers=headers)
 

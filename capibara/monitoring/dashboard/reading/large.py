@@ -20,6 +20,7 @@ from capibara.storage import stores
 
 _PART_BYTES = 24 << 20  # of a file, for one process
 _LOOK_S = 0.02  # while processes read
+_NEWS_SHARE = 0.1  # of a file: read since viewers last heard of it
 _IDLE_S = 20.0  # after which these processes end
 _FAULTS = (UserError, TryAgain, OSError, limits.Refused)
 _Future = concurrent.futures.Future[list[Era]]
@@ -31,12 +32,10 @@ class _File:
 
     Attributes:
       target: what is read is added to: the run, or an object that replaces it when all has been read.
-      wanted: the metrics that are read; None: all.
       jobs: the parts that are not added yet.
     """
 
     target: Run
-    wanted: frozenset[str] | None
     jobs: collections.deque[tuple[Range, _Future]]
 
 
@@ -51,37 +50,31 @@ class LargeFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    def __contains__(self, run_id: str) -> bool:
+    def __contains__(self, run_id: object) -> bool:
         return run_id in self._files
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes that are still to be read."""
-        return sum(file.target.size - file.target.position for file in self._files.values())
+    def has_room(self) -> bool:
+        """Whether another file can be begun: the processes would soon have nothing to do."""
+        return len(self._files) <= processes()
 
-    @property
-    def is_selective(self) -> bool:
-        """Whether not all metrics of a file are being read."""
-        return any(file.wanted is not None for file in self._files.values())
-
-    def begin(self, run: Run, target: Run, wanted: frozenset[str] | None) -> None:
+    def begin(self, run: Run, target: Run) -> None:
         """Begins to read a file from the target's position to its size.
 
         Args:
           run: the run.
           target: what is read is added to: the run, or an object that replaces it when all has been read.
-          wanted: metrics to read of frequent lines; None: all.
 
         Raises:
           UserError, TryAgain, OSError: the file cannot be read.
         """
-        begin, file = target.position, _File(target, wanted, collections.deque())
+        begin, file = target.position, _File(target, collections.deque())
         store = stores.of(run.path)
         target.size = _last_end(run.path, target.size, begin)
         while begin < target.size:
             end = min(target.size, begin + _PART_BYTES)
             end = target.size if end == target.size else _next_end(run.path, end, target.size)
-            part = Range(run.path, begin, end, wanted)
+            part = Range(run.path, begin, end)
             file.jobs.append((part, self._submit(part, is_local=store.has_local_paths)))
             begin = end
         if file.jobs:
@@ -111,13 +104,13 @@ class LargeFiles:
             target.apply(eras, (target.size - part.stop) / (part.stop - part.start))
             target.moved(part.stop, tail)
             has_changed |= target is run
+        if target is not run:
+            has_changed |= _report(run, target.position / target.size)
         if file.jobs:
             return has_changed
         del self._files[run.id]
         if target is not run:
             run.adopt(target)
-        if file.wanted is not None:
-            run.is_partial = run.is_unread = True
         return True
 
     def cancel(self, run: Run) -> None:
@@ -162,6 +155,15 @@ class LargeFiles:
             self._pool = concurrent.futures.ProcessPoolExecutor(processes(), mp_context=context)
         self._used_s = time.monotonic()
         return self._pool
+
+
+def _report(run: Run, share_read: float) -> bool:
+    """Notes how much of a run's file has been read; returns whether that is news for viewers."""
+    if not run.is_unread or share_read < run.share_read + _NEWS_SHARE:
+        return False
+    run.share_read = share_read
+    run.version += 1
+    return True
 
 
 def processes() -> int:

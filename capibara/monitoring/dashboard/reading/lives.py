@@ -62,12 +62,17 @@ class Lives:
         self._follow(train)
         return goodput.account([*self._closed, *self._open, *self._so_far.records(), self._last_record()])
 
-    def forget_rows(self, train: View) -> None:
-        """Sums up the open life's lines so far, before they are dropped from memory."""
+    def forget_rows(self, train: View, kept: int) -> None:
+        """Sums up the open life's lines so far, when rows are dropped from memory.
+
+        Args:
+          train: all rows.
+          kept: how many are left: those that are added later count.
+        """
         if self._open:
             self._follow(train)
             self._open += self._so_far.records()
-            self._begin, self._so_far = 0, _Sums(self._so_far.last)
+            self._begin, self._so_far = kept, _Sums(self._so_far.last)
 
     def _follow(self, train: View) -> None:
         """Adds the rows that are new since the last time."""

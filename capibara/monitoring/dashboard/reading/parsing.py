@@ -94,13 +94,11 @@ class Range:
     Attributes:
       path: the file.
       start, stop: bytes.
-      wanted: metrics to read of lines that are frequent; None: all.
     """
 
     path: str
     start: int
     stop: int
-    wanted: frozenset[str] | None = None
 
 
 def parse(part: Range) -> list[Era]:
@@ -111,7 +109,7 @@ def parse(part: Range) -> list[Era]:
     """
     pieces = _Pieces()
     for start, block in _blocks(part):
-        _parse_block(block, start, pieces, part.wanted)
+        _parse_block(block, start, pieces)
     return pieces.eras()
 
 
@@ -192,12 +190,12 @@ def joined(pieces: Sequence[Rows]) -> Rows:
     return Rows(np.concatenate(steps), np.concatenate(times), columns)
 
 
-def _parse_block(block: bytes, start: int, pieces: _Pieces, wanted: frozenset[str] | None = None) -> None:
+def _parse_block(block: bytes, start: int, pieces: _Pieces) -> None:
     numbers, forms = _numbers_and_forms(block)
     form = forms[: forms.find(b"\n") + 1]
     count = len(forms) // max(1, len(form))
     if count > _FEW and form * count == forms:
-        found = _parse_alike(block, numbers, block[: block.find(b"\n")], wanted)
+        found = _parse_alike(block, numbers, block[: block.find(b"\n")])
         if found is not None:
             pieces.rows(*found)
             return
@@ -207,7 +205,7 @@ def _parse_block(block: bytes, start: int, pieces: _Pieces, wanted: frozenset[st
     groups: dict[bytes, list[int]] = {}
     for index, form in enumerate(forms.split(b"\n")[: len(lines)]):
         groups.setdefault(form, []).append(index)
-    frequent, rows = _parse_groups(lines, numbers.split(b"\n"), groups, wanted)
+    frequent, rows = _parse_groups(lines, numbers.split(b"\n"), groups)
     rare = [index for form, indices in groups.items() if form not in frequent for index in indices]
     _merge(lines, start, sorted(rare), rows, pieces)
 
@@ -227,7 +225,7 @@ _Found = tuple[str, Rows]
 
 
 def _parse_groups(
-    lines: list[bytes], numbers: list[bytes], groups: Mapping[bytes, list[int]], wanted: frozenset[str] | None
+    lines: list[bytes], numbers: list[bytes], groups: Mapping[bytes, list[int]]
 ) -> tuple[set[bytes], list[tuple[str, np.ndarray, Rows]]]:
     """Parses frequent forms: their names, and of each the kind, the lines' indices and the rows."""
     frequent, rows = set[bytes](), list[tuple[str, np.ndarray, Rows]]()
@@ -236,7 +234,7 @@ def _parse_groups(
             continue
         text = b"\n".join([numbers[index] for index in indices]) + b"\n"
         alike = functools.partial(_join, lines, indices)
-        found = _parse_alike(alike, text, lines[indices[0]], wanted)
+        found = _parse_alike(alike, text, lines[indices[0]])
         if found is not None:
             frequent.add(form)
             rows.append((found[0], np.array(indices), found[1]))
@@ -247,16 +245,13 @@ def _join(lines: list[bytes], indices: list[int]) -> bytes:
     return b"\n".join([lines[index] for index in indices]) + b"\n"
 
 
-def _parse_alike(
-    block: bytes | functools.partial[bytes], numbers: bytes, first: bytes, wanted: frozenset[str] | None
-) -> _Found | None:
+def _parse_alike(block: bytes | functools.partial[bytes], numbers: bytes, first: bytes) -> _Found | None:
     """Lines of one form; None: they cannot be parsed together.
 
     Args:
       block: the lines, or a function that returns them.
       numbers: the lines without letters.
       first: the first line.
-      wanted: metrics to read; None: all.
     """
     record = _record(first)
     if record is None or record["kind"] in ("event", "sample") or "time" not in record:
@@ -267,7 +262,7 @@ def _parse_alike(
     kind, keys = record["kind"], list(record)
     if not (_PLAIN_KEYS.fullmatch(kind) and len(keys) < _MOST_METRICS):
         return None
-    read = [key for key in keys if key != "kind" and (wanted is None or key in wanted or key in _NOT_METRICS)]
+    read = [key for key in keys if key != "kind"]
     if all(map(_PLAIN_KEYS.fullmatch, keys)):
         columns = _from_csv(numbers, keys, read)
     elif any(value is None for value in values):

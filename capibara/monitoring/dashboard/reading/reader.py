@@ -1,8 +1,11 @@
-"""Follows run folders in a thread: finds new ones, reads what was appended, and reads large files with several processes."""
+"""Follows run folders in a thread: finds new ones, reads what was appended, and reads large files with several processes.
+
+Of a large file some lines are shown first. It is then read in full, and again where its rows were dropped from memory; the
+runs that viewers look at come first.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -12,15 +15,14 @@ from collections.abc import Callable, Sequence
 
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
-from capibara.monitoring.dashboard.reading import folders, parsing
-from capibara.monitoring.dashboard.reading.large import LargeFiles, processes
+from capibara.monitoring.dashboard.reading import folders, memory, parsing
+from capibara.monitoring.dashboard.reading.large import LargeFiles
+from capibara.monitoring.dashboard.reading.preview import preview
 from capibara.monitoring.dashboard.reading.run import Run
 from capibara.storage import stores
 
-_SMALL_BYTES = 16 << 20  # appended since the last look: read at once, without other processes
-_MANY_BYTES = 1 << 30  # of several large files: the loss of all is read before other metrics
-_FIRST = frozenset({"loss"})
-_LOOKED_AT_S = 60.0  # since a viewer last asked for a run
+_SMALL_BYTES = 4 << 20  # appended since the last look: read at once, without other processes
+_LOOK_S = 1.0  # after which a look at many new runs ends, so that viewers see the first ones
 _PAUSE_S = 30.0  # after a fault of a bucket
 _FAULTS = (UserError, TryAgain, OSError, limits.Refused)
 
@@ -51,8 +53,8 @@ class Reader:
       roots: folders or addresses.
       changed: called in the reader's thread after each look that found something.
       poll_s, scan_s: seconds between two looks at the files, and between two searches for new runs.
-      most_bytes: memory for rows; the runs that were not looked at for longest are dropped from memory, and read again
-        when they are.
+      most_bytes: memory for rows; of the runs that were not looked at for longest few rows are kept, and the others
+        are read again when they are looked at, if there is memory for them.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Reader:
         run = self.runs.get(run_id)
         if run is not None:
             run.wanted_s = time.monotonic()
-            if run.is_partial:
+            if run.is_coarse:
                 self._wake.set()
         return run
 
@@ -99,10 +101,13 @@ class Reader:
         """Searches for runs if it is time, and reads what is new; called by the thread."""
         change = Change()
         now_s = time.monotonic()
+        self._read_whole(now_s)
         if now_s - self._scanned_s >= self._scan_s:
             self._scan(change)
             self._scanned_s = time.monotonic()
-        for run in list(self.runs.values()):
+        for run in sorted(self.runs.values(), key=lambda run: run.is_new):
+            if run.is_new and time.monotonic() - now_s > _LOOK_S:
+                break
             if run.id in self._large:
                 self._collect(run, change)
             elif self._paused.get(run.id, 0.0) <= now_s:
@@ -112,7 +117,7 @@ class Reader:
             if self._epochs.get(run_id, run.epoch) != run.epoch:
                 change.reloaded.append(run_id)
             self._epochs[run_id] = run.epoch
-        self._save_memory()
+        memory.save([run for run in self.runs.values() if run.id not in self._large], self._most_bytes)
         return change
 
     def _work(self) -> None:
@@ -127,7 +132,7 @@ class Reader:
                 self._wake.wait(_PAUSE_S)
             if self._large:
                 self._large.wait()
-            else:
+            elif not (any(run.is_new for run in self.runs.values()) or self._waiting(time.monotonic())):
                 self._large.rest()
                 self._wake.wait(self._poll_s)
                 self._wake.clear()
@@ -160,11 +165,9 @@ class Reader:
         run.is_new = False
         try:
             if not self._has_grown(run):
-                if run.is_partial and self._may_read_again(run):
-                    self._read_again(run)
                 return
             if run.size - run.position > _SMALL_BYTES:
-                self._large.begin(run, run, self._first(run))
+                self._begin(run)
                 change.updated.append(run.id)
                 return
             content = stores.of(run.path).read_range(run.path, run.position, run.size)
@@ -198,25 +201,37 @@ class Reader:
         run.size = size
         return size > run.position
 
-    def _first(self, run: Run) -> frozenset[str] | None:
-        """What to read first of a large file: of many large ones the loss alone, until all are there."""
-        left = self._large.left_bytes
-        others = [one for one in self.runs.values() if one.id not in self._large and not one.position]
-        with contextlib.suppress(OSError):
-            left += sum(_size(one.path) for one in others) + run.size * (run not in others)
-        return _FIRST if left > _MANY_BYTES else None
+    def _begin(self, run: Run) -> None:
+        """Begins to read a large file: shows some of its lines, or adds its further ones one part after the other."""
+        shown = preview(run.path, run.size) if not run.position else None
+        if shown is None or not shown.end:
+            self._large.begin(run, run)
+            return
+        run.show(shown)
+        run.size, run.fault = run.position, None
 
-    def _may_read_again(self, run: Run) -> bool:
-        """Whether a run of which rows or metrics are missing is to be read in full now."""
-        if self._large.is_selective:
-            return False
-        is_looked_at = run.wanted_s > time.monotonic() - _LOOKED_AT_S
-        return is_looked_at or run.is_unread and len(self._large) < processes()
+    def _waiting(self, now_s: float) -> list[Run]:
+        """The runs of which rows are missing and are to be read now, those that were looked at last first."""
+        found = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
+        found = [run for run in found if self._paused.get(run.id, 0.0) <= now_s]
+        found = [run for run in found if run.is_unread or memory.is_looked_at(run, now_s)]
+        found.sort(key=lambda run: -run.wanted_s)
+        every, most_bytes = self.runs.values(), self._most_bytes
+        return [run for run in found if run.is_unread or memory.fits(run, every, self._large, most_bytes, now_s)]
 
-    def _read_again(self, run: Run) -> None:
-        target = Run(run.folder, run.name)
-        target.size = run.position
-        self._large.begin(run, target, None)
+    def _read_whole(self, now_s: float) -> None:
+        """Begins to read runs of which rows are missing."""
+        for run in self._waiting(now_s) if self._large.has_room else []:
+            target = Run(run.folder, run.name)
+            target.size = run.position
+            try:
+                self._large.begin(run, target)
+            except _FAULTS as error:
+                self._failed(run, error)
+            if run.id not in self._large:  # it has become another file: it is looked at again later
+                self._paused[run.id] = now_s + _PAUSE_S
+            if not self._large.has_room:
+                break
 
     def _collect(self, run: Run, change: Change) -> None:
         """Adds what has been read of a large file."""
@@ -225,15 +240,6 @@ class Reader:
                 change.updated.append(run.id)
         except _FAULTS as error:
             self._failed(run, error)
-
-    def _save_memory(self) -> None:
-        runs = [run for run in self.runs.values() if not run.is_partial]
-        held = sum(run.held_bytes for run in runs)
-        for run in sorted(runs, key=lambda run: run.wanted_s):
-            if held <= self._most_bytes or run.id in self._large or not run.held_bytes:
-                continue
-            held -= run.held_bytes
-            run.forget_rows()
 
 
 def _size(path: str) -> int:

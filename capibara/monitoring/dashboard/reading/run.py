@@ -16,12 +16,14 @@ import numpy as np
 
 from capibara.monitoring.dashboard.reading.lives import Lives
 from capibara.monitoring.dashboard.reading.parsing import Era, Record, Sample
+from capibara.monitoring.dashboard.reading.preview import Preview
 from capibara.monitoring.dashboard.reading.tables import Table, View
 from capibara.monitoring.trackers.loggers import AGAIN, metrics_path
 
 _MOST_EVENTS, _MOST_SAMPLES = 5_000, 20_000
 _MOST_KINDS = 16
 _MOST_FACTS = 1 << 16  # characters
+_OLDER_ROWS, _NEWEST_ROWS = 2_048, 2_048  # that are kept of each kind where memory is short
 _RECENT = 64  # lines from which the usual time between two is taken
 CHECKED_BYTES = 64  # before the position; if they have changed, the file is another one
 _QUIET_S, _QUIET_TRAIN_S = 120.0, 900.0  # without a line, or a training line: the least that counts as a stall
@@ -78,8 +80,10 @@ class Run:
     def clear(self) -> None:
         """Forgets what was read: the file is another one, or memory is short."""
         self.position, self.size, self.tail = 0, 0, b""
-        self.is_partial = False  # rows or metrics are missing
-        self.is_unread = False  # metrics are missing that were never read
+        self.is_coarse = False  # rows are missing: the file is not read yet, or memory was short
+        self.is_unread = False  # rows are missing that were never read
+        self.share_read = 1.0  # of the file
+        self.whole_bytes = 0  # of memory, if no rows were missing; 0: unknown
         self.kinds = set[str]()
         self.lives = Lives()
         self.tables: dict[str, Table] = {}
@@ -95,7 +99,7 @@ class Run:
 
     @property
     def is_loading(self) -> bool:
-        """Whether there is more to read: lines, or further metrics of those that were read."""
+        """Whether there is more to read."""
         return self.is_new or self.position < self.size or self.is_unread
 
     def adopt(self, other: Run) -> None:
@@ -115,13 +119,26 @@ class Run:
         """Notes up to where the file has been read, and what is there."""
         self.position, self.tail = position, content[-CHECKED_BYTES:]
 
+    def show(self, preview: Preview) -> None:
+        """Shows some lines of a file that is still to be read, and follows it from its end."""
+        self.apply(preview.eras)
+        self.moved(preview.end, preview.tail)
+        self.is_coarse = self.is_unread = True
+        self.share_read = 0.0
+
     def forget_rows(self) -> None:
-        """Drops the tables, which are read again when they are next looked at; new lines are still followed."""
+        """Keeps few of the older rows; all are read again when they are next looked at. New lines are still followed."""
+        if all(len(table) <= _OLDER_ROWS + _NEWEST_ROWS for table in self.tables.values()):
+            return
         with self.lock:
-            self.lives.forget_rows(self.view("train"))
-            self.tables = {kind: Table() for kind in self.tables}
-            self.is_partial = True
+            self.whole_bytes = self.held_bytes
+            train = self.view("train")
+            for table in self.tables.values():
+                table.coarsen(_OLDER_ROWS, _NEWEST_ROWS)
+            self.lives.forget_rows(train, len(self.view("train")))
+            self.is_coarse = True
             self.version += 1
+            self.epoch += 1
 
     def apply(self, eras: list[Era], to_come: float = 0.0) -> None:
         """Adds what a range of the file holds; `to_come`: how many times as much is still to be read."""
@@ -183,7 +200,9 @@ class Run:
             return {kind: table.view() for kind, table in self.tables.items()}
 
     def goodput(self) -> dict[str, float]:
-        """Seconds by category, and their "total"; empty: the run has not started."""
+        """Seconds by category, and their "total"; empty: the run has not started, or its file is not read yet."""
+        if self.is_unread:
+            return {}
         with self.lock:
             if self._goodput[0] != self.version:
                 self._goodput = self.version, self.lives.account(self.view("train"))

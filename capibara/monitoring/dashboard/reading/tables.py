@@ -83,6 +83,15 @@ class Table:
         """Drops the rows after a step."""
         self._count = int(np.searchsorted(self._steps[: self._count], step, side="right"))
 
+    def coarsen(self, older: int, newest: int) -> None:
+        """Keeps the newest rows, and so many of those before them at most, evenly spaced."""
+        before = max(0, self._count - newest)
+        every = max(1, -(-before // older))
+        kept = np.append(np.arange(0, before, every), np.arange(before, self._count))
+        self._steps, self._times = self._steps[kept], self._times[kept]
+        self._columns = {name: column[kept] for name, column in self._columns.items()}
+        self._count = len(kept)
+
     def _insert(self, rows: Rows) -> None:
         """Adds rows of steps that are not all new: only those from the first of them on are moved."""
         begin = int(np.searchsorted(self._steps[: self._count], rows.steps[0]))

@@ -83,7 +83,7 @@ def _line(run: Run, view: View, name: str, query: Query) -> dict[str, Json]:
         "x": _numbers(found.x),
         "y": _numbers(found.y),
         "smooth": shown,
-        "exact": found.is_exact,
+        "exact": found.is_exact and not run.is_coarse,
         "count": len(x),
         "range": [*whole],
         "nonfinite": _numbers(lost[:: max(1, -(-len(lost) // _SHOWN_NOT_FINITE))]),

@@ -37,7 +37,7 @@ def summary(run: Run, limits: Limits, alerts: int) -> dict[str, Json]:
         "path": clean(run.folder),
         "status": str(status),
         "loading": run.is_loading,
-        "share_read": round(run.position / run.size, 3) if run.size else 1.0,
+        "share_read": round(run.share_read * (run.position / run.size if run.size else 1.0), 3),
         "fault": run.fault,
         "step": step,
         "total_steps": total,
