@@ -64,7 +64,9 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Reads the metrics since the last call: losses are averaged with weights of real tokens, or pairs.
 
-        Steps whose update was skipped are excluded from the means, unless there are no others.
+        Steps whose update was skipped are excluded from the means, unless there are no others. A metric of a part, as
+        hint_accuracy/DOMAIN, is NaN in a step without this part: the last step that has it counts, and if there is none, the
+        log does not have it, either.
 
         Returns:
           The last step's metrics, with means, or sums for tokens, skipped updates and loss spikes; and step_s, tokens_per_s
@@ -76,7 +78,12 @@ class Meter:
         weight = "pairs" if "pairs" in steps[-1] else "tokens"
         total = sum(float(s[weight]) for s in made)
         elapsed = time.perf_counter() - self._since
-        result = {name: float(value) for name, value in steps[-1].items()}
+        of_parts = {name for name in steps[-1].keys() - {*self._means} if "/" in name}
+        result = {name: float(value) for name, value in steps[-1].items() if name not in of_parts}
+        for name in sorted(of_parts):
+            there = [step[name] for step in steps if not math.isnan(step.get(name, math.nan))]
+            if there:
+                result[name] = float(there[-1])
         for name in (name for name in self._means if name in result):
             result[name] = sum(float(s[name]) * float(s[weight]) for s in made) / max(total, 1.0)
         result["grad_norm"] = sum(float(s["grad_norm"]) for s in made) / len(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -68,6 +69,51 @@ def test_the_best_assignment_leaves_no_domain_without_experts(routing):
     assert all(np.bincount(layer, minlength=6).tolist() == [2] * 6 for layer in routing.best(shares))
 
 
+def run_of(accuracies, *, texts=(1,) * 6):
+    """What is measured of a run, of which only these accuracies of tokens differ from others."""
+    split = {"accuracy": {}, "counts_by": "majority", "texts": list(texts)}
+    for name in ("hints", "best assignment", "majority"):
+        split["accuracy"][name] = {"tokens": list(accuracies), "texts": [0.5] * 6}
+    used = dict.fromkeys(("load_max", "load_min", "entropy", "entropy_within_domain", "information_bits"), 1.0)
+    other = {"loss": {"validation": 1.0, "test": 2.0}, "train_s": 1.0, "utilisation": used}
+    return {**split, **other, "validation": split, "share_by_domain": np.full((6, 12), 1 / 12)}
+
+
+def test_a_domain_without_texts_is_not_in_the_mean(routing):
+    one = run_of([0.2, 0.4, 0.6, 0.0, 0.0, 0.0], texts=(1, 1, 1, 0, 0, 0))
+    assert routing.overall(one) == pytest.approx(0.4) and routing.overall(one, "texts") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "learned", "expected"),
+    [
+        ([0.4], [0.2], "hybrid 40.0%, learned alone 20.0%, chance 16.7%; better in 6 of 6 domains: passed"),
+        (
+            [0.4, 0.5],
+            [0.2, 0.1],
+            "hybrid 45.0% (40.0%..50.0%), learned alone 15.0% (10.0%..20.0%), chance 16.7%; better in 6 of 6 domains: passed",
+        ),
+        ([0.2], [0.2], "hybrid 20.0%, learned alone 20.0%, chance 16.7%; better in 0 of 6 domains: FAILED"),
+    ],
+)
+def test_the_last_line_has_the_means_and_their_spread_over_seeds(routing, hybrid, learned, expected):
+    console = routing.Console(width=110, file=io.StringIO())
+    runs = [[run_of([accuracy] * 6) for accuracy in of_router] for of_router in (hybrid, learned)]
+    passed = routing.show(dict(zip(routing.ROUTERS, runs)), console)
+    printed = console.file.getvalue()
+    assert printed.splitlines()[-1] == expected and passed == expected.endswith("passed")
+    (row,) = (line for line in printed.splitlines() if "accuracy of tokens, validation" in line)
+    assert [f"{np.mean(of_router):.3f}" in row for of_router in (hybrid, learned)] == [True, True]
+
+
+def test_the_better_assignment_counts_on_each_split(routing):
+    found = counts(routing, [(2 * number, 2 * number + 1) for number in range(6)])
+    assignments = {"best assignment": routing.hinted(12, 1)[:, ::-1], "majority": routing.hinted(12, 1)}
+    one = routing.result(found, assignments)
+    assert (one["counts_by"], routing.overall(one), one["texts"]) == ("majority", 1.0, [1] * 6)
+    assert routing.result(found, {**assignments, "hints": assignments["best assignment"]})["counts_by"] == "hints"
+
+
 CODES = {
     "python": "def area_{0}(width):\n    return width * {0}\n\narea_{0}({0})",
     "sql": "SELECT name_{0}, sum(price) FROM orders_{0} WHERE price > {0} GROUP BY name_{0}",
@@ -115,10 +161,13 @@ def test_both_routers_are_trained_on_logs_and_measured_on_other_sources(logs, tm
         shares = np.array(of_seed["share_by_domain"])
         assert shares.shape == (6, 6) and np.allclose(shares.sum(1), 1)
         assert np.mean(of_seed["utilisation"]["load"]) == pytest.approx(1)
+        held_out = of_seed["validation"]
+        assert held_out["accuracy"].keys() == of_seed["accuracy"].keys() and held_out["texts"] != of_seed["texts"]
+        assert sum(held_out["texts"]) > 0 and 0 <= max(held_out["accuracy"][held_out["counts_by"]]["tokens"]) <= 1
     assert "hints" in found["hybrid"][0]["accuracy"] and "hints" not in found["learned alone"][0]["accuracy"]
     assert made["png"].read_bytes().startswith(b"\x89PNG")
     of_split = {}
-    for name in ("train", "test"):
+    for name in ("train", "validation", "test"):
         with open(made["folder"] / "set" / f"{name}.jsonl", encoding="utf-8") as file:
             of_split[name] = {json.loads(line)["source"] for line in file}
-    assert of_split["train"].isdisjoint(of_split["test"])
+    assert sum(map(len, of_split.values())) == len(set.union(*of_split.values()))

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from capibara.core import exits
 from tests.builders.preparation import corpora
 from tests.builders.preparation.test_build import rows_of, texts_of
 from tests.builders.redaction import planted
+from tests.builders.routing import data
 
 for _package in ("rensa", "detect_secrets", "tree_sitter_sql", "openlineage.client", "orjson"):
     pytest.importorskip(_package)
@@ -162,6 +164,141 @@ def test_planted_duplicates_and_damage_in_a_corpus(corpus, tmp_path, capsys):
     assert len(rows_of(out)) == counts["rows"]
     assert run("corpus", *arguments, "--allow_skipped") == 0
     assert run("corpus", *arguments[1:], tmp_path / "missing") == 2
+
+
+class Leaky:
+    """Records that a split by chance, or by the names of sources alone, would leak, and an evaluation set that some have.
+
+    Attributes:
+      inputs: the files of the records; a record's name is FILE:LINE.
+      quiz: the evaluation set.
+      sources: records of one source, which stand in two files, or are linked by a record that names both sources.
+      pairs: records of other sources than an earlier record that they share something with, by what they share.
+      beside: a record of the same source as a copy of a text, by the name of the copy.
+      contaminated: records that have a question of the evaluation set.
+      good: all others, except copies of texts.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._draw, self._number, self._folder = random.Random(5), 0, folder
+        self._lines: dict[str, list[str]] = {f"{folder / name}.jsonl": [] for name in ("a", "b", "log")}
+        self._a, self._b, self._log = self._lines
+        self.inputs = [self._a, self._b, str(folder / "made" / "executions")]
+        self.quiz = str(folder / "quiz.jsonl")
+        self.sources: list[set[str]] = []
+        self.pairs: dict[str, dict[str, str]] = {"text": {}, "piece": {}, "near": {}}
+        self.beside: dict[str, str] = {}
+        self.contaminated: set[str] = set()
+        self.good: set[str] = set()
+        self._share_sources()
+        for number in range(8):
+            self._share_texts(number)
+            self._run(number)
+        self._have_questions()
+        for path, lines in self._lines.items():
+            pathlib.Path(path).write_text("\n".join(lines))
+
+    def _text(self, domain: str = "python") -> str:
+        self._number += 1
+        return data.FORMS[domain].format(self._number, data.prose(self._draw, 120))
+
+    def _add(self, path: str, **record: object) -> str:
+        self._lines[path].append(json.dumps(record))
+        name = f"{path}:{len(self._lines[path])}".replace(self._log, f"{self.inputs[2]}/00000.jsonl")
+        self.good.add(name)
+        return name
+
+    def _share_sources(self) -> None:
+        for page in range(12):
+            texts = [self._text(domain) for domain in self._draw.sample(data.DOMAINS, 3)]
+            files = [self._a, self._b, self._draw.choice([self._a, self._b])]
+            self.sources.append({self._add(file, text=text, source=f"page {page}") for file, text in zip(files, texts)})
+        for one, other in ((1, 0), (3, 2)):
+            bridge = self._add(self._b, text=self._text(), source=f"page {one}", task_id=f"page {other}")
+            self.sources.append({bridge} | self.sources[one] | self.sources[other])
+
+    def _share_texts(self, number: int) -> None:
+        """A copy with other spaces and case, a conversation with the text, and a version with another word."""
+        texts = {kind: self._text() for kind in self.pairs}
+        first = {kind: self._add(self._a, text=text, source=f"{kind} {number}") for kind, text in texts.items()}
+        shouted = texts["text"].replace(" ", "  ").upper()
+        copy = self._add(self._b, text=shouted, source=f"copy {number}", domain="python")
+        self.beside[copy] = self._add(self._b, text=self._text("sql"), source=f"copy {number}")
+        asked = f"What does it do?\n\n```python\n{texts['piece']}```"
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": f"It finds {number}."}]
+        chat = self._add(self._b, messages=messages, source=f"chat {number}")
+        words = texts["near"].split(" ")
+        words[60] = "otherwise"
+        near = self._add(self._b, text=" ".join(words), source=f"version {number}")
+        for kind, later in {"text": copy, "piece": chat, "near": near}.items():
+            self.pairs[kind][later] = first[kind]
+        self.good.remove(copy)
+
+    def _run(self, number: int) -> None:
+        """A session that runs the code of a document."""
+        text, about = self._text(), {"session": f"s{number}", "stdout": "None\n", "language": "python"}
+        first = self._add(self._a, text=text, source=f"code {number}")
+        ran = self._add(self._log, code=text, task=f"Find item {number}.", **about)
+        self.pairs["piece"][ran] = first
+        self.sources.append({ran, self._add(self._log, code=f"find = [1, {number}]\nprint(find[0])", **about)})
+
+    def _have_questions(self) -> None:
+        questions = [data.prose(self._draw, 16) for _ in range(4)]
+        pathlib.Path(self.quiz).write_text("".join(f"{json.dumps({'question': one})}\n" for one in questions))
+        messages = [{"role": "user", "content": questions[0]}, {"role": "assistant", "content": self._text()}]
+        self.contaminated = {
+            self._add(self._a, text=f"{self._text()}\n# {questions[1]}\n", source="page 5"),
+            self._add(self._b, messages=messages, source="page 6"),
+            self._add(self._log, code=f"# {questions[2].upper()}\nx = 1", session="s0", stdout="", language="python"),
+        }
+        self.good -= self.contaminated
+        twelve_words = " ".join(questions[3].split()[:12])
+        self._add(self._b, text=f"{self._text()}\n# {twelve_words}\n", source="page 7")
+
+    def prepared(self, out: pathlib.Path, *flags: str) -> dict[str, str]:
+        """The split of each record that a routing set has."""
+        splits = ["--gin.Splits.train=0.4", "--gin.Splits.validation=0.3", "--gin.Splits.test=0.3"]
+        splits += ["--gin.Balance.method='none'", "--gin.RoutingSet.min_examples=0", "--gin.EvaluationSet.name='quiz'"]
+        splits += ["--gin.Decontamination.sets=(@EvaluationSet(),)", f"--gin.EvaluationSet.paths=('{self.quiz}',)"]
+        command = ["routing", *self.inputs, f"--out={out}", "--num_workers=0", *splits, *flags]
+        assert exits.run_verb(prepare.main, command) == 0
+        return {f"{self._folder}/{one['record']}": one["split"] for one in data.examples(out)}
+
+
+def test_planted_leaks_between_splits_and_from_an_evaluation_set(tmp_path, capsys):
+    leaky = Leaky(tmp_path)
+    assert run("executions", tmp_path / "log.jsonl", f"--out={tmp_path / 'made'}", "--num_workers=0") == 0
+    split = leaky.prepared(tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert split.keys() == leaky.good, "nothing else is lost"
+    assert all(len({split[name] for name in source & split.keys()}) == 1 for source in leaky.sources)
+    for later, first in (*leaky.pairs["piece"].items(), *leaky.pairs["near"].items()):
+        assert split[later] == split[first]
+    contaminated = data.read(tmp_path / "out", "contaminated.jsonl")
+    assert {f"{one['path']}:{one['line']}" for one in contaminated} == leaky.contaminated
+    assert len(contaminated) == 3 and {one["set"] for one in contaminated} == {"quiz"}
+    assert re.search(r"contaminated by quiz +3\n", printed)
+    assert re.search(r"repeated texts of other sources +8\n", printed)
+
+    # What would have leaked: sources are as they were, but nothing links them.
+    unlinked = leaky.prepared(tmp_path / "unlinked", "--gin.Splits.link_words=10000", "--gin.Splits.near=None")
+    apart = {
+        (later, first, kind)
+        for kind, pairs in leaky.pairs.items()
+        for later, first in pairs.items()
+        if unlinked[leaky.beside.get(later, later)] != unlinked[first]
+    }
+    found = data.read(tmp_path / "out", "leaks.jsonl")
+    reported = [(f"{one['path']}:{one['line']}", f"{one['of_path']}:{one['of_line']}", one["shared"]) for one in found]
+    assert {*reported} == apart
+    assert len(found) == len(apart) and {kind for _, _, kind in apart} == leaky.pairs.keys()
+    assert re.search(rf"leaks prevented +{len(found)}\n", printed)
+    # A split of the records by chance would have leaked of each kind.
+    draw = random.Random(0)
+    by_chance = {name: draw.choice("abc") for name in sorted(leaky.good | leaky.beside.keys())}
+    for pairs in leaky.pairs.values():
+        assert any(by_chance[later] != by_chance[first] for later, first in pairs.items())
+    assert any(len({by_chance[name] for name in source & by_chance.keys()}) > 1 for source in leaky.sources)
 
 
 @pytest.fixture(scope="module")

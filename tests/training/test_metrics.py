@@ -91,6 +91,18 @@ def test_a_step_that_was_left_out_has_no_part_in_the_means():
     assert math.isnan(meter.read()["loss"])
 
 
+def test_a_metric_of_a_part_is_of_the_last_step_that_has_it():
+    """Such as the accuracy of a domain, which is NaN without tokens of the domain; a NaN loss stays one."""
+    meter, nan = Meter(100), float("nan")
+    for python, sql, api in ((0.1, 0.2, nan), (0.3, nan, nan), (nan, 0.4, nan)):
+        found = {"hint_accuracy/python": python, "hint_accuracy/sql": sql, "hint_accuracy/api": api}
+        meter.add(step_metrics(nan, 10) | {name: jnp.float32(value) for name, value in found.items()})
+    read = meter.read()
+    found = {name: read[name] for name in read if "/" in name}
+    assert found == pytest.approx({"hint_accuracy/python": 0.3, "hint_accuracy/sql": 0.4})
+    assert math.isnan(read["loss"])
+
+
 def test_evaluation_metrics():
     metrics = evaluation_metrics(LossSums(nll=20.0, z=0.0, correct=5.0, weight=10.0), target_bytes=40)
     assert metrics == {

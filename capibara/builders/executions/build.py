@@ -14,6 +14,7 @@ from capibara.builders.executions import chats, explanations, reading
 from capibara.builders.executions.chats import ExecutionChats
 from capibara.builders.executions.filters import ExecutionFilter
 from capibara.builders.executions.fixes import Fix, FixPairs, Pairing
+from capibara.builders.executions.names import EarlierImports
 from capibara.builders.executions.reading import Execution
 from capibara.builders.executions.runs import Run, analysed
 from capibara.builders.reading import common_folder
@@ -117,6 +118,7 @@ class _Log:
         self._settings = settings
         self._name = name
         self._pairing = Pairing(settings.fixes)
+        self._imports = EarlierImports(settings.fixes.sessions)
         self._scopes: collections.OrderedDict[str, Scope] = collections.OrderedDict()
         self._written: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
@@ -148,7 +150,13 @@ class _Log:
         texts = [self._name, *reading.texts_of(execution)]
         name, *clean = self._scope(execution.session).redact_texts(texts, found)
         counts.update({f"redacted {kind}": count for kind, count in found.items()})
-        return analysed(reading.with_texts(execution, clean), f"{name}:{execution.line}")
+        run = analysed(reading.with_texts(execution, clean), f"{name}:{execution.line}")
+        if execution.session is None or run.language.name != "python":
+            return run
+        failure = run.execution.failure
+        error = None if run.execution.passed else failure.name if failure is not None else ""
+        earlier = self._imports.add(execution.session, run.execution.code, error)
+        return dataclasses.replace(run, earlier_imports=earlier)
 
     def _scope(self, session: str | None) -> Scope:
         if session is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import enum
 import hashlib
 import re
-import symtable
-import warnings
 from collections.abc import Iterator, Sequence
 
-from capibara.builders.executions import explanations
+from capibara.builders.executions import explanations, names
 from capibara.builders.executions.fixes import Fix
 from capibara.builders.executions.runs import Run
 from capibara.builders.redaction.redact import Json
@@ -26,7 +23,6 @@ _RANDOM = frozenset(
     "random secrets time datetime uuid tempfile threading multiprocessing requests urllib socket os".split()
 )
 _PLACEHOLDER = re.compile(r"<(?:SECRET|PERSONAL):")
-_KNOWN = frozenset({*dir(builtins), "__name__", "__doc__", "__file__"})
 _QUESTIONS: dict[str, tuple[str, ...]] = {
     "explain": ("What does this code do?", "Explain this code.", "Summarise what this code does and shows."),
     "predict": (
@@ -137,22 +133,8 @@ def _predict(run: Run) -> dict[str, Json] | None:
 
 def is_self_contained(code: str) -> bool:
     """Whether Python code defines or imports every name that it uses: no other cell must have run before."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the code
-            top = symtable.symtable(code, "<cell>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    used: set[str] = set()
-    bound: set[str] = set()
-    pending = [top]
-    while pending:
-        table = pending.pop()
-        pending += table.get_children()
-        for one in table.get_symbols():
-            if table is top or one.is_global():
-                used |= {one.get_name()} if one.is_referenced() else set()
-                bound |= {one.get_name()} if one.is_assigned() or one.is_imported() or one.is_namespace() else set()
-    return used <= bound | _KNOWN
+    found = names.of_code(code)
+    return found is not None and found.used <= found.bound | names.KNOWN
 
 
 def _diagnose(run: Run, settings: ExecutionChats) -> dict[str, Json] | None:
@@ -191,6 +173,7 @@ def _chat(kind: ChatKind, run: Run, asked: str, answer: str, questions: Sequence
         "quality": run.scores.quality,
         "source": run.source,
         "session": run.execution.session,
+        "earlier_imports": list(run.earlier_imports),
     }
 
 

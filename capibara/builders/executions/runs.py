@@ -28,6 +28,7 @@ class Run:
       patterns: what the code uses; empty where there is no grammar for the language.
       error_share: the part of the code that does not parse; None: there is no grammar for the language.
       scores: its quality and success.
+      earlier_imports: modules that earlier cells of its session import, and whose names its code uses.
     """
 
     execution: Execution
@@ -36,6 +37,7 @@ class Run:
     patterns: Patterns
     error_share: float | None
     scores: Scores
+    earlier_imports: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Json]:
         """The record of the run as the builder writes it."""
@@ -65,6 +67,7 @@ class Run:
             "functions": list(self.patterns.functions),
             "classes": list(self.patterns.classes),
             "imports": list(self.patterns.imports),
+            "earlier_imports": list(self.earlier_imports),
             "tables": list(self.patterns.tables),
             "error_share": self.error_share,
             "success": self.scores.success,

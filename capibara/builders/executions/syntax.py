@@ -67,6 +67,11 @@ def parse(code: str, language: str) -> Syntax | None:
     return Syntax(language=language, source=source, root=root, error_share=share, magics=magics)
 
 
+def without_magics(code: str) -> str:
+    """Python code with `pass` for lines of IPython's own, such as `%matplotlib inline`, so that Python itself parses it."""
+    return _MAGIC.sub(lambda found: f"{found[0][: -len(found[0].lstrip())]}pass", code)
+
+
 def _errors(root: tree_sitter.Node, source: bytes) -> Iterator[int]:
     """The sizes of what does not parse, spaces excepted; a part that is missing counts as a byte."""
     pending = [root]

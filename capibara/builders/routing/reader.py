@@ -149,6 +149,7 @@ class _File:
             declared=declared,
             outcome=draft.outcome,
             attempts=draft.attempts,
+            earlier_imports=draft.imports,
         )
 
     def _judged(self, facts: Facts | None, label: Label | None) -> State:

@@ -235,6 +235,30 @@ def test_what_is_malformed_is_counted_and_the_rest_is_kept(tmp_path):
     assert manifest.counts["labelled"] == 36 + 11 and manifest.counts["repeated texts of a source"] == 11
 
 
+def test_a_cell_has_the_domain_of_what_earlier_cells_import_for_it(tmp_path):
+    cells = {
+        "ml": ["import numpy as np", "weights = np.ones((3, 4)) * {0}", "total_{0} = 4 + {0}\nprint(total_{0} * 2)"],
+        "api": ["from webob import Request\nkept = 1", "reply_{0} = Request.blank('/page/{0}')"],
+    }
+    records = [
+        logs.execution(code.format(number), session_id=f"{domain}{number}", language="python")
+        for number in range(3)
+        for domain, codes in cells.items()
+        for code in codes
+    ]
+    build_executions([logs.write(tmp_path / "log.jsonl", records)], str(tmp_path / "executions"), ExecutionLogs())
+    path = tmp_path / "executions" / "executions" / "00000.jsonl"
+    read = [json.loads(line) for line in path.open()]
+    assert [one["earlier_imports"] for one in read] == [[], ["numpy"], [], [], ["webob"]] * 3
+    settings = RoutingSet(**{**vars(SETTINGS), "splits": Splits(train=1.0, validation=0.0, test=0.0)})
+    build([str(path)], str(tmp_path / "out"), settings)
+    found = {one["text"]: (one["domain"], one["label_source"]) for one in data.examples(tmp_path / "out")}
+    for number in range(3):
+        assert found[f"weights = np.ones((3, 4)) * {number}"] == ("ml", "imports")
+        assert found[f"reply_{number} = Request.blank('/page/{number}')"] == ("api", "imports")
+        assert found[f"total_{number} = 4 + {number}\nprint(total_{number} * 2)"] == ("python", "language")
+
+
 def test_ambiguous_and_other_texts_are_excluded_and_counted(tmp_path):
     more = [
         {"text": "import numpy\nimport requests\nprint(requests.get(numpy))"},

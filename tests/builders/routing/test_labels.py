@@ -22,7 +22,8 @@ def facts_of(record: dict) -> Facts:
     draft = read(record, "here:1", FIELDS)
     text = "\n\n".join(piece.text for piece in draft.pieces)
     codes = analysis.codes(draft.pieces, ())
-    return Facts(text=text, codes=codes, declared=draft.declared, outcome=draft.outcome, attempts=draft.attempts)
+    about = {"declared": draft.declared, "outcome": draft.outcome, "attempts": draft.attempts}
+    return Facts(text=text, codes=codes, earlier_imports=draft.imports, **about)
 
 
 def label_of(record: dict | str, labels: Labels = LABELS) -> tuple[str, str, float] | None:
@@ -35,6 +36,10 @@ def run(code: str, passed: bool = True, **about) -> dict:
     return {"code": code, "passed": passed, "source": "log.jsonl:3", "language": "python", "error": error, **about}
 
 
+CHAT = {
+    "messages": [{"role": "user", "content": "```python\nRequest(a).body\n```"}, {"role": "assistant", "content": "b"}],
+    **{"kind": "explain", "language": "python", "quality": 1.0, "source": "log.jsonl:9"},
+}
 CASES = [
     ({"text": "x = 1\nprint(x)", "domain": "ML"}, ("ml", "declared", 1.0)),
     ({"text": "x = 1\nprint(x)", "domain": "machine_learning"}, ("ml", "declared", 1.0)),
@@ -43,6 +48,11 @@ CASES = [
     (run("import numpy as np\nnp.zeros(3)"), ("ml", "imports", 0.85)),
     (run("import sklearn.svm\nimport pandas\nimport os"), ("ml", "imports", 0.9)),
     (run("import requests\nrequests.get(address).json()"), ("api", "imports", 0.85)),
+    (run("from yarl import URL\nURL('/a')"), ("api", "imports", 0.85)),
+    (run("np.zeros(3)", earlier_imports=["numpy"]), ("ml", "imports", 0.85)),
+    (run("import pandas\npandas.Series(np.pi)", earlier_imports=["numpy", "os"]), ("ml", "imports", 0.9)),
+    (run("np.zeros(3)", earlier_imports=["requests"], passed=False), ("debug", "kind", 0.9)),
+    (CHAT | {"earlier_imports": ["webob"]}, ("api", "imports", 0.85)),
     ("const express = require('express');\nconst app = express();", ("api", "imports", 0.85)),
     ("fetch('https://a.example/api').then((reply) => reply.json());", ("api", "words", 0.75)),
     (run("for i in range(3):\n    print(i)"), ("python", "language", 1.0)),
@@ -188,6 +198,8 @@ def test_a_number_of_attempts_has_no_limit():
         ({"text": "a", "domain": 3}, "domain must be a text"),
         ({"code": "x", "passed": "yes", "source": "f:1"}, "passed must be true or false"),
         ({"code": "x", "passed": True}, "source must be"),
+        (run("x", earlier_imports="numpy"), "earlier_imports must be a list of texts"),
+        (run("x", earlier_imports=[1]), "earlier_imports must be a list of texts"),
         ({"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": " "}]}, "empty"),
         ({"messages": 3}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, r"^messages\[0\]"),

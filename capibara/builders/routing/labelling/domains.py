@@ -171,7 +171,8 @@ _API = Domain(
     names=("apis", "http", "rest", "web", "web_api"),
     imports=_words(
         "requests httpx aiohttp urllib urllib3 http fastapi flask starlette uvicorn django rest_framework graphql grpc "
-        "pydantic_settings websockets websocket tornado sanic bottle openai anthropic boto3 "
+        "pydantic_settings websockets websocket tornado sanic bottle webob werkzeug yarl multidict furl hyperlink w3lib "
+        "openai anthropic boto3 "
         "axios express koa fastify node-fetch undici got superagent @nestjs/core @apollo/server https node:http node:https"
     ),
     words=(

@@ -53,6 +53,7 @@ class Facts:
       declared: the domain that its record names; None: none.
       outcome: of its run; None: it passed, or there is none.
       attempts: failing runs of which it speaks.
+      earlier_imports: modules that earlier cells of its session import, and that its code uses.
     """
 
     text: str
@@ -60,11 +61,12 @@ class Facts:
     declared: str | None = None
     outcome: Outcome | None = None
     attempts: int = 0
+    earlier_imports: frozenset[str] = frozenset()
 
     @property
     def imports(self) -> frozenset[str]:
-        """What its code imports."""
-        return frozenset(name for code in self.codes for name in code.imports)
+        """What its code imports, or earlier cells for it."""
+        return self.earlier_imports.union(*(code.imports for code in self.codes))
 
     @property
     def patterns(self) -> frozenset[str]:

@@ -74,6 +74,7 @@ class Draft:
       declared: the domain that it names; None: none.
       outcome: of its run; None: it passed, or there is none.
       attempts: failing runs of which it speaks.
+      imports: modules that earlier cells of its session import, and that its code uses.
     """
 
     kind: RecordKind
@@ -83,6 +84,7 @@ class Draft:
     declared: str | None = None
     outcome: Outcome | None = None
     attempts: int = 0
+    imports: frozenset[str] = frozenset()
 
 
 class Malformed(ValueError):
@@ -145,6 +147,13 @@ def _code(record: Mapping[str, Any]) -> Piece:
     return Piece(text=_text(record, "code"), kind=PieceKind.CODE, language=language, confidence=confidence)
 
 
+def _earlier_imports(record: Mapping[str, Any]) -> frozenset[str]:
+    found = record.get("earlier_imports", [])
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise Malformed("earlier_imports must be a list of texts")
+    return frozenset(found)
+
+
 def _prose(*texts: str | None) -> tuple[Piece, ...]:
     return tuple(Piece(text=text) for text in texts if text)
 
@@ -184,6 +193,7 @@ def _execution(record: Mapping[str, Any]) -> Draft:
         origins=origins,
         outcome=Outcome.FAILED if failed else None,
         attempts=int(failed),
+        imports=_earlier_imports(record),
     )
 
 
@@ -226,13 +236,13 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
         raise Malformed("its messages are empty")
     bullets = record.get("bullets")
     kind = record.get("kind")
-    outcome, attempts = None, 0
+    outcome, attempts, imports = None, 0, frozenset[str]()
     if isinstance(bullets, list) and bullets and all(isinstance(one, str) for one in bullets):
         source, origins = f"bullet {bullets[0]}", tuple(f"bullet {one}" for one in bullets)
     elif all(name in record for name in _MADE_OF) and isinstance(record["source"], str):
         source, origins = _of_run(record)
         outcome = Outcome.FIXED if kind in _FIXED_CHATS else Outcome.FAILED if kind in _FAILED_CHATS else None
-        attempts = int(outcome is not None)
+        attempts, imports = int(outcome is not None), _earlier_imports(record)
     else:
         source, origins = _named(record, where, source_fields, (piece.text for piece in pieces))
     return Draft(
@@ -243,6 +253,7 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
         declared=_optional(record, "domain"),
         outcome=outcome,
         attempts=attempts,
+        imports=imports,
     )
 
 
