@@ -1,12 +1,15 @@
 """What the dashboard costs: large runs that are opened, 200 viewers beside a training loop, an hour of updates.
 
     python benchmarks/dashboard.py [--parts=open,viewers,memory] [--steps=1000000] [--log_every=1] [--viewers=200] [--json=OUT]
+    python benchmarks/dashboard.py --parts=browser [--modules=FOLDER] [--chromium=PATH]
 
 The server runs in a process of its own, as `capibara dashboard` does.
 
   open      one run of --steps steps, and ten, from a cold page cache: seconds from the start of the process, and from the
             moment it listens, until a chart of the loss from the first step to the last is served for all runs, and until all
             points of all metrics are
+  browser   the same in headless Chromium, which is open before: until the charts that are seen of the run's page, and of the
+            comparison of ten, are drawn. FOLDER/node_modules has puppeteer-core
   viewers   a training loop (JAX on all cores, a line of metrics each step) alternates between windows in which the server and
             its viewers are stopped and windows in which they run. A tenth of the viewers read slowly, a tenth not at all, the
             rest all events and now and then a chart. The ratio is of the medians of the step times; the latency is from the
@@ -29,6 +32,7 @@ import pathlib
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import statistics
@@ -39,6 +43,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 GOALS = {"one_s": 2.0, "ten_s": 5.0, "slower": 1.02, "latency_s": 2.0, "memory_mib": 16.0}
+GOALS |= {"browser_one_s": 2.0, "browser_ten_s": 5.0}
 WINDOW_S, WINDOWS = 2.0, 20
 
 
@@ -52,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--viewers", type=int, default=200)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--modules", default="build/browser", help="folder of node_modules with puppeteer-core")
+    parser.add_argument("--chromium", default=shutil.which("chromium"), help="its program (default: %(default)s)")
     parser.add_argument("--child", choices=["train", "view"], help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -62,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts.split(","):
-            inner = pathlib.Path(folder, part)
-            inner.mkdir()
+            inner = pathlib.Path(folder, "large" if part in ("open", "browser") else part)
+            inner.mkdir(exist_ok=True)
             run = {"open": lambda: opening(inner, args.steps, args.log_every), "memory": lambda: memory(inner)}
             run["viewers"] = lambda: viewing(inner, args.viewers)
+            run["browser"] = lambda: browsing(inner, args)
             found |= run[part]()
     missed = [name for name, goal in GOALS.items() if found.get(name, 0.0) > goal]
     for name, value in found.items():
@@ -96,19 +104,31 @@ def large_run(folder: pathlib.Path, steps: int, log_every: int) -> None:
                 file.write(json.dumps({"kind": "eval", "step": step, "time": 1.7e9, "loss": 2.0}) + "\n")
 
 
+def large_runs(folder: pathlib.Path, steps: int, log_every: int) -> pathlib.Path:
+    """Writes a run to one/run and links it ten times below ten/; returns its file."""
+    first = folder / "one" / "run" / "metrics.jsonl"
+    if not first.exists():
+        first.parent.mkdir(parents=True)
+        large_run(first.parent, steps, log_every)
+        for number in range(10):
+            (folder / "ten" / f"run {number}").mkdir(parents=True)
+            os.link(first, folder / "ten" / f"run {number}" / "metrics.jsonl")
+    return first
+
+
+def evict(path: pathlib.Path) -> None:
+    """Removes a file from the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def opening(folder: pathlib.Path, steps: int, log_every: int) -> dict[str, float]:
     """Seconds until one run, and ten, are served."""
-    (folder / "one" / "run").mkdir(parents=True)
-    large_run(folder / "one" / "run", steps, log_every)
-    first = folder / "one" / "run" / "metrics.jsonl"
-    for number in range(10):
-        (folder / "ten" / f"run {number}").mkdir(parents=True)
-        os.link(first, folder / "ten" / f"run {number}" / "metrics.jsonl")
+    first = large_runs(folder, steps, log_every)
     found = {"file_mib": first.stat().st_size / 2**20}
     for name, runs in (("one", 1), ("ten", 10)):
-        with open(first, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        evict(first)
         begin_s = time.monotonic()
         with server(folder / name) as (port, process):
             listens_s, used_s = time.monotonic(), cpu(process.pid)
@@ -120,6 +140,28 @@ def opening(folder: pathlib.Path, steps: int, log_every: int) -> dict[str, float
             found[f"{name}_all_points_cpu_s"] = cpu(process.pid) - used_s
             for metric in ("train/loss", "train/mfu"):
                 assert [line["count"] for line in charts(port, metric)] == [steps // log_every] * runs
+    return found
+
+
+def browsing(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds until Chromium has drawn the page of one run, and the comparison of ten."""
+    first = large_runs(folder, args.steps, args.log_every)
+    found = {}
+    settings = json.dumps({"modules": str(pathlib.Path(args.modules).resolve()), "chromium": args.chromium})
+    command = ["node", str(pathlib.Path(__file__).with_name("dashboard_open.mjs")), settings]
+    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as browser:
+        assert browser.stdout.readline() == b"ready\n", "Chromium has not started"
+        for name, runs in (("one", 1), ("ten", 10)):
+            evict(first)
+            with server(folder / name) as (port, _):
+                listens_s = time.monotonic()
+                wait(lambda: len(ask(port, "/api/runs")["runs"]) == runs)
+                ids = [run["id"] for run in ask(port, "/api/runs")["runs"]]
+                page = f"run/{ids[0]}" if runs == 1 else "compare?" + "&".join(f"run={one}" for one in ids)
+                browser.stdin.write(f"http://127.0.0.1:{port}/#/{page}\n".encode())
+                browser.stdin.flush()
+                assert float(browser.stdout.readline()) > 0, f"the charts of {name} were not drawn"
+                found[f"browser_{name}_s"] = time.monotonic() - listens_s
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
@@ -28,6 +29,7 @@ from capibara.monitoring.dashboard.views.names import Json, clean
 
 _MOST_SERIES, _MOST_RUNS, _MOST_COMPARED = 40, 20, 20
 _POINTS = (10, 5_000)
+_MOMENT_S = 1.0
 _MOST_LISTED = 1_000
 
 _Handler = Callable[[Request, Exception], Awaitable[Response]]
@@ -129,6 +131,7 @@ class _Pages:
 
     async def details(self, request: Request) -> Response:
         run = self._run(request.path_params["run"])
+        await _shown([run])
         return await self._answer(request, _stamp([run]), lambda: self._details(run))
 
     def _details(self, run: Run) -> Json:
@@ -171,12 +174,14 @@ class _Pages:
 
     async def series(self, request: Request) -> Response:
         runs, query = self._asked(request)
+        await _shown(runs)
         return await self._answer(request, _stamp(runs), lambda: lines.series(runs, query))
 
     async def compare(self, request: Request) -> Response:
         runs = self._runs(request)
         if not 1 <= len(runs) <= _MOST_COMPARED:
             raise Refusal(400, f"{len(runs)} runs are compared, must be 1 to {_MOST_COMPARED}", "bad_parameter")
+        await _shown(runs)
         return await self._answer(request, _stamp(runs), lambda: self._compared(runs))
 
     def _compared(self, runs: Sequence[Run]) -> Json:
@@ -268,6 +273,13 @@ def _order(name: str) -> Callable[[dict[str, Json]], tuple[float, str]]:
         return (0.0 if name == "name" else number, str(row["name"]))
 
     return key
+
+
+async def _shown(runs: Sequence[Run]) -> None:
+    """Waits a moment for runs that were found just now, so that the first answer has something to show."""
+    end_s = time.monotonic() + _MOMENT_S
+    while any(run.is_new for run in runs) and time.monotonic() < end_s:
+        await asyncio.sleep(0.02)
 
 
 def _stamp(runs: Sequence[Run]) -> tuple[tuple[str, int, bool], ...]:

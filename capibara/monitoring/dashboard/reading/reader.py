@@ -22,7 +22,7 @@ from capibara.monitoring.dashboard.reading.run import Run
 from capibara.storage import stores
 
 _SMALL_BYTES = 4 << 20  # appended since the last look: read at once, without other processes
-_LOOK_S = 1.0  # after which a look at many new runs ends, so that viewers see the first ones
+_LOOK_S = 0.25  # after which a look at many new runs ends, so that viewers see the first ones
 _PAUSE_S = 30.0  # after a fault of a bucket
 _FAULTS = (UserError, TryAgain, OSError, limits.Refused)
 
@@ -105,13 +105,14 @@ class Reader:
         if now_s - self._scanned_s >= self._scan_s:
             self._scan(change)
             self._scanned_s = time.monotonic()
-        for run in sorted(self.runs.values(), key=lambda run: run.is_new):
+        for run in sorted(self.runs.values(), key=lambda run: (run.is_new, -run.wanted_s)):
             if run.is_new and time.monotonic() - now_s > _LOOK_S:
                 break
             if run.id in self._large:
                 self._collect(run, change)
             elif self._paused.get(run.id, 0.0) <= now_s:
                 self._follow(run, change)
+                run.is_new = False
         for run_id in change.updated:
             run = self.runs[run_id]
             if self._epochs.get(run_id, run.epoch) != run.epoch:
@@ -162,7 +163,6 @@ class Reader:
 
     def _follow(self, run: Run, change: Change) -> None:
         """Reads what was appended since the last look."""
-        run.is_new = False
         try:
             if not self._has_grown(run):
                 return

@@ -13,6 +13,7 @@ const COLOURS = 8;
 const DASHES = ["solid", "dash", "dot"]; // the ninth run has the first colour, dashed
 const MOST = 20;
 const RENEW_MS = 5_000;
+const RENEW_EMPTY_MS = 500; // while the runs have no metrics yet
 
 export function show(root, context) {
   new ComparePage(root, context).begin();
@@ -23,6 +24,7 @@ class ComparePage {
     Object.assign(this, { root, live, signal, setTitle });
     this.runs = [...new Set(views.current().params.getAll("run"))].slice(0, MOST);
     this.chips = h("div", { class: "chips" });
+    this.metrics = [];
     this.charts = h("div", {});
     this.tables = h("div", {}, skeleton(200));
   }
@@ -138,7 +140,10 @@ class ComparePage {
   async load() {
     try {
       const answer = await get("/api/compare", { run: this.runs }, this.signal);
-      if (!this.board) this.drawCharts(answer.metrics.map(({ name }) => name));
+      const known = this.metrics;
+      this.metrics = answer.metrics.map(({ name }) => name);
+      if (!this.board) this.drawCharts();
+      else if (this.metrics.some((name) => !known.includes(name))) this.sections.redraw();
       this.drawTables(answer);
     } catch (error) {
       if (!isAbort(error) && !this.board)
@@ -158,9 +163,9 @@ class ComparePage {
     }
   }
 
-  drawCharts(metrics) {
+  drawCharts() {
     this.board = new Board({ runs: this.runs, style: (run) => this.style(run), signal: this.signal });
-    chartSections(this.charts, this.board, () => comparison(metrics));
+    this.sections = chartSections(this.charts, this.board, () => comparison(this.metrics));
     const on = (name, react) =>
       this.live.addEventListener(name, (event) => react(event.detail), { signal: this.signal });
     on("update", ({ runs }) => {
@@ -170,7 +175,7 @@ class ComparePage {
         own.map(({ id }) => id),
         own.flatMap(({ kinds }) => kinds ?? ["train", "eval", "system"]),
       );
-      if (Date.now() - (this.renewed ?? 0) > RENEW_MS) {
+      if (Date.now() - (this.renewed ?? 0) > (this.metrics.length ? RENEW_MS : RENEW_EMPTY_MS)) {
         this.renewed = Date.now();
         this.load();
       }
