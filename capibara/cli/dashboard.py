@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process, which started this one")
     args = flags.parse_arguments(parser, argv)
     if not 0 <= args.port < 65536:
-        raise UserError(f"--port={args.port} must be from 0 to 65535")
+        raise UserError(f"--port={args.port} must be from 0 to 65535 (0: any free one): try 8080")
     return dashboard(args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from capibara.monitoring.report.facts import RunFacts
     from capibara.monitoring.report.page import Price
 
+_INPUTS = ("metrics.jsonl", "config.gin", "manifest.json")  # of a run folder: an output must not replace them
 _DESCRIPTION = """Write a report on runs: curves, evaluations, where the time went, cost, configuration, samples and data.
 
 It is one HTML file without scripts, which can be mailed. Several runs are compared.
@@ -40,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from capibara.monitoring.status import StatusLine
     from capibara.storage import outputs
 
-    outputs.check_writable(args.output)
+    inputs = [os.path.join(folder, name) for folder in args.runs for name in _INPUTS]
+    outputs.check_writable(args.output, inputs=inputs)
     with StatusLine() as status:
         runs = []
         for folder in args.runs:
             status.show("reading", folder)
             runs.append(facts.read(folder))
+        runs = facts.distinct(runs)
 
         def price_of(run: RunFacts) -> Price | None:
             return _price(run, args.usd)

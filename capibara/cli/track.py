@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags
 from capibara.core.types import TryAgain, UserError
 
+_LONGEST_S = 30 * 24 * 3600
 _DESCRIPTION = """Send a run's metrics, samples and pictures to trackers: what they have not got yet.
 
   RUN    a run folder; its trackers/NAME.json say how far each tracker is
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse_arguments(parser, argv)
     if args.run is None:
         raise UserError("track needs a run folder: capibara track runs/mine --to=wandb")
-    if not args.timeout > 0:
-        raise UserError(f"--timeout={args.timeout} must be above 0 seconds: try 600")
+    if not 0 < args.timeout <= _LONGEST_S:
+        raise UserError(f"--timeout={args.timeout:g} must be above 0 and at most {_LONGEST_S} seconds: try 600")
     return _track(args)
 
 
@@ -55,7 +56,7 @@ def _track(args: flags.Arguments) -> int:
         feeds.wait(args.timeout)
         unsent = feeds.unsent()
     if unsent:
-        missing = ", ".join(f"{label} has not got {count} lines" for label, count in unsent.items())
+        missing = ", ".join(f"{label} has not got {count} line{'s' * (count != 1)}" for label, count in unsent.items())
         raise TryAgain(f"{missing} of {folder}: run this again")
     print(f"sent to {', '.join(feeds.labels)}")
     return 0

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,13 +111,13 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
         raise UserError(f"{error}; a loss curve needs MetricsFile() among the callbacks, before LossCurve()") from None
     train_steps, train_loss = _points(records, "train")
     eval_steps, eval_loss = _points(records, "eval")
-    evaluations = [r for r in records if r["kind"] == "eval" and r.get("bits_per_byte") and r.get("loss")]
+    evaluations = [r for r in records if r["kind"] == "eval" and _number(r, "bits_per_byte") and _number(r, "loss")]
     starts = [r for r in records if r["kind"] == "event" and r.get("event") == "start"]
     last = evaluations[-1] if evaluations else {}
     bits_per_nat = last["bits_per_byte"] / last["loss"] if last else None
-    baseline = baseline_bits_per_byte or last.get("unigram_bits_per_byte")
+    baseline = baseline_bits_per_byte or _number(last, "unigram_bits_per_byte")
     final_step = max([*train_steps, *eval_steps], default=0)
-    tokens = starts[-1].get("tokens_per_step") if starts else None
+    tokens = _number(starts[-1], "tokens_per_step") if starts else None
     rewarded = any(name in record for record in records for name in ("reward", "reward_margin"))
     return Curves(
         unit="" if rewarded else Curves.unit,
@@ -130,7 +130,7 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
         baseline=baseline / bits_per_nat if baseline and bits_per_nat else None,
         baseline_label=baseline_label,
         resumed=tuple(r["step"] for r in starts if r["step"] > 0),
-        param_count=starts[-1].get("param_count") if starts else None,
+        param_count=_number(starts[-1], "param_count") if starts else None,
         tokens=int(tokens * final_step) if tokens else None,
     )
 
@@ -191,6 +191,12 @@ def _points(records: Sequence[dict[str, Any]], kind: str) -> tuple[np.ndarray, n
     points = [(r["step"], r["loss"]) for r in records if r["kind"] == kind and _finite(r.get("loss"))]
     steps, losses = zip(*points) if points else ((), ())
     return np.array(steps, int), np.array(losses, float)
+
+
+def _number(record: Mapping[str, Any], name: str) -> Any:
+    """A finite number of a line, which may be anyone's; None: it has none."""
+    value = record.get(name)
+    return value if _finite(value) else None
 
 
 def _finite(value: object) -> bool:

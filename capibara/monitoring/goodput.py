@@ -19,6 +19,9 @@ CATEGORIES = (
 )
 
 
+_MOST_S = 1e12  # of a duration; sums of them stay finite
+
+
 @dataclasses.dataclass
 class _Life:
     """The records between one start of a run, or roll-back, and the next."""
@@ -34,7 +37,7 @@ class _Life:
         """When the process was started: seconds since 1970."""
         before = next((r for r in self.records if r.get("event") == "spent" and r["step"] == self.first_step), {})
         return self.records[0]["time"] - sum(
-            before.get(name) or 0.0 for name in ("start", "set_up", "restore", "reference")
+            _seconds(before, name) for name in ("start", "set_up", "restore", "reference")
         )
 
     @property
@@ -79,13 +82,19 @@ def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
             count, before = max(0, record["step"] - step), step
             step = record["step"]
             kept = count if kept_steps is None else min(count, max(0, kept_steps - before))
-            waited_s = record.get("data_wait_s") or 0.0
-            spent["productive"] += kept * ((record.get("step_s") or 0.0) - waited_s)
+            waited_s, step_s = _seconds(record, "data_wait_s"), _seconds(record, "step_s")
+            spent["productive"] += kept * (step_s - waited_s)
             spent["data_wait"] += kept * waited_s
-            spent["lost"] += (count - kept) * (record.get("step_s") or 0.0)
+            spent["lost"] += (count - kept) * step_s
         if record["kind"] == "train" or record.get("event") == "spent":
             for name in ("rollout", "evaluate", "save", "start", "set_up", "restore", "reference"):
-                spent[name] += record.get(name if record["kind"] == "event" else f"{name}_s") or 0.0
+                spent[name] += _seconds(record, name if record["kind"] == "event" else f"{name}_s")
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    """A duration of a line, which may be anyone's; 0: it has none, or no plausible one."""
+    value = record.get(name)
+    return value if isinstance(value, (int, float)) and abs(value) < _MOST_S else 0.0
 
 
 def line(spent: Mapping[str, float]) -> str | None:

@@ -4,28 +4,31 @@ cd examples/extend && python -m capibara.train --gin_file=my_tracker.gin --emula
 """
 
 import csv
+import dataclasses
 import os
 
 from capibara.config import configurable
-from capibara.training.callbacks import Callback
+from capibara.monitoring.trackers.tracker import Tracker
 
 
 @configurable
-class CsvTracker(Callback):
+@dataclasses.dataclass(kw_only=True)
+class CsvTracker(Tracker):
     """Appends one line a logged step to a file in the run folder.
 
-    Args:
+    Attributes:
       name: of the file.
       metrics: which metrics are its columns.
     """
 
-    def __init__(self, name: str = "table.csv", metrics: tuple[str, ...] = ("loss", "learning_rate")):
-        self.name, self.metrics = name, metrics
+    name: str = "table.csv"
+    metrics: tuple[str, ...] = ("train/loss", "train/learning_rate")
 
-    # Called on process 0 only; Callback has the other events: evaluations, samples, checkpoints, the end.
-    def on_train_begin(self, run):
-        self.path = os.path.join(run.model_dir, self.name)
+    # Called in a process beside the training; Tracker has the other events: texts, facts, pictures, the end.
+    def start(self, run):
+        self.path = os.path.join(run.folder, self.name)
 
-    def on_step(self, step, metrics):
-        with open(self.path, "a", newline="") as file:
-            csv.writer(file).writerow([step, *(metrics[name] for name in self.metrics)])
+    def log(self, moment, metrics):
+        if all(name in metrics for name in self.metrics):
+            with open(self.path, "a", newline="") as file:
+                csv.writer(file).writerow([moment.step, *(metrics[name] for name in self.metrics)])

@@ -107,7 +107,9 @@ class Failing(Tracker):
         (["run"], r"has no trackers \(Monitoring.trackers is empty\): name one, e.g. --to=wandb"),
         (["run", "--to=wandd"], "no configurable named @wandd"),
         (["run", "--to=a b"], "--to=a b is no tracker.*: name one of wandb, comet, mlflow, print"),
-        (["run", "--to=print", "--timeout=0"], "--timeout=0.0 must be above 0"),
+        (["run", "--to=print", "--timeout=0"], "--timeout=0 must be above 0"),
+        (["run", "--to=print", "--timeout=inf"], "--timeout=inf must be above 0 and at most"),
+        (["run", "--to=print", "--timeout=nan"], "--timeout=nan must be above 0"),
     ],
 )
 def test_mistakes_are_one_line(folder, arguments, match):
@@ -115,6 +117,13 @@ def test_mistakes_are_one_line(folder, arguments, match):
     with pytest.raises(UserError, match=match) as error:
         track.main(arguments)
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(folder):
+    record(folder, "Trainer.steps = 4\n")
+    (folder / "trackers").write_text("a file")
+    with pytest.raises(UserError, match="trackers cannot be made .*: trackers need a run folder that you may write"):
+        track.main([str(folder), "--to=print"])
 
 
 def test_a_configuration_that_was_changed_is_refused(folder):

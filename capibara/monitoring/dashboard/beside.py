@@ -53,9 +53,7 @@ class DashboardProcess(Callback):
     def _start(self, folder: str) -> None:
         # Webhooks may hold secrets, which others would see among the arguments.
         urls = " ".join([os.environ.get(_WEBHOOKS, ""), *self._config.webhooks]).split()
-        bindings = [
-            f"--gin_bindings={line}" for line in written.text_of(self._config).split("\n") if "DashboardConfig." in line
-        ]
+        bindings = [line for line in written.bindings(self._config) if _field(line) not in ("", "webhooks", "port")]
         command = [
             sys.executable,
             "-P",
@@ -65,10 +63,7 @@ class DashboardProcess(Callback):
             f"--port={self._config.port}",
             "--next_ports",
         ]
-        command += [
-            f"--parent={os.getpid()}",
-            *(one for one in bindings if ".webhooks" not in one and ".port" not in one),
-        ]
+        command += [f"--parent={os.getpid()}", *(f"--gin_bindings={line}" for line in bindings)]
         paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _package_folder()]))
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, _WEBHOOKS: " ".join(urls)}
         try:
@@ -88,17 +83,23 @@ class DashboardProcess(Callback):
         except OSError as error:
             self._report.on_status(f"the dashboard cannot be started: {error}")
             return
-        with process.stdout or contextlib.nullcontext() as lines:
-            first = (lines.readline() if lines is not None else "").strip()
-            if _ADDRESS.match(first):
-                self._report.on_status(first)
-            elif not self._is_ended:
-                self._report.on_status(
-                    f"the dashboard cannot be started: {first.removeprefix('error: ')[:300] or 'it ended'}"
-                )
-            for _ in lines or ():  # a full pipe would hold it up
-                pass
+        assert process.stdout is not None
+        with process.stdout as lines:
+            fault, has_begun = "it ended", False
+            for line in map(str.strip, lines):  # also after its address: a full pipe would hold it up
+                if not has_begun and _ADDRESS.match(line):
+                    has_begun = True
+                    self._report.on_status(line)
+                elif line:  # a warning of Python's, or why it ends
+                    fault = line.removeprefix("error: ")[:300]
+            if not has_begun and not self._is_ended:
+                self._report.on_status(f"the dashboard cannot be started: {fault}")
         process.wait()
+
+
+def _field(binding: str) -> str:
+    """The name of the field that a line of Gin binds; empty: it binds none."""
+    return binding.partition("=")[0].strip().rpartition(".")[2]
 
 
 def _package_folder() -> str:

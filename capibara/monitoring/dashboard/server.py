@@ -13,14 +13,14 @@ import os
 import resource
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard.alerts import webhooks
 from capibara.monitoring.dashboard.facts import Question
-from capibara.monitoring.dashboard.http.access import access
+from capibara.monitoring.dashboard.http.access import LOOPBACK, access, check_hosts
 from capibara.monitoring.dashboard.http.app import app
 from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
 from capibara.monitoring.dashboard.reading import large
@@ -83,10 +83,14 @@ def run(
     """
     roots = [os.fspath(stores.folder_of(root)) for root in options.roots]
     urls = webhooks.addresses((*options.webhooks, *config.webhooks), options.webhook_file)
+    _check_folders(roots)
+    hosts = (*options.allowed_hosts, *config.allowed_hosts)
+    check_hosts(hosts)
     listening = _listen(options)
     address, port = listening.getsockname()[:2]
-    token, is_new = _token(options, is_open=not ipaddress.ip_address(address).is_loopback)
-    hosts = (*options.allowed_hosts, *config.allowed_hosts)
+    # A proxy that is named passes on what others ask, also to a loopback address.
+    is_open = not (ipaddress.ip_address(address).is_loopback and LOOPBACK.issuperset(name.lower() for name in hosts))
+    token, is_new = _token(options, is_open=is_open)
     rules = access(address, options.host, hosts, token, config.requests_per_s)
     with contextlib.suppress(OSError):
         os.nice(_NICER)
@@ -96,6 +100,9 @@ def run(
     _raise_file_limit(2 * room.most + _OTHER_FILES)
     shown = f"[{address}]" if ":" in address else address
     say(f"dashboard: http://{shown}:{port}/" + (f"?token={token}" if is_new else ""))
+    for root in roots:
+        if stores.of(root).has_local_paths and not os.path.exists(root):
+            say(f"note: {root} does not exist yet; its runs appear when they do")
     settings = uvicorn.Config(
         app(dashboard, rules),
         http=functools.partial(Connection, room),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -113,6 +120,15 @@ def run(
     ticks = functools.partial(_tick, dashboard, options.parent)
     Server(settings, room, ticks, dashboard.hub.end).run(sockets=[listening])
     return 0
+
+
+def _check_folders(roots: Sequence[str]) -> None:
+    """Raises UserError if a root is a file."""
+    for root in roots:
+        if stores.of(root).has_local_paths and os.path.isfile(root):
+            raise UserError(
+                f"{root} is a file, must be a run folder, or a folder of them: name the folder that it is in"
+            )
 
 
 def _tick(dashboard: Dashboard, parent: int | None) -> bool:

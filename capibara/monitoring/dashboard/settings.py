@@ -44,8 +44,10 @@ class DashboardConfig:
             raise UserError(f"DashboardConfig.port is {self.port}, must be from 0 to 65535 (0: any free one): try 8080")
         for name in ("spike_sigmas", "spike_window", "stall_s", "stall_train_s", "memory_mib", "requests_per_s"):
             if not getattr(self, name) > 0:
-                raise UserError(f"DashboardConfig.{name} is {getattr(self, name)}, must be above 0")
+                raise UserError(
+                    f"DashboardConfig.{name} is {getattr(self, name)}, must be above 0: try {getattr(type(self), name)}"
+                )
         if not 0 <= self.low_goodput <= 1:
             raise UserError(f"DashboardConfig.low_goodput is {self.low_goodput}, must be from 0 to 1: try 0.5")
         if not self.disk_free_gib >= 0:
-            raise UserError(f"DashboardConfig.disk_free_gib is {self.disk_free_gib}, must be at least 0")
+            raise UserError(f"DashboardConfig.disk_free_gib is {self.disk_free_gib}, must be at least 0: try 10")

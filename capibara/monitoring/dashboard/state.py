@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from capibara.core import limits
 from capibara.monitoring.dashboard.alerts.board import Alert, Board
 from capibara.monitoring.dashboard.alerts.rules import Rules
 from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
@@ -16,7 +17,8 @@ from capibara.monitoring.dashboard.reading.reader import Change, Reader
 from capibara.monitoring.dashboard.reading.run import Limits, Run
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.views.names import Json, finite
-from capibara.monitoring.dashboard.views.summary import summary
+from capibara.monitoring.dashboard.views.summary import summary, unreadable
+from capibara.monitoring.progress import printable
 from capibara.storage import stores
 
 _BUCKET_POLL_S, _BUCKET_SCAN_S = 15.0, 60.0
@@ -95,8 +97,11 @@ class Dashboard:
         return next((run for reader in self._readers if (run := reader.run(run_id)) is not None), None)
 
     def summary(self, run: Run) -> dict[str, Json]:
-        """A run's row in the table of runs."""
-        return summary(run, self.board.rules.quiet, self.board.active(run.id))
+        """A run's row in the table of runs; of one that cannot be summed up, its name and what is wrong."""
+        try:
+            return summary(run, self.board.rules.quiet, self.board.active(run.id))
+        except Exception as error:  # whatever the lines of an untrusted run lead to: the others are shown all the same
+            return unreadable(run, limits.cause(error, 200))
 
     def update(self, run_id: str) -> dict[str, Json] | None:
         """What an event says of a run that has changed; None: it is gone."""
@@ -150,7 +155,9 @@ class Dashboard:
         self.hub.alert(alert.as_json())
         if self.webhooks.urls:
             state = "resolved" if alert.ended_s is not None else str(alert.found.severity)
-            text = f"{alert.run_name}: {alert.found.text} ({state})"
+            text = printable(f"{alert.run_name}: {alert.found.text} ({state})")
+            for sign, name in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():  # Slack's: <!channel> calls everybody
+                text = text.replace(sign, name)
             self.webhooks.send({"source": "capibara", "text": text, "alert": alert.as_json()})
 
 

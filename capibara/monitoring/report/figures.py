@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from capibara.monitoring.report.facts import RunFacts
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _INK, _FAINT = "#333333", "#999999"
-_MOST_POINTS = 2000  # of a curve: more cannot be seen
+_GOLDEN = 0.618034
+_MOST_POINTS, _LEAST_POINTS, _ALL_POINTS = 2000, 300, 8000  # of a curve: more cannot be seen; of all in a picture
+_MOST, _MOST_LOG = 1e300, 1e100  # of a value: axes have margins
 # Title, metric and scale of each picture; training curves are thin, evaluations have dots.
 _PICTURES = (
     ("Loss", "loss", "linear"),
@@ -29,7 +32,10 @@ _PICTURES = (
 
 def colour_of(number: int) -> str:
     """The colour of a run, by its number in the report."""
-    return COLOURS[number % len(COLOURS)]
+    if number < len(COLOURS):
+        return COLOURS[number]
+    red, green, blue = colorsys.hls_to_rgb(number * _GOLDEN % 1, 0.42, 0.6)  # hues that are far from those before
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def pictures(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
@@ -49,16 +55,21 @@ def _svg(title: str, scale: str, lines: Sequence[tuple[int, list[int], list[floa
 
     figure = Figure(figsize=(7.2, 3.4))
     axes = figure.add_axes((0.1, 0.14, 0.88, 0.82))
+    most = min(_MOST_POINTS, max(_LEAST_POINTS, _ALL_POINTS // len(lines)))
     for number, steps, values, evaluated, of_evaluations in lines:
         colour = colour_of(number)
         if steps:
-            x, y = _thinned(np.array(steps), np.array(values))
-            axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.7)
-            axes.plot(x, smooth(y), color=colour, linewidth=1.6)
+            x, y = np.array(steps, float), np.clip(np.array(values, float), -_MOST, _MOST)
+            dot = "o" if len(x) == 1 else None  # a line of one point cannot be seen
+            kept = _thinned(y, most)
+            even = np.unique(np.linspace(0, len(x) - 1, most).astype(int))
+            axes.plot(x[kept], y[kept], color=colour, alpha=0.25, linewidth=0.7)
+            axes.plot(x[even], smooth(y)[even], color=colour, linewidth=1.6, marker=dot, markersize=4)
         if evaluated:
-            axes.plot(evaluated, of_evaluations, color=colour, linewidth=1, marker="o", markersize=4, linestyle="--")
+            y = np.clip(np.array(of_evaluations, float), -_MOST, _MOST)
+            axes.plot(evaluated, y, color=colour, linewidth=1, marker="o", markersize=4, linestyle="--")
     positive = [value for _, _, values, _, more in lines for value in (*values, *more)]
-    if scale == "log" and min(positive) > 0:
+    if scale == "log" and 1 / _MOST_LOG < min(positive) <= max(positive) < _MOST_LOG:
         axes.set_yscale("log")
     _styled(axes)
     axes.set_xlabel("step", color=_INK, fontsize=9)
@@ -82,10 +93,9 @@ def _styled(axes: Any) -> None:
     axes.margins(x=0.01, y=0.06)
 
 
-def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most _MOST_POINTS: of each part of the steps the lowest and the highest value, so that spikes are seen."""
-    if len(x) <= _MOST_POINTS:
-        return x, y
-    parts = np.array_split(np.arange(len(x)), _MOST_POINTS // 2)
-    kept = np.unique([index for part in parts for index in (part[np.argmin(y[part])], part[np.argmax(y[part])])])
-    return x[kept], y[kept]
+def _thinned(y: np.ndarray, most: int) -> np.ndarray:
+    """Indices of at most so many points: of each part the lowest and the highest value, so that spikes are seen."""
+    if len(y) <= most:
+        return np.arange(len(y))
+    parts = np.array_split(np.arange(len(y)), most // 2)
+    return np.unique([index for part in parts for index in (part[np.argmin(y[part])], part[np.argmax(y[part])])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-import tokenize
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +13,10 @@ from capibara.core.types import UserError
 from capibara.monitoring.goodput import CATEGORIES
 from capibara.monitoring.report import figures
 from capibara.monitoring.report.facts import RunFacts
+from capibara.monitoring.trackers.redaction import encodable, redact, redact_json
 
 _UNKNOWN = "unavailable"
+_MOST_CHARACTERS = 200  # of a figure that is a text
 _PARTS = dict(zip(CATEGORIES, ("#009e73", "#56b4e9", "#e69f00", "#cc79a7", "#0072b2", "#b0b7c3", "#8f98a8", "#6f7a8d",
                                "#a9b4c4", "#d55e00", "#c3c9d3", "#dfe3e9")))  # fmt: skip
 
@@ -62,7 +64,7 @@ def page(runs: Sequence[RunFacts], price_of: PriceOf, title: str | None = None) 
     names = sorted({name for of_run in bindings for name in of_run})
     texts = {name: [of_run.get(name) for of_run in bindings] for name in names}
     different = {name: values for name, values in texts.items() if len({*values}) > 1}
-    return environment.from_string(template).render(
+    text: str = environment.from_string(template).render(
         title=title or f"Report: {', '.join(run.name for run in runs)}",
         cost_note=", ".join(sorted({price.source for price in prices})) or "unavailable: no price is known",
         runs=[_shown(number, run) for number, run in enumerate(runs)],
@@ -76,14 +78,17 @@ def page(runs: Sequence[RunFacts], price_of: PriceOf, title: str | None = None) 
         ),
         same=len(texts) - len(different),
     )
+    return encodable(text)
 
 
 def _bindings(text: str) -> dict[str, str | None]:
-    """Parameter -> value as text; nothing is imported or executed. Empty for what is no Gin."""
+    """Parameter -> value as text, without secrets; nothing is imported or executed. Empty for what is no Gin."""
     try:
-        return {name: value for name, (_, value) in config.changes("", text).items()}
-    except (SyntaxError, ValueError, tokenize.TokenError, RecursionError):
+        bound = {name: value for name, (_, value) in config.changes("", text).items()}
+    except Exception:  # the text is untrusted, and Gin's parser raises what it meets
         return {}
+    found: dict[str, str | None] = redact_json(bound)
+    return found
 
 
 _WORDS = {
@@ -108,15 +113,16 @@ _WORDS = {
 
 def _figures(run: RunFacts, price_of: PriceOf) -> dict[str, Any]:
     price, hours, about, best = price_of(run), run.device_hours, run.about, run.best
+    count = _plain(about.get("device_count"))
     return {
         "name": run.name,
         "path": run.path,
-        "status": run.ended or "running, or killed",
+        "status": _plain(run.ended) or "running, or killed",
         "step": run.step,
-        "total_steps": about.get("total_steps"),
-        "param_count": about.get("param_count"),
+        "total_steps": _plain(about.get("total_steps")),
+        "param_count": _plain(about.get("param_count")),
         "tokens": run.tokens,
-        "devices": f"{about.get('device_count')} x {about.get('device_kind')}" if about.get("device_count") else None,
+        "devices": f"{count} x {_plain(about.get('device_kind'))}" if count else None,
         "train_loss": run.last("train", "loss"),
         "eval_loss": run.last("eval", "loss"),
         "best_eval_loss": None if best is None else best["loss"],
@@ -126,11 +132,18 @@ def _figures(run: RunFacts, price_of: PriceOf) -> dict[str, Any]:
         "hours": run.seconds["total"] / 3600 if run.seconds.get("total") else None,
         "starts": run.starts,
         "device_hours": hours,
-        "usd": None if price is None or hours is None else hours * price.usd_per_device_hour,
+        "usd": None if price is None or hours is None else _plain(hours * price.usd_per_device_hour),
         "price": None if price is None else dataclasses.asdict(price),
         "evaluation": {name: run.last("eval", name) for name in run.metrics("eval")},
         "seconds": dict(run.seconds),
     }
+
+
+def _plain(value: object) -> str | int | float | None:
+    """A value of a line, if it is a text or a number that JSON can hold; None: it is something else."""
+    if isinstance(value, str):
+        return value[:_MOST_CHARACTERS]
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _text(name: str, value: object) -> str:
@@ -175,7 +188,7 @@ def _shown(number: int, run: RunFacts) -> dict[str, Any]:
     return {
         "name": run.name,
         "colour": figures.colour_of(number),
-        "config": run.config,
+        "config": redact(run.config),
         "samples": run.samples,
         "lineage": "\n".join(run.lineage),
         "parts": parts,

@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import capibara
@@ -37,9 +38,18 @@ def of_process(devices: str, processes: int) -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := extras.version(name))},
         "devices": devices,
         "processes": processes,
-        "command": [redact(argument) for argument in sys.orig_argv],
+        "command": _command(sys.orig_argv),
         "git": git_state(),
     }
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """A command line without secrets: also the values after flags such as `--token`."""
+    found = list[str]()
+    for before, argument in zip(["", *arguments], arguments):
+        prefix = f"{before}=" if before.startswith("-") and "=" not in before else ""
+        found.append(redact(prefix + argument).removeprefix(prefix))
+    return found
 
 
 def git_state(folder: str | None = None) -> dict[str, Any] | None:

@@ -98,8 +98,9 @@ class SystemSampler(Callback):
             self._report.on_facts(self._run.start_step, facts.of_process(about, jax.process_count()))
         with contextlib.ExitStack() as stack:
             if jax.default_backend() == "tpu" and extras.version("libtpu") is not None:
-                self._tpu = TpuReader(self._how.every_s)
-                stack.callback(self._tpu.close)
+                with self._reading():
+                    self._tpu = TpuReader(self._how.every_s)
+                    stack.callback(self._tpu.close)
             while not self._ended.wait(self._how.every_s):
                 self._sample()
             self._sample()

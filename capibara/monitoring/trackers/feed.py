@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import threading
@@ -17,7 +18,7 @@ from capibara.monitoring.trackers import lineage, lines, state
 from capibara.monitoring.trackers.lines import Line, Position, Tail
 from capibara.monitoring.trackers.loggers import AGAIN, metrics_path
 from capibara.monitoring.trackers.pictures import Pictures
-from capibara.monitoring.trackers.redaction import redact, redact_json
+from capibara.monitoring.trackers.redaction import encodable, redact, redact_json
 from capibara.monitoring.trackers.state import TrackerState
 from capibara.monitoring.trackers.tracker import Moment, TrackedRun, Tracker
 from capibara.storage import stores
@@ -25,6 +26,7 @@ from capibara.storage import stores
 _LOCAL_POLL_S, _BUCKET_POLL_S = 1.0, 15.0
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
 _LONGEST_ERROR = 300
+_DEEPEST, _MOST_METRICS, _LONGEST_NAME = 4, 10_000, 500  # of the metrics of a line
 _SPENT = "spent"
 
 
@@ -79,7 +81,7 @@ class Feed:
             try:
                 self._session()
                 return True
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a client may end "the program"
                 self._fail(error)
                 if isinstance(error, UserError) or was_ending:
                     return False
@@ -88,7 +90,7 @@ class Feed:
             self.ending.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.busy_since = None
         self._hooks.fault(error)
         if not self._has_failed:
@@ -110,8 +112,7 @@ class Feed:
         session = _Session(tracker, self._model_dir, self._state.reason)
         run = self._run()
         self._begin()
-        run_id = tracker.start(run)
-        run_id = run_id or self._state.run_id
+        run_id = state.checked_id(self.label, tracker.start(run)) or self._state.run_id
         self._save(dataclasses.replace(self._state, run_id=run_id, url=tracker.url, is_finished=False))
         if content:
             session.begin(run, content[0])
@@ -150,14 +151,14 @@ class Feed:
 
     def _save(self, found: TrackerState) -> None:
         if found != self._state:
+            state.write(self._model_dir, self.label, found)  # first: a full disk must not make it count as written
             self._state = found
-            state.write(self._model_dir, self.label, found)
 
     def _run(self) -> TrackedRun:
         text, bound = state.configuration(self._model_dir)
         os.makedirs(self._scratch, exist_ok=True)
         return TrackedRun(
-            name=os.path.basename(self._model_dir.rstrip("/")) or "run",
+            name=encodable(os.path.basename(self._model_dir.rstrip("/"))) or "run",
             folder=self._model_dir,
             uid=state.uid(self._model_dir),
             run_id=self._state.run_id,
@@ -178,8 +179,8 @@ class _Session:
         self._lineage = ""
 
     def begin(self, run: TrackedRun, first: Line) -> None:
-        step = first.record["step"] if first.record else 0
-        self.moment = Moment(step, first.record["time"] if first.record else time.time(), first.number)
+        record = first.record or {}
+        self.moment = Moment(record.get("step", 0), float(record.get("time", time.time())), first.number)
         self._tracker.text(self.moment, run_manifest.CONFIG, run.config_text)
         for name, text in lineage.plans(self._model_dir):
             self._tracker.text(self.moment, name, redact(text))
@@ -221,14 +222,17 @@ class _Session:
         self._tracker.finish(self.reason)
 
     def _log(self, group: str, values: Mapping[str, Any]) -> None:
-        numbers = dict(_numbers(group, values))
+        numbers = dict(itertools.islice(_numbers(group, values), _MOST_METRICS))
         if numbers:
             self._tracker.log(self.moment, numbers)
         if isinstance(warning := values.get("warning"), str):
             self._tracker.text(self.moment, "warning", redact(warning))
 
     def _send_lineage(self) -> None:
-        found = lineage.of_run(self._model_dir)
+        try:
+            found = lineage.of_run(self._model_dir)
+        except Exception:  # whatever manifests of a run folder lead to: metrics are sent all the same
+            return
         if found and found != self._lineage:
             self._lineage = found
             self._tracker.text(self.moment, lineage.NAME, redact(found))
@@ -238,12 +242,12 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("kind", "event", "step", "time")}
 
 
-def _numbers(group: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(group: str, values: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[str, float]]:
     """Finite numbers by name; those of several devices get the device's number as the last part."""
     for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _numbers(f"{group}/{name}", value)
-        elif isinstance(value, list):
-            yield from _numbers(f"{group}/{name}", {str(index): one for index, one in enumerate(value)})
+        if isinstance(value, (dict, list)):
+            inner = value if isinstance(value, dict) else {str(index): one for index, one in enumerate(value)}
+            if depth:
+                yield from _numbers(f"{group}/{name}", inner, depth - 1)
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{group}/{name}", float(value)
+            yield encodable(f"{group}/{name}")[:_LONGEST_NAME], float(value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from capibara.monitoring.progress import printable
 from capibara.monitoring.trackers import lines, state
 from capibara.monitoring.trackers.feed import Feed, Hooks
 from capibara.monitoring.trackers.lines import Position, Tail
@@ -18,6 +21,7 @@ from capibara.storage import stores
 
 EXIT_REFUSED = 2  # of the process that feeds: to start it again would not help
 _STALLED_S = 60.0
+_LONGEST_LABEL = 64
 _LOG, _MOST_LOG_BYTES = "trackers.log", 1 << 20
 
 
@@ -34,7 +38,8 @@ class Feeds:
     """
 
     def __init__(self, trackers: Sequence[Tracker], model_dir: str, say: Callable[[str], None]):
-        self._model_dir, self._say, self._lock = model_dir, say, threading.Lock()
+        self._model_dir, self._lock = model_dir, threading.Lock()
+        self._say: Callable[[str], None] = lambda line: say(printable(line))  # names and answers may be anyone's
         state.uid(model_dir)  # before the threads ask for it
         self._scratch, self.labels = scratch_of(model_dir), labels(trackers)
         os.makedirs(self._scratch, exist_ok=True)
@@ -82,18 +87,19 @@ class Feeds:
     def _note(self, error: BaseException) -> None:
         path = os.path.join(self._scratch, _LOG)
         text = redact("".join(traceback.format_exception(error)))
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a full disk: the line for the user says what failed
             mode = "a" if os.path.exists(path) and os.path.getsize(path) < _MOST_LOG_BYTES else "w"
             with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def labels(trackers: Sequence[Tracker]) -> list[str]:
-    """A label for each tracker: its own, with a number where several have the same."""
+    """A label for each tracker, as a part of file names: its own, with a number where it is taken."""
     found: list[str] = []
-    for index, tracker in enumerate(trackers):
-        before = sum(other.label == tracker.label for other in trackers[:index])
-        found.append(f"{tracker.label}-{before + 1}" if before else tracker.label)
+    for tracker in trackers:
+        own = re.sub(r"[^\w.-]", "-", str(tracker.label)).strip(".")[:_LONGEST_LABEL] or "tracker"
+        numbered = (f"{own}-{number}" for number in range(2, len(trackers) + 3))
+        found.append(next(one for one in (own, *numbered) if one not in (*found, state.RUN)))
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from capibara.builders.lineage import chain
 from capibara.core.types import UserError
-from capibara.storage import outputs
+from capibara.storage import outputs, stores
 
 NAME = "lineage.json"
 _EVENTS = "lineage.jsonl"  # of a run with LineageFile
@@ -38,6 +38,8 @@ def plans(model_dir: str) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: str) -> str | None:
+    if stores.of(path).has_local_paths and os.path.islink(path):
+        return None  # in a run folder of others it may lead to any file of this machine
     try:
         return outputs.read(path)
     except UserError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.loggers import AGAIN
+from capibara.monitoring.trackers.loggers import AGAIN, parse
 from capibara.storage import stores
 
 _BLOCK_BYTES = 1 << 20
@@ -107,6 +107,10 @@ class Tail:
             return []
         block = store.read_range(self._path, position.byte, stop)
         end = block.rfind(b"\n")
+        if end < 0 and len(block) >= limits.LINE_BYTES:
+            raise UserError(
+                f"{self._path} has a line of more than {limits.LINE_BYTES:,} bytes at byte {position.byte:,}: remove it"
+            )
         if end < 0:
             return self._complete(position, 2 * most) if stop < size else []
         return block[:end].split(b"\n")
@@ -125,10 +129,4 @@ def _after(position: Position, content: list[bytes]) -> Position:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    return record if type(record.get("step")) is int and type(record.get("time", 0.0)) in (int, float) else None
+    return parse(text.decode("utf-8", errors="replace"))

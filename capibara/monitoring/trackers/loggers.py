@@ -12,17 +12,20 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from capibara.checkpoints.run_manifest import METRICS as METRICS_FILE
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.monitoring.trackers.redaction import encodable
 from capibara.storage import stores
 from capibara.training.callbacks import Callback, RunInfo, SystemValue
 
 _SECONDS_BETWEEN_FLUSHES = 120.0
 AGAIN = ("start", "roll_back")  # events after which the steps that follow are repeated
+MOST_STEPS, MOST_TIME_S = 1 << 53, 1e12  # of a record: what databases and floats hold exactly
+_LONG_INTEGER = 19  # characters
 
 
 def mfu(run: RunInfo, step_s: float) -> float | None:
@@ -126,9 +129,13 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     Raises:
       UserError: the file does not exist, or it is a folder.
     """
-    path = path if path.endswith(".jsonl") else metrics_path(path)
+    return kept_of(all_records(path if path.endswith(".jsonl") else metrics_path(path)))
+
+
+def kept_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records that `read_metrics` returns, of all records in the order in which they were written."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in all_records(path):
+    for record in records:
         kind, step = record["kind"], record["step"]
         if kind == "event" and record.get("event") in AGAIN:
             kept = {key: old for key, old in kept.items() if old["step"] <= step}
@@ -140,7 +147,8 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
 
 def all_records(path: str) -> list[dict[str, Any]]:
     """All complete lines of a metrics.jsonl, in the order in which they were written; raises as `read_metrics`."""
-    return list(filter(None, map(_parse, _read_text(path).split("\n"))))
+    found = filter(None, map(parse, _read_text(path).split("\n")))
+    return [record if "time" in record else {**record, "time": 0.0} for record in found]
 
 
 @configurable
@@ -169,7 +177,7 @@ class TensorBoard(Callback):
         self._events.flush()
 
     def on_sample(self, step: int, prompt: str, text: str) -> None:
-        tag = f"sample/{_encodable(prompt) or '(empty prompt)'}"
+        tag = f"sample/{encodable(prompt) or '(empty prompt)'}"
         self._events.text(tag, _preformatted(prompt + text), step)
 
     def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
@@ -338,19 +346,39 @@ def _ends_with_newline(path: str) -> bool:
 def _read_text(path: str) -> str:
     try:
         return stores.of(path).read(path).decode("utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist: name a run folder, or its {METRICS_FILE}") from None
     except IsADirectoryError:
         raise folder_error(path) from None
+    except OSError as error:
+        cause = error.strerror or error
+        raise UserError(f"{path} cannot be read ({cause}): it must be a file that you may read") from None
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _integer(text: str) -> int | float:
+    return int(text) if len(text) < _LONG_INTEGER else float(text)  # larger ones are no counts, and do not fit a float
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """The record of a line of metrics.jsonl, which may be anyone's; None: it is none, or torn."""
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+        record = _DECODER.decode(line)
+    except (ValueError, RecursionError):
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
-    return record if whole else None
+    if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
+        return None
+    step, time_s = record.get("step"), record.get("time", 0.0)
+    if type(step) is not int or abs(step) >= MOST_STEPS:
+        return None
+    if type(time_s) not in (int, float) or not abs(time_s) < MOST_TIME_S:
+        return None
+    texts = {"event": ("event",), "sample": ("prompt", "text")}.get(kind, ())
+    if not all(isinstance(record.get(name, ""), str) for name in texts):
+        return None
+    return record
 
 
 def _json_value(value: Any) -> Any:
@@ -365,9 +393,4 @@ def _json_value(value: Any) -> Any:
 
 def _preformatted(text: str) -> str:
     """Markdown that shows the text verbatim."""
-    return "\n".join(f"    {line}" for line in _encodable(text).splitlines())
-
-
-def _encodable(text: str) -> str:
-    """Escapes characters that UTF-8 cannot encode: the surrogates of undecodable bytes."""
-    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+    return "\n".join(f"    {line}" for line in encodable(text).splitlines())

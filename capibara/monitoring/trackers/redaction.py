@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 HIDDEN = "[hidden]"
+_DEEPEST = 32  # nested values
 
 # What services call their tokens, by their own prefixes.
 _TOKENS = re.compile(
@@ -14,6 +15,8 @@ _TOKENS = re.compile(
       | sk-[\w-]{16,} | sk_(?:live|test)_\w{16,} | xox[abeoprs]-[\w-]{10,} | A[KS]IA[A-Z0-9]{16} | AIza[\w-]{30,}
       | ya29\.[\w-]{16,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{30,} | dapi[0-9a-f]{32} | wandb_v1_\w{16,}
       | eyJ[\w-]{8,4096}\.[\w-]{8,4096}\.[\w-]* )
+    | (?<=[?&]sig=)[^\s"'&]{6,} | (?<=[?&]signature=)[^\s"'&]{6,}
+    | (?<=://hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+ | (?<=/webhookb2/)[^\s"']+
     | -----BEGIN[A-Z ]*PRIVATE\ KEY-----[\s\S]*?(?:-----END[A-Z ]*PRIVATE\ KEY-----|\Z)
     """,
     re.VERBOSE,
@@ -34,31 +37,38 @@ _PLAIN_VALUE = re.compile(r"(?:none|null|true|false|\d{1,9}|@\S*|%\S*|<\S*|\$\S*
 _HASH = re.compile(r"[0-9a-f]+(?:-[0-9a-f]+)*$", re.IGNORECASE)
 
 
+def encodable(text: str) -> str:
+    """Escapes what UTF-8 cannot encode: the surrogates that stand for undecodable bytes, which no service takes."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
 def redact(text: str) -> str:
     """The text with `[hidden]` in place of what looks like a token, a password or a private key.
 
     Hashes, as of commits and files, stay, unless their name says that they are secrets.
     """
-    text = _TOKENS.sub(HIDDEN, text)
+    text = _TOKENS.sub(HIDDEN, encodable(text))
     text = _IN_ADDRESS.sub(rf"\g<scheme>{HIDDEN}@", text)
     text = _NAMED.sub(_without_value, text)
     return _LONG_KEY.sub(lambda match: match[0] if _is_word(match[0]) else HIDDEN, text)
 
 
-def redact_json(value: Any) -> Any:
-    """JSON values with redacted strings; those under the name of a secret are hidden whole."""
+def redact_json(value: Any, depth: int = _DEEPEST) -> Any:
+    """JSON values with redacted strings; those under the name of a secret, and too deep ones, are hidden whole."""
     if isinstance(value, str):
         return redact(value)
+    if isinstance(value, (dict, list, tuple)) and not depth:
+        return HIDDEN
     if isinstance(value, dict):
-        return {key: _under(key, one) for key, one in value.items()}
-    return [redact_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {encodable(str(key)): _under(str(key), one, depth - 1) for key, one in value.items()}
+    return [redact_json(one, depth - 1) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _under(name: str, value: Any) -> Any:
+def _under(name: str, value: Any, depth: int) -> Any:
     prefix = f"{name}="
     if isinstance(value, str) and "\n" not in value and " " not in value:
         return redact(prefix + value).removeprefix(prefix)
-    return redact_json(value)
+    return redact_json(value, depth)
 
 
 def _without_value(match: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ from capibara.storage import outputs, stores
 from capibara.storage.store import Locked
 
 FOLDER = run_manifest.TRACKERS
-_RUN = "run.json"
+RUN = "run"  # the label of the run's own file: no tracker has it
 _ID = re.compile(r"[\w.-]{1,128}")
 
 
@@ -64,6 +64,20 @@ def read(model_dir: str, label: str) -> TrackerState:
     )
 
 
+def checked_id(label: str, run_id: object) -> str | None:
+    """What `Tracker.start` returned, if the state can hold it.
+
+    Raises:
+      UserError: it cannot be the id of a run.
+    """
+    if run_id is None or isinstance(run_id, str) and _ID.fullmatch(run_id):
+        return run_id
+    raise UserError(
+        f"{label}: start returned {str(run_id)[:100]!r}, must be None or at most 128 letters, digits, '.', '_' and '-': "
+        "return the last part of the service's id"
+    )
+
+
 def write(model_dir: str, label: str, state: TrackerState) -> None:
     """Replaces the state of a tracker, atomically."""
     at = state.position
@@ -74,7 +88,7 @@ def write(model_dir: str, label: str, state: TrackerState) -> None:
 
 def uid(model_dir: str) -> str:
     """The run's own name, 32 hexadecimal digits: made at the first call, the same in all later ones."""
-    path = os.path.join(model_dir, FOLDER, _RUN)
+    path = path_of(model_dir, RUN)
     found = _object(path).get("uid")
     if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{32}", found):
         return found
@@ -106,7 +120,12 @@ def locked(model_dir: str, within_s: float) -> Iterator[None]:
       UserError: another one does, for longer than `within_s`.
     """
     folder = epath.Path(os.path.join(stores.of(model_dir).absolute(model_dir), FOLDER))
-    stores.of(folder).make_folder(folder)
+    try:
+        stores.of(folder).make_folder(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror or error}): trackers need a run folder that you may write: copy it"
+        ) from None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(stores.of(folder).lock(folder, within_s))

@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from capibara.core.types import UserError
 
 ADDRESS = {
     "capibara": "address"
@@ -78,6 +81,18 @@ def addresses(tracker: Tracker) -> dict[str, Any]:
     )
     found = {field.name: getattr(tracker, field.name) for field in fields if field.metadata == ADDRESS}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def check_address(name: str, address: str | None, instead: str) -> None:
+    """Raises UserError if an address has a password, which config.gin would hold.
+
+    Args:
+      name: of the field.
+      address: its value.
+      instead: the environment variables for secrets.
+    """
+    if address is not None and re.match(r"[\w+.-]+://[^/@]*:[^/@]*@", address):
+        raise UserError(f"{name} has a password, which would be written to config.gin: set {instead}")
 
 
 class Tracker:

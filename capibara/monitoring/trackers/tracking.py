@@ -77,11 +77,22 @@ class TrackingProcess(Callback):
         with self._lock:
             process = self._process
         if process is not None and not self._ends(process, limit_s):  # killed: one more try
-            with self._lock:
-                process = self._process = self._started()
-            self._ends(process, limit_s)
+            self._end_again(limit_s)
         self._thread.join(_LAST_WORDS_S)
         self._report()
+
+    def _end_again(self, limit_s: float) -> None:
+        """Starts the process for what one that was killed has not sent, and waits for its end."""
+        try:
+            with self._lock:
+                process = self._process = self._started()
+        except OSError as error:
+            self._say(f"trackers cannot be started: {error}")
+            return
+        listening = threading.Thread(target=self._listen, args=[process], daemon=True)
+        listening.start()
+        self._ends(process, limit_s)
+        listening.join(_LAST_WORDS_S)
 
     def close(self) -> None:
         """After an error: the process sends what is there, and ends by itself."""

@@ -11,6 +11,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard import search, server
+from capibara.monitoring.dashboard.http import access
 from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views import files
 
@@ -228,3 +229,42 @@ def test_parameters_have_limits(dashboard, query):
     run_id = dashboard.ids()["baseline"]
     status, _, body = dashboard.raw(f"/api/series?run={run_id}&metric=train/loss&{query}")
     assert status == 400 and json.loads(body)["error"]["code"] == "bad_parameter"
+
+
+def test_many_parameters_are_no_fault(dashboard):
+    run_id = dashboard.ids()["baseline"]
+    for path in ("/api/events", "/api/series", "/"):
+        query = "&".join(f"run={run_id}&metric=train/{number}" for number in range(80))
+        status, headers, _ = dashboard.raw(f"{path}?{query}", method="HEAD")
+        assert status in (200, 400) and "content-security-policy" in {name.lower() for name in headers}
+
+
+def test_a_cookie_is_found_behind_odd_ones_of_other_programs(closed):
+    pair = f"{access.COOKIE}={access.Access(token=TOKEN).session}"
+    for cookies in (f'other={{"a": 1}}; {pair}', f"a b=c d; {pair}; x", f"{pair}; (=)", f'q="unended; {pair}'):
+        assert closed.raw("/api/runs", headers=[("Cookie", cookies)])[0] == 200, cookies
+    for cookies in ("", ";;;", "capibara_dashboard", "capibara_dashboard=", 'other={"a": 1}'):
+        assert closed.raw("/api/runs", headers=[("Cookie", cookies)])[0] == 401
+
+
+def test_a_proxy_needs_a_token_on_a_loopback_address_too(demo_runs, serve):
+    with serve(demo_runs, "--allowed_host=Dash.example.com") as client:
+        assert client.token and client.raw("/api/runs", host="dash.example.com")[0] == 401
+        bearer = [("Authorization", f"Bearer {client.token}")]
+        assert client.raw("/api/runs", host="dash.example.com", headers=bearer)[0] == 200
+        assert client.raw("/api/runs", host="evil.example", headers=bearer)[0] == 403
+
+
+@pytest.mark.parametrize("name", ["https://dash.example.com", "dash.example.com:8443", "a b", "", "x" * 300])
+def test_what_cannot_be_a_hosts_name_is_refused(name):
+    with pytest.raises(UserError, match="--allowed_host=.* must be a name"):
+        access.check_hosts([name])
+
+
+def test_a_link_is_no_configuration(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("Trainer.steps = 7\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.gin").symlink_to(secret)
+    assert files.config_text(Run(str(tmp_path / "run"), "run")) is None
+    assert files.config_text(Run(str(tmp_path / "none"), "run")) is None

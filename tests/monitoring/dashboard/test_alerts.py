@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import socket
 import threading
 import time
 
@@ -13,11 +14,13 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard.alerts import rules, webhooks
-from capibara.monitoring.dashboard.alerts.board import Board
+from capibara.monitoring.dashboard.alerts.board import Alert, Board
 from capibara.monitoring.dashboard.alerts.rules import Kind, Rules
 from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
 from capibara.monitoring.dashboard.reading import parsing
 from capibara.monitoring.dashboard.reading.run import Run
+from capibara.monitoring.dashboard.settings import DashboardConfig
+from capibara.monitoring.dashboard.state import Dashboard
 
 NOW_S = 1.7e9
 
@@ -207,3 +210,52 @@ def test_only_addresses_of_http_are_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv(webhooks.VARIABLE, "https://three.example/c")
     found = webhooks.addresses(["https://one.example/a"], str(tmp_path / "urls"))
     assert found == ("https://one.example/a", "https://three.example/c", "https://two.example/b")
+
+
+def test_an_alert_of_lines_without_times_can_be_sent(run):
+    sent = []
+    board = Board(Rules(), lambda alert: sent.append(json.dumps(alert.as_json(), allow_nan=False)))
+    lines = [line(step, None if step == 20 else noisy(step)) for step in range(1, 60)]
+    add(run, *({name: value for name, value in one.items() if name != "time"} for one in lines))
+    board.check(run, NOW_S, is_due=True)
+    found = [alert.as_json() for alert in board.all(run.id)]
+    assert found and all(json.dumps(one, allow_nan=False) for one in found)
+
+
+def test_a_runs_name_calls_nobody_in_a_chat(receiver, tmp_path):
+    good = receiver()
+    hooks = Webhooks([good.url])
+    hooks.start()
+    dashboard = Dashboard([str(tmp_path)], DashboardConfig(), {}, hooks)
+    found = rules.Found(kind=Kind.NAN, severity=rules.Severity.SERIOUS, key="", step=1, time_s=NOW_S, text="the loss")
+    dashboard._news(Alert("id", "run", "<!channel> & \u202e\x1b", found))
+    delivered(hooks, 1)
+    assert good.bodies[0]["text"] == "&lt;!channel&gt; &amp; \\u202e\\x1b: the loss (serious)"
+    hooks.stop()
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a..b/x", "https://me:a-secret@host/x", "http://x:99999/", "https://" + "x" * 70]
+)
+def test_addresses_that_cannot_work_are_refused_without_being_shown(url):
+    with pytest.raises(UserError) as caught:
+        webhooks.addresses([url], None)
+    assert "a-secret" not in str(caught.value) and url not in str(caught.value)
+
+
+def test_an_answer_that_never_ends_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                ended.wait(20)
+
+        ended = threading.Event()
+        threading.Thread(target=answer, daemon=True).start()
+        begun_s = time.monotonic()
+        fault = webhooks._post(f"http://127.0.0.1:{listening.getsockname()[1]}/", b"{}")
+        ended.set()
+        assert fault == (None, False) and time.monotonic() - begun_s < 3

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
 
+from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard.beside import DashboardProcess
 from capibara.monitoring.dashboard.settings import DashboardConfig
@@ -93,3 +95,37 @@ def test_secrets_are_no_arguments(tmp_path, monkeypatch):
 def test_options_have_limits(wrong):
     with pytest.raises(UserError, match="DashboardConfig"):
         DashboardConfig(**wrong)
+
+
+def test_every_option_arrives(tmp_path, monkeypatch):
+    seen = []
+
+    def popen(command, **options):
+        seen.extend(command)
+        raise OSError("not started by this test")
+
+    monkeypatch.setattr("subprocess.Popen", popen)
+    hosts = ("dash.portal.example", "x.webhooks.example", *(f"host-{number}.example.com" for number in range(30)))
+    report = Report()
+    DashboardProcess(DashboardConfig(port=9, allowed_hosts=hosts, spike_window=64), report).on_train_begin(
+        info(tmp_path)
+    )
+    lines_of(report)
+    config.parse((), [one.removeprefix("--gin_bindings=") for one in seen if one.startswith("--gin_bindings=")])
+    assert config.build(DashboardConfig) == DashboardConfig(allowed_hosts=hosts, spike_window=64)
+    assert "--port=9" in seen
+
+
+def test_a_warning_before_the_address_is_not_taken_for_a_fault(tmp_path, monkeypatch):
+    script = (
+        "import time; print('UserWarning: old'); print('dashboard: http://127.0.0.1:1/', flush=True); time.sleep(60)"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr("subprocess.Popen", lambda command, **options: popen([sys.executable, "-c", script], **options))
+    report = Report()
+    process = DashboardProcess(DashboardConfig(), report)
+    process.on_train_begin(info(tmp_path))
+    try:
+        assert lines_of(report) == ["dashboard: http://127.0.0.1:1/"]
+    finally:
+        process.close()

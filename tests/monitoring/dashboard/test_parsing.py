@@ -11,7 +11,7 @@ import pytest
 
 from capibara.monitoring.dashboard.reading import parsing
 from capibara.monitoring.dashboard.reading import run as run_module
-from capibara.monitoring.dashboard.reading.run import Limits, Run, Status
+from capibara.monitoring.dashboard.reading.run import Limits, Run, Status, start_value
 from capibara.monitoring.trackers.loggers import all_records, read_metrics
 
 
@@ -180,6 +180,20 @@ def test_a_line_longer_than_the_limit_is_skipped(tmp_path, monkeypatch):
     long = {"kind": "sample", "step": 5, "time": 1.0, "prompt": "p", "text": "x" * 20_000}
     write(tmp_path / "metrics.jsonl", [start(0), *map(line, range(1, 30)), long, *map(line, range(30, 60))])
     assert read(tmp_path).view("train").steps.tolist() == list(range(1, 60))
+
+
+@pytest.mark.parametrize("count", [3, 50], ids=["few", "many alike"])
+def test_absurd_numbers_are_no_records(tmp_path, count):
+    huge = "1" + "0" * 400
+    text = "".join(json.dumps(one) + "\n" for one in [start(0), *map(line, range(1, 4))])
+    for name, number in (("step", 2**53), ("time", "1e300"), ("time", huge), ("step", huge)):
+        absurd = {"kind": "train", "step": 9, "time": 1.0, "loss": 1.0} | {name: "NUMBER"}
+        text += (json.dumps(absurd).replace('"NUMBER"', str(number)) + "\n") * count
+    text += json.dumps(start(3)).replace('"step"', f'"total_steps": {huge}, "step"') + "\n" + json.dumps(line(4)) + "\n"
+    run = Run(str(tmp_path), "run")
+    run.apply(parsing.parse_text(text.encode(), 0))
+    assert run.view("train").steps.tolist() == [1, 2, 3, 4]
+    assert run.status(Limits()) and start_value(run, "total_steps") is None
 
 
 def test_samples_are_found_at_their_place(tmp_path, small_blocks):

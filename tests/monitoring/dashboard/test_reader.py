@@ -264,6 +264,23 @@ def test_files_that_cannot_be_read_are_named_and_tried_again(tmp_path, follow, m
     assert only(follower).fault is None and only(follower).step == 1
 
 
+def test_a_run_whose_lines_make_no_sense_ends_no_other(tmp_path, follow, monkeypatch):
+    for name in "abc":
+        run_folder(tmp_path / name, start() + line(1))
+    apply = Run.apply
+
+    def fails(run, *rest):
+        if run.name == "b":
+            raise ZeroDivisionError("absurd")
+        apply(run, *rest)
+
+    monkeypatch.setattr(Run, "apply", fails)
+    follower = follow()
+    assert len(follower.look().updated) == 2
+    assert {run.name: run.fault for run in follower.runs.values()} == {"a": None, "b": "absurd", "c": None}
+    assert not follower.look()  # it is tried again later
+
+
 def test_links_are_not_followed(tmp_path):
     run_folder(tmp_path / "elsewhere" / "secret", line(1))
     root = tmp_path / "root"

@@ -17,14 +17,19 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
+import numpy as np
 import pytest
 import uvicorn
 from prometheus_client import parser
 
-from capibara.monitoring.dashboard.http import connections, hub
+from capibara.monitoring.dashboard.http import app, connections, hub
 from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
+from capibara.monitoring.dashboard.reading.parsing import Era, Rows
 from capibara.monitoring.dashboard.reading.reader import Change
+from capibara.monitoring.dashboard.reading.run import Run
+from capibara.monitoring.dashboard.views import consensus, series
 
 
 def test_the_table_of_runs(dashboard):
@@ -142,6 +147,33 @@ def test_exports_hold_every_point(dashboard):
     assert [row[2] for row in rows[1:]] == ["1500", "1510", "1520", "1530"] and rows[3][4] == ""
 
 
+def test_exports_lack_no_point_where_memory_is_short(tmp_path, serve):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        line = {"kind": "train", "time": 1.7e9, "loss": 1.0, **{f"metric_{letter}": 1.0 for letter in "abcdefghij"}}
+        lines = [json.dumps({**line, "step": step}) + "\n" for step in range(1, 9_501)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    with serve(tmp_path, "--gin.DashboardConfig.memory_mib=1") as client:
+        answers = [client.raw(f"/api/export.csv?run={one}&metric=train/loss") for one in client.ids().values()]
+        refused = [json.loads(body)["error"] for status, _, body in answers if status == 503]
+        assert refused and "not all lines of " in refused[0]["message"]
+        assert all(body.count(b"\n") == 9_501 for status, _, body in answers if status == 200)
+
+
+def test_a_first_answer_waits_for_a_run_that_was_just_found(monkeypatch):
+    async def scenario():
+        found, silent = Run("/runs/found", "found"), Run("/runs/silent", "silent")
+        answer = asyncio.ensure_future(app._shown([found]))
+        await asyncio.sleep(0.1)
+        assert not answer.done()
+        found.is_new = False
+        await asyncio.wait_for(answer, 0.5)
+        monkeypatch.setattr(app, "_MOMENT_S", 0.1)
+        await asyncio.wait_for(app._shown([found, silent]), 0.5)  # its folder does not answer
+
+    asyncio.run(scenario())
+
+
 def test_prometheus_reads_the_figures(dashboard):
     families = {
         family.name: family for family in parser.text_string_to_metric_families(dashboard.raw("/metrics")[2].decode())
@@ -239,7 +271,7 @@ def test_many_changes_become_one_update(monkeypatch):
 
     everything, mine = asyncio.run(scenario())
     assert everything.count(b"event: update") == 1 and b'"a"' in everything and b'"b"' in everything
-    assert b'"a"' not in mine and mine.startswith(b'event: reload\ndata: {"id": "b"}')
+    assert b'"a"' not in mine and mine.startswith(b'event: reload\ndata: {"id":"b"}')
 
 
 @contextlib.contextmanager
@@ -332,9 +364,127 @@ def test_bad_command_lines_are_one_line(tmp_path):
         ["runs", "--host=256.0.0.1"],
         ["runs", "--webhook=ftp://x"],
         ["runs", "--token_file=/none"],
+        ["runs", "--allowed_host=https://x"],
+        [__file__],
     ):
         done = subprocess.run(
             [sys.executable, "-m", "capibara.dashboard", *arguments], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert math.isfinite(done.returncode)
+
+
+ABSURD = [
+    {"kind": "event", "event": "start", "step": 0, "time": -1e308, "total_steps": 1e308, "tokens_per_step": 1e308},
+    *({"kind": "train", "step": step, "loss": 2.0, "step_s": 1e308, "data_wait_s": -1e308} for step in range(1, 30)),
+    {"kind": "train", "step": 30, "loss": None},
+    {
+        "kind": "train",
+        "step": 40,
+        "time": 1e308,
+        "loss": 1e308,
+        "tokens_per_s": 1e308,
+        "mfu": -1e308,
+        "rollout_s": 1e308,
+    },
+    {"kind": "eval", "step": 40, "time": None, "loss": 1e308, "perplexity": 5e-324},
+    {"kind": "train", "step": 41, "time": "x", "loss": 1e-300},
+    {"kind": "system", "step": 41, "time": 1e308, "disk_free_bytes": -1e308},
+]
+
+
+def test_a_run_that_makes_no_sense_hides_no_other(tmp_path, serve):
+    good = [
+        {"kind": "event", "event": "start", "step": 0, "time": 1.0},
+        {"kind": "train", "step": 1, "time": 2.0, "loss": 3.0},
+    ]
+    for name, lines in (("good", good), ("odd", ABSURD)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serve(tmp_path) as client:
+        ids = client.ids()
+        for path in ("", "/goodput", "/samples", "/nodes"):
+            client.get(f"/api/runs/{ids['odd']}{path}")
+        client.get("/api/series", run=[*ids.values()], metric=["train/loss", "train/step_s"], x="time", smooth=0.9)
+        client.get("/api/compare", run=[*ids.values()])
+        client.get("/api/alerts")
+        rows = {row["name"]: row for row in client.get("/api/runs")["runs"]}
+        assert rows["good"]["loss"] == 3.0 and "odd" in rows
+        text = client.raw("/metrics")[2].decode()
+        assert 'run="good"' in text and list(parser.text_string_to_metric_families(text))
+
+
+def test_runs_of_one_name_are_series_of_their_own(tmp_path, serve):
+    for root in ("a", "b"):
+        (tmp_path / root / "runs" / "one").mkdir(parents=True)
+        line = {"kind": "train", "step": 1, "time": 1.0, "loss": 2.0}
+        (tmp_path / root / "runs" / "one" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with serve(tmp_path / "a" / "runs", tmp_path / "b" / "runs") as client:
+        client.loaded()
+        found = client.raw("/metrics")[2].decode().splitlines()
+        losses = [line for line in found if line.startswith("capibara_run_loss{")]
+        assert len({*losses}) == 2 and len({line.partition("}")[0] for line in losses}) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@x", "\t=1", "\r=1", " =1", "\n=1", "\uff1d1", "\x00=1", "\ufeff=1"]
+)
+def test_a_name_is_no_formula_of_a_spreadsheet(text):
+    cell = series._cell(text)
+    assert cell.startswith("\"'") and "\n" not in cell and "\r" not in cell
+
+
+def test_a_cell_holds_any_name():
+    assert series._cell('a"b,\udc80\u202e') == '"a""b,? "' and series._cell("run") == '"run"'
+
+
+def test_events_go_on_after_a_run_that_cannot_be_described(monkeypatch, caplog):
+    monkeypatch.setattr(hub, "_EVERY_S", 0.01)
+
+    def describe(run_id):
+        if run_id == "odd":
+            raise OverflowError("int too large")
+        return {"id": run_id, "loss": float("inf")}
+
+    async def scenario():
+        shared = hub.Hub(describe)
+        shared.begin()
+        events = shared.events([], {})
+        await anext(events)
+        shared.changed(Change(updated=["odd"]))
+        await asyncio.sleep(0.1)
+        shared.changed(Change(updated=["good"]))
+        found = await asyncio.wait_for(anext(events), 5)
+        await events.aclose()
+        shared.end()
+        return found
+
+    assert b'"id":"good","loss":null' in asyncio.run(scenario())
+    assert "an update could not be passed on" in caplog.text
+
+
+def test_a_folder_that_is_not_there_yet_is_named(tmp_path):
+    lines = []
+    command = [sys.executable, "-m", "capibara.dashboard", str(tmp_path / "later"), "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = [process.stdout.readline(), process.stdout.readline()]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        process.stdout.close()
+    assert lines[0].startswith("dashboard: http://") and "later does not exist yet" in lines[1]
+
+
+def test_a_map_of_experts_needs_little_memory():
+    run = Run("/nowhere/run", "run")
+    count, names = 100_000, [f"expert_load/{number}" for number in range(64)]
+    columns = {name: np.full(count, float(number)) for number, name in enumerate([*names, "expert_load/" + "9" * 5000])}
+    steps = np.arange(count)
+    run.apply([Era(rows={"train": Rows(steps, steps.astype(float), columns)})])
+    tracemalloc.start()
+    found = consensus.experts(run, 200)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["experts"] == 64 and found["load"][0] == [*map(float, range(64))] and len(found["load"]) <= 200
+    assert peak_bytes < 16 << 20

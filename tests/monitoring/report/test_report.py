@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import pathlib
 
 import pytest
@@ -126,8 +127,8 @@ def test_the_same_runs_make_the_same_file(tmp_path):
 def test_a_spike_survives_thinning(tmp_path):
     run = facts.read(write_run(tmp_path / "one", steps=30_000))
     steps, values = run.points("train", "loss")
-    x, y = figures._thinned(figures.np.array(steps), figures.np.array(values))
-    assert len(x) <= 2000 and y.max() == 100.0 and (x[y.argmax()] == 15_000)
+    kept = figures._thinned(figures.np.array(values), 2000)
+    assert len(kept) <= 2000 and max(values[at] for at in kept) == 100.0 and 15_000 in [steps[at] for at in kept]
     ((title, svg), *_) = figures.pictures([run])
     assert title == "Loss" and len(svg) < 300_000
 
@@ -164,3 +165,98 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, args, fault):
     with pytest.raises(UserError, match=fault):
         verb.main(args)
     assert not (tmp_path / "report.html").exists()
+
+
+ODD_LINES = [
+    '{"kind": "train", "step": 21, "time": 5000.0, "loss": 1' + "0" * 400 + "}",
+    '{"kind": "train", "step": 1' + "0" * 400 + ', "time": 5000.0, "loss": 1}',
+    '{"kind": "train", "step": 22, "loss": 2.0}',
+    '{"kind": "train", "step": 23, "time": "now", "loss": 2.0}',
+    '{"kind": "train", "step": 24, "time": NaN, "loss": 2.0}',
+    '{"kind": "train", "step": 25, "time": 5000.0, "loss": 1e308, "step_s": 1e308, "data_wait_s": -1e308}',
+    '{"kind": "train", "step": 26, "time": 5000.0, "loss": -1e308, "step_s": "x", "data_wait_s": [1], "save_s": {}}',
+    '{"kind": "train", "step": true, "time": 5000.0, "loss": 2.0}',
+    '{"kind": "event", "step": 26, "time": 5000.0, "event": ["end"]}',
+    '{"kind": "sample", "step": 26, "time": 5000.0, "prompt": [1], "text": {}}',
+    '{"kind": "sample", "step": 26, "time": 5000.0, "prompt": "\\udc80\\u0000\\u202e", "text": "\\ud800"}',
+    '{"kind": "eval", "step": 26, "time": 5000.0, "\\udc80": 1.0, "loss": 2.0}',
+    "[" * 100_000,
+    '"text"',
+    "\x00\x1b",
+]
+
+
+def test_lines_that_make_no_sense_are_skipped_or_shown(tmp_path, capsys):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(f"{line}\n" for line in ODD_LINES)
+    start = {"kind": "event", "event": "start", "step": 0, "time": 1000.0, "device_kind": [1], "device_count": {}}
+    lines = (run / "metrics.jsonl").read_text()
+    big = json.dumps({**start, "step": 26, "total_steps": 10**18, "param_count": 10**400, "tokens_per_step": 1e308})
+    (run / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{lines}{big}\n")
+    out = tmp_path / "r.html"
+    assert verb.main([str(run), f"--output={out}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))["runs"][0]
+    assert found["param_count"] is None and found["total_steps"] == 10**18 and found["devices"] is None
+    assert "\\udc80" in out.read_text()
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 5e-324, 0.0])
+def test_any_finite_number_can_be_drawn(tmp_path, value):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        line = {"kind": "train", "step": 30, "time": 9e3, "loss": value, "grad_norm": value}
+        file.write(json.dumps(line) + "\n")
+    assert made(tmp_path, str(run)).count("<svg") == 2
+
+
+def test_runs_without_metrics_and_with_one_point(tmp_path):
+    empty, one = (pathlib.Path(write_run(tmp_path / name, steps=2)) for name in ("empty", "one"))
+    lines = (empty / "metrics.jsonl").read_text().splitlines()
+    (empty / "metrics.jsonl").write_text(lines[0] + "\n")
+    (one / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert "No metrics were logged." in made(tmp_path, str(empty))
+    text = made(tmp_path, str(one))
+    assert text.count("<svg") == 2 and "<use" in text  # a dot
+
+
+def test_twenty_runs_have_twenty_names_and_colours(tmp_path):
+    runs = [write_run(tmp_path / str(number) / "run", steps=400) for number in range(19)]
+    found = facts.distinct([facts.read(run) for run in [*runs, runs[0]]])
+    assert [run.name for run in found[:2]] == ["0/run", "1/run"] and found[-1].name == "0/run (2)"
+    assert len({run.name for run in found}) == 20 and len({*map(figures.colour_of, range(20))}) == 20
+    assert len(made(tmp_path, *runs)) < 3_000_000
+
+
+def test_a_report_holds_no_secrets(tmp_path):
+    token, hook = "hf_" + "aB3" * 11, "https://hooks.slack.com/services/T00/B00/abcDEF"
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(
+            json.dumps({"kind": "sample", "step": 20, "time": 9e3, "prompt": token, "text": f"x {token}"}) + "\n"
+        )
+    (run / "config.gin").write_text(f"Dataset.token = 'hunter2plain'\nDashboardConfig.webhooks = ('{hook}',)\n")
+    other = write_run(tmp_path / "two")
+    text = made(tmp_path, str(run), other)
+    assert not [secret for secret in (token, "hunter2plain", "abcDEF") if secret in text]
+    assert "[hidden]" in text and "Dataset.token" in text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.gin"])
+def test_a_report_replaces_no_file_of_its_runs(tmp_path, name):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    before = (run / name).read_text()
+    with pytest.raises(UserError, match="is an input|Gin file"):
+        verb.main([str(run), f"--output={run / name}"])
+    assert (run / name).read_text() == before
+
+
+def test_what_is_no_run_folder_is_one_line(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with pytest.raises(UserError, match="does not exist"):
+        verb.main([str(run / "metrics.jsonl"), f"--output={tmp_path / 'r.html'}"])
+    os.mkfifo(tmp_path / "empty")
+    (run / "metrics.jsonl").unlink()
+    (tmp_path / "empty").rename(run / "metrics.jsonl")
+    with pytest.raises(UserError, match="cannot be read"):
+        verb.main([str(run), f"--output={tmp_path / 'r.html'}"])

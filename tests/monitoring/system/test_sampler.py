@@ -87,12 +87,19 @@ def test_samples_come_during_the_run_and_at_its_end(run):
 
 
 def test_the_record_has_machine_packages_and_git_state(run, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", f"--token={TOKEN}", "--gin.TRAIN_STEPS=3"])
+    monkeypatch.setattr(
+        sys,
+        "orig_argv",
+        ["python", f"--token={TOKEN}", "--api_key", "a b!", "--gin.TRAIN_STEPS=3", "--password", "hunter2"],
+    )
     callbacks, _ = begun(run)
     callbacks.on_train_end(0, "finished")
     (found,) = [r["facts"] for r in records_of(run) if r.get("event") == "facts"]
     assert found["packages"]["jax"] == jax.__version__ and found["devices"] == "4 x TPU v5 lite"
-    assert found["command"] == ["python", "--token=[hidden]", "--gin.TRAIN_STEPS=3"] and found["memory_bytes"] > 0
+    assert found["command"] == COMMAND and found["memory_bytes"] > 0
+
+
+COMMAND = ["python", "--token=[hidden]", "--api_key", "a b!", "--gin.TRAIN_STEPS=3", "--password", "[hidden]"]
 
 
 def test_git_state(tmp_path):

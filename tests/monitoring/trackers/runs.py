@@ -14,6 +14,7 @@ from capibara.monitoring.trackers.tracker import Tracker
 from tests.monitoring.trackers.test_loggers import RUN as PLAIN_RUN
 
 TOKEN = "hf_abcdefghijklmnopqrstuv"
+PNG = b"\x89PNG\r\n\x1a\n%bIEND\xaeB`\x82"  # with content between, a file that looks like a picture
 RUN = dataclasses.replace(
     PLAIN_RUN, config=f"Trainer.steps = 100\nTrainer.model_dir = 'x'\nDataset.token = {TOKEN!r}\n"
 )

@@ -14,11 +14,11 @@ import sys
 from capibara.monitoring.trackers import state
 from capibara.monitoring.trackers.feeds import scratch_of
 from capibara.storage import stores
-from tests.monitoring.trackers.runs import Noting, lived, sent
+from tests.monitoring.trackers.runs import PNG, Noting, lived, sent
 
 folder = sys.argv[1]
 lived(folder, [1, 2, 3], reason="interrupted")
-stores.of(folder).write_atomic(stores.folder_of(folder) / "loss_curve.png", b"picture")
+stores.of(folder).write_atomic(stores.folder_of(folder) / "loss_curve.png", PNG % b"picture")
 tracker = Noting()
 assert sent([tracker], folder) == ([], {})
 first = state.read(folder, "noting")
@@ -26,7 +26,7 @@ assert first.is_finished and first.position.line == 5 and first.run_id
 lived(folder, [3, 4], start=2, loss=10.0)
 assert sent([tracker], folder) == ([], {})
 assert tracker.losses() == [(1, 2.0), (2, 3.0), (3, 4.0), (3, 13.0), (4, 14.0)], tracker.losses()
-assert ("picture", 3, "loss_curve.png", 7) in tracker.calls
+assert ("picture", 3, "loss_curve.png", len(PNG % b"picture")) in tracker.calls
 assert scratch_of(folder) == f"{sys.argv[2]}/capibara/trackers/{state.uid(folder)}"
 assert state.read(folder, "noting").run_id == first.run_id
 print("done")

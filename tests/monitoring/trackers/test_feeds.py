@@ -1,8 +1,10 @@
 """Trackers, fed with what a run has written: in order, from where they were, and after failures."""
 
+import dataclasses
 import json
 import shutil
 import threading
+import time
 
 import pytest
 
@@ -10,7 +12,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.trackers import feed, feeds, state
 from capibara.monitoring.trackers.clients.plain import JsonlTracker, PrintTracker
 from capibara.monitoring.trackers.feeds import Feeds
-from tests.monitoring.trackers.runs import TOKEN, Noting, lived, sent
+from tests.monitoring.trackers.runs import PNG, TOKEN, Noting, lived, sent
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_everything_a_run_writes_arrives_under_its_name(folder):
     metrics.on_system(1, {"cpus": 2, "device_memory_bytes": None, "devices": {"duty": [1.0, None]}, "warning": "full"})
     metrics.on_sample(1, "def ", f"f(x): return '{TOKEN}'")
     metrics.on_train_end(1, "finished")
-    (folder / "loss_curve.png").write_bytes(b"picture")
+    (folder / "loss_curve.png").write_bytes(PNG % b"picture")
     tracker = Noting()
     assert sent([tracker], folder) == ([], {})
     assert by_kind(tracker, "log") == [
@@ -53,7 +55,7 @@ def test_everything_a_run_writes_arrives_under_its_name(folder):
     run, facts = (call[1] for call in by_kind(tracker, "facts"))
     assert run["run"]["device_count"] == 4
     assert facts == {"git": {"commit": "abc", "remote": "https://[hidden]@host/x"}, "command": ["--key=[hidden]"]}
-    assert by_kind(tracker, "picture") == [(1, "loss_curve.png", 7)]
+    assert by_kind(tracker, "picture") == [(1, "loss_curve.png", len(PNG % b"picture"))]
     assert tracker.calls[-1] == ("finish", "finished")
     assert TOKEN not in json.dumps(tracker.calls)
 
@@ -213,13 +215,13 @@ def test_a_run_that_is_started_over_is_another_run(folder):
 
 def test_pictures_are_sent_when_they_have_changed(folder, monkeypatch):
     lived(folder, [1])
-    (folder / "a.png").write_bytes(b"12345")
+    (folder / "a.png").write_bytes(PNG % b"12345")
     tracker = Noting()
     sent([tracker], folder)
     lived(folder, [2], start=1)
-    (folder / "b.png").write_bytes(b"123")
+    (folder / "b.png").write_bytes(PNG % b"123")
     sent([tracker], folder)
-    assert by_kind(tracker, "picture") == [(1, "a.png", 5), (2, "a.png", 5), (2, "b.png", 3)]
+    assert by_kind(tracker, "picture") == [(1, "a.png", 21), (2, "a.png", 21), (2, "b.png", 19)]
 
 
 def test_lineage_and_plan_are_attached(folder):
@@ -276,3 +278,127 @@ def test_two_processes_do_not_feed_a_run_at_once(folder):
         with pytest.raises(UserError, match="feeds the trackers of .*wait until it has ended"):
             with state.locked(str(folder), within_s=0.05):
                 pass
+
+
+def test_no_line_holds_up_those_that_follow_it(folder):
+    metrics = lived(folder, [1], reason=None)
+    deep = '{"a": ' * 500 + "1" + "}" * 500
+    odd = [
+        '{"kind": "train", "step": 2, "time": 1.0, "loss": 1' + "0" * 400 + ', "\\udc80": 3.0, "grad_norm": 1e308}',
+        '{"kind": "train", "step": 1' + "0" * 30 + ', "time": 1.0, "loss": 1.0}',
+        '{"kind": "train", "step": 3, "time": NaN, "loss": 1.0}',
+        '{"kind": "train", "step": 4, "time": 1.0, "deep": ' + deep + ', "many": [' + "1," * 50_000 + "1]}",
+        '{"kind": "sample", "step": 4, "time": 1.0, "prompt": "\\ud800", "text": "\\udc80\\u001b"}',
+        '{"kind": "event", "step": 4, "event": "facts", "facts": {"\\ud800": "\\ud800", "deep": ' + deep + "}}",
+        "\x00" * 1000,
+        "x" * 3_000_000,
+    ]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(f"{line}\n" for line in odd)
+    metrics.on_step(5, {"loss": 5.0})
+    metrics.on_train_end(5, "finished")
+    tracker = Noting()
+    assert sent([tracker], folder) == ([], {})
+    assert tracker.losses()[-1] == (5, 5.0) and tracker.calls[-1] == ("finish", "finished")
+    logged = by_kind(tracker, "log")
+    assert {"train/\\udc80": 3.0, "train/grad_norm": 1e308} in [found for _, found in logged]
+    assert max(len(found) for _, found in logged) <= 10_000
+    json.dumps(tracker.calls, ensure_ascii=False).encode()  # every text can be sent
+
+
+def test_manifests_that_make_no_sense_hold_up_no_metrics(folder, monkeypatch):
+    def fails(path):
+        raise KeyError("about")
+
+    monkeypatch.setattr(feed.lineage, "of_run", fails)
+    lived(folder, [1])
+    tracker = Noting()
+    assert sent([tracker], folder) == ([], {}) and tracker.losses() == [(1, 2.0)]
+
+
+def test_a_full_disk_ends_no_feed(folder, monkeypatch):
+    tries = []
+
+    def full(model_dir, label, found):
+        tries.append(found)
+        if len(tries) < 4:
+            raise OSError(28, "No space left on device")
+        write(model_dir, label, found)
+
+    def no_log(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    write = state.write
+    monkeypatch.setattr(state, "write", full)
+    monkeypatch.setattr(feeds, "open", no_log, raising=False)
+    lived(folder, [1, 2])
+    said, tracker = [], Noting()
+    feeding = Feeds([tracker], str(folder), said.append)
+    feeding.start()
+    limit_s = time.monotonic() + 10
+    while len(tries) < 4 and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    feeding.end()
+    assert feeding.wait(10) and feeding.unsent() == {}
+    assert [line for line in said if "fails" in line] == ["noting fails: OSError: [Errno 28] No space left on device"]
+
+
+def test_a_client_that_ends_the_program_ends_only_its_session(folder):
+    @dataclasses.dataclass(kw_only=True)
+    class Leaving(Noting):
+        def start(self, run):
+            raise SystemExit("no key")
+
+    lived(folder, [1])
+    said, unsent = sent([Leaving(), other := Noting()], folder)
+    assert said == ["leaving fails: SystemExit: no key"] and unsent == {"leaving": 3}
+    assert other.losses() == [(1, 2.0)]
+
+
+def test_labels_are_parts_of_file_names_and_never_the_runs_own():
+    class Named(Noting):
+        def __init__(self, label):
+            self.own = label
+
+        @property
+        def label(self):
+            return self.own
+
+    names = ["run", "../../etc/x", "a", "a-2", "a", "", "x" * 300]
+    found = feeds.labels([Named(name) for name in names])
+    assert found[:2] == ["run-2", "-..-etc-x"] and found[2:6] == ["a", "a-2", "a-3", "tracker"]
+    assert len({*found}) == len(names) and all("/" not in one and len(one) < 80 for one in found)
+
+
+def test_an_id_that_the_state_cannot_hold_is_refused(folder):
+    @dataclasses.dataclass(kw_only=True)
+    class Odd(Noting):
+        def start(self, run):
+            return "team/project/run"
+
+    lived(folder, [1])
+    said, _ = sent([Odd()], folder)
+    assert len(said) == 1 and "'team/project/run', must be None or at most 128 letters" in said[0]
+
+
+def test_links_and_torn_pictures_are_not_sent(folder, tmp_path):
+    lived(folder, [1])
+    secret = tmp_path / "secret"
+    secret.write_bytes(PNG % b"secret")
+    (folder / "link.png").symlink_to(secret)
+    (folder / "plan.json").symlink_to(secret)
+    (folder / "torn.png").write_bytes((PNG % b"x")[:-4])
+    (folder / "fake.png").write_bytes(b"root:x:0:0")
+    (folder / "good.png").write_bytes(PNG % b"x")
+    tracker = Noting()
+    assert sent([tracker], folder) == ([], {})
+    assert [name for _, name, _ in by_kind(tracker, "picture")] == ["good.png"]
+    assert "plan.json" not in {name for _, name, _ in by_kind(tracker, "text")}
+
+
+def test_names_cannot_drive_the_terminal(folder):
+    metrics = lived(folder, [], reason=None)
+    metrics.on_step(1, {"\x1b[2Jloss\u202e": 1.0})
+    metrics.on_train_end(1, "finished")
+    said, _ = sent([PrintTracker()], folder)
+    assert said == ["step 1 train/\\x1b[2Jloss\\u202e=1"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.monitoring.trackers import lines
 from capibara.monitoring.trackers.lines import Position, Tail
 
@@ -81,3 +82,15 @@ def test_a_position_of_another_file(path):
     assert lines.is_within(str(path), Position()) and lines.is_within(str(path), Position(len(line(1)), 1))
     assert not lines.is_within(str(path), Position(5, 1)) and not lines.is_within(str(path), Position(10_000, 70))
     assert not lines.is_within(str(path.with_name("gone.jsonl")), Position(5, 1))
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(path, monkeypatch):
+    monkeypatch.setattr(lines, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(lines.limits, "LINE_BYTES", 1000)
+    with open(path, "a") as file:
+        file.write("x" * 900)
+    assert Tail(str(path)).read() == []
+    with open(path, "a") as file:
+        file.write("x" * 900)
+    with pytest.raises(UserError, match="has a line of more than 1,000 bytes at byte 0"):
+        Tail(str(path)).read()

@@ -61,6 +61,32 @@ def test_mfu():
     assert mfu(RUN, 0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("line", "is_record"),
+    [
+        ('{"kind": "train", "step": 1, "time": 2.5, "loss": NaN}', True),
+        ('{"kind": "train", "step": 1}', True),
+        ('{"kind": "train", "step": 1, "loss": 1%s}' % ("0" * 400), True),
+        ('{"kind": "train", "step": 1%s}' % ("0" * 400), False),
+        ('{"kind": "train", "step": 9007199254740992}', False),
+        ('{"kind": "train", "step": true}', False),
+        ('{"kind": "train", "step": 1, "time": NaN}', False),
+        ('{"kind": "train", "step": 1, "time": 1e300}', False),
+        ('{"kind": "train", "step": 1, "time": "now"}', False),
+        ('{"kind": ["train"], "step": 1}', False),
+        ('{"kind": "event", "step": 1, "event": ["start"]}', False),
+        ('{"kind": "sample", "step": 1, "prompt": {}}', False),
+        ("[" * 100_000, False),
+        ("\x00", False),
+        ("", False),
+    ],
+)
+def test_what_is_a_record(line, is_record):
+    found = loggers.parse(line)
+    assert (found is not None) == is_record
+    assert found is None or math.isinf(found.get("loss") or math.inf) or math.isnan(found["loss"])
+
+
 class TestMetricsFile:
     def test_every_kind_of_line(self, run):
         callback = MetricsFile()

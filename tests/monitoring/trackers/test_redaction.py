@@ -16,6 +16,9 @@ SECRETS = [
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc_DEF-123",
     "dapi" + "0123456789abcdef" * 2,
     "Zq8Kf0Wv3Xr7Lm2Tn9Yb4Hc6Jd1Ps5Ga",
+    "https://hooks.slack.com/services/T00/B00/abcDEF",
+    "https://discord.com/api/webhooks/123/abcDEF",
+    "https://x.blob.core.windows.net/y?sv=1&sig=abc%2FDEF",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
 ]
 NAMED = [
@@ -61,6 +64,10 @@ def test_values_by_their_names(around):
 @pytest.mark.parametrize("text", PLAIN)
 def test_what_is_no_secret_stays(text):
     assert redact(text) == text
+
+
+def test_what_utf8_cannot_hold_is_escaped():
+    assert redact("a\udc80b") == "a\\udc80b" and redact_json({"\ud800": ["\ud800"]}) == {"\\ud800": ["\\ud800"]}
 
 
 def test_json_values():

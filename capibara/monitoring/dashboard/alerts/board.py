@@ -11,7 +11,7 @@ from collections.abc import Callable
 from capibara.monitoring.dashboard.alerts import rules as alert_rules
 from capibara.monitoring.dashboard.alerts.rules import Found, Kind, Rules
 from capibara.monitoring.dashboard.reading.run import Run
-from capibara.monitoring.dashboard.views.names import Json, clean
+from capibara.monitoring.dashboard.views.names import Json, clean, finite
 
 _MOST_ALERTS = 2_000
 _NEWS_S = 900.0  # an older event, found when a run is opened, is no news
@@ -44,9 +44,9 @@ class Alert:
             "kind": str(self.found.kind),
             "severity": str(self.found.severity),
             "step": self.found.step,
-            "time": self.found.time_s if math.isfinite(self.found.time_s) else None,
+            "time": finite(self.found.time_s),
             "active": self.ended_s is None,
-            "ended": self.ended_s,
+            "ended": finite(self.ended_s),
             "text": self.found.text,
         }
 

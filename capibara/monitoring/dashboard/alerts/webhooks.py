@@ -22,7 +22,6 @@ from capibara.monitoring.dashboard.views.names import Json
 _WAITS_S = (1.0, 5.0, 25.0)  # before each further attempt
 _TIMEOUT_S = 5.0
 _MOST_WAITING = 200
-_MOST_ANSWER_BYTES = 4096
 _MOST_URLS = 16
 VARIABLE = "CAPIBARA_DASHBOARD_WEBHOOKS"
 
@@ -59,8 +58,11 @@ def _check(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        (parts.hostname or "").encode("idna")  # as the look-up of the name does, which fails for a..b
     except ValueError:
         is_whole = False
+    if is_whole and "@" in parts.netloc:
+        raise UserError("a webhook has a user name, which is not sent: name a URL with its secret in the path")
     if not is_whole or any(ord(sign) <= 32 or ord(sign) > 126 for sign in url):
         raise UserError("a webhook is no URL of http or https: try https://hooks.example.com/alerts")
 
@@ -136,9 +138,8 @@ def _post(url: str, body: bytes) -> tuple[str | None, bool]:
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request("POST", target, body, headers)
-        answer = connection.getresponse()
-        answer.read(_MOST_ANSWER_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+        answer = connection.getresponse()  # its body may take for ever, and is not read
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return type(error).__name__, True  # the message may repeat the address
     finally:
         connection.close()

@@ -11,22 +11,24 @@ import collections
 import dataclasses
 import hashlib
 import hmac
-import http.cookies
 import ipaddress
 import json
 import math
 import re
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from capibara.core.types import UserError
+
 COOKIE = "capibara_dashboard"
 _COOKIE_S = 30 * 24 * 3600
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?", re.ASCII)
 _MOST_HEADERS, _MOST_HEADER_BYTES = 100, 16_384
 _MOST_PATH_BYTES, _MOST_QUERY_BYTES = 1_024, 8_192
@@ -78,7 +80,7 @@ class Access:
     """
 
     token: str | None = None
-    hosts: frozenset[str] | None = _LOOPBACK
+    hosts: frozenset[str] | None = LOOPBACK
     per_second: float = 300.0
 
     @property
@@ -100,6 +102,15 @@ class Access:
         return self.token is not None and _same(given, self.token)
 
 
+def check_hosts(names: Sequence[str]) -> None:
+    """Raises UserError if a name cannot be the one in Host."""
+    for name in names:
+        if not (found := _AUTHORITY.fullmatch(name.lower())) or found[1] != name.lower():
+            raise UserError(
+                f"--allowed_host={name[:100]!r} must be a name without http:// and port: try dashboard.example.com"
+            )
+
+
 def access(address: str, host: str, allowed_hosts: tuple[str, ...], token: str | None, per_second: float) -> Access:
     """The rules for a server that listens at an address.
 
@@ -112,7 +123,7 @@ def access(address: str, host: str, allowed_hosts: tuple[str, ...], token: str |
     """
     own = {_bracketed(host.lower()), _bracketed(address.lower()), *(one.lower() for one in allowed_hosts)}
     if ipaddress.ip_address(address).is_loopback or allowed_hosts:
-        return Access(token=token, hosts=_LOOPBACK | own, per_second=per_second)
+        return Access(token=token, hosts=LOOPBACK | own, per_second=per_second)
     return Access(token=token, hosts=None, per_second=per_second)
 
 
@@ -150,7 +161,7 @@ class Guarded:
         self._check_names(scope, headers)
         if scope["method"] not in ("GET", "HEAD"):
             raise Refusal(405, f"{scope['method'][:20]} is not supported: use GET", "method_not_allowed")
-        if (given := _token_of(scope)) is not None and scope["path"] == "/":
+        if scope["path"] == "/" and (given := _token_of(scope)) is not None:
             return self._sign_in(given, client, headers, scope)
         if scope["path"] == "/health" or self._rules.is_known(headers):
             return None
@@ -238,17 +249,13 @@ def _check_size(scope: Scope, headers: Headers) -> None:
 
 
 def _token_of(scope: Scope) -> str | None:
-    values = urllib.parse.parse_qs(scope.get("query_string", b"").decode("latin-1"), max_num_fields=50).get("token")
+    values = urllib.parse.parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token")
     return values[0] if values else None
 
 
 def _cookie(headers: Headers) -> str:
-    cookies: http.cookies.SimpleCookie = http.cookies.SimpleCookie()
-    try:
-        cookies.load(headers.get("cookie", ""))
-    except http.cookies.CookieError:
-        return ""
-    return cookies[COOKIE].value if COOKIE in cookies else ""
+    # Not http.cookies, which reads nothing after an odd cookie of another program on this host.
+    return cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
 def _same(one: str, other: str) -> bool:

@@ -8,11 +8,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from capibara.monitoring.dashboard.views.names import Json
+from capibara.monitoring.dashboard.views.names import Json, all_finite
 
 _MOST_BYTES, _MOST_ANSWERS = 48 << 20, 512
 _LEAST_PACKED_BYTES = 2_048
@@ -64,8 +65,13 @@ class Answers:
 
 
 def json_bytes(value: Json) -> bytes:
-    """JSON without spaces; lone surrogates of a run's texts become question marks."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    """JSON without spaces; lone surrogates of a run's texts become question marks, and what is not finite null."""
+    options: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    try:
+        text = json.dumps(value, **options)
+    except ValueError:  # rare: of a run whose numbers are absurd
+        text = json.dumps(all_finite(value), **options)
+    return text.encode("utf-8", "replace")
 
 
 def _size(kept: tuple[Hashable, bytes, bytes | None]) -> int:

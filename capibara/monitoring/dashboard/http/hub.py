@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from capibara.monitoring.dashboard.http.access import Refusal
+from capibara.monitoring.dashboard.http.answers import json_bytes
 from capibara.monitoring.dashboard.reading.reader import Change
 from capibara.monitoring.dashboard.views.names import Json
 
@@ -136,8 +137,11 @@ class Hub:
             alerts, self._alerts = self._alerts[-_MOST_EVENTS:], []
             if not self._viewers:
                 continue
-            updates = await asyncio.to_thread(self._updates, change.updated)
-            self._pass_on(change, updates, alerts)
+            try:
+                updates = await asyncio.to_thread(self._updates, change.updated)
+                self._pass_on(change, updates, alerts)
+            except Exception:  # one odd run must not end the events of all others
+                logging.getLogger(__name__).exception("an update could not be passed on")
 
     def _updates(self, ids: Sequence[str]) -> dict[str, dict[str, Json]]:
         found = {run_id: self._describe(run_id) for run_id in ids}
@@ -164,4 +168,4 @@ def _lists(change: Change) -> tuple[list[str], ...]:
 
 
 def _message(event: str, data: Mapping[str, Json]) -> bytes:
-    return f"event: {event}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), json_bytes({**data}))

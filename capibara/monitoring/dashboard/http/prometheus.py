@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.state import Dashboard
 from capibara.monitoring.dashboard.views.names import Json
 
@@ -38,15 +39,13 @@ def page(dashboard: Dashboard) -> str:
     lines = []
     for name, about in _RUN_GAUGES.items():
         lines += _head(f"capibara_run_{name}", about)
-        lines += [line for run, row in runs for line in _value(f"capibara_run_{name}", run.name, row[name])]
+        lines += [line for run, row in runs for line in _value(f"capibara_run_{name}", run, row[name])]
     lines += _head("capibara_run_status", "1 for the run's status.")
-    lines += [
-        f'capibara_run_status{{run="{_label(run.name)}",status="{_label(str(row["status"]))}"}} 1' for run, row in runs
-    ]
+    lines += [f'capibara_run_status{{{_labels(run)},status="{_label(str(row["status"]))}"}} 1' for run, row in runs]
     for name in _SYSTEM:
         lines += _head(f"capibara_run_{name}", "See metrics.jsonl.")
         lines += [
-            line for run, _ in runs for line in _value(f"capibara_run_{name}", run.name, run.view("system").last(name))
+            line for run, _ in runs for line in _value(f"capibara_run_{name}", run, run.view("system").last(name))
         ]
     own = {
         "viewers": ("Connected viewers.", dashboard.hub.viewers),
@@ -63,9 +62,14 @@ def _head(name: str, about: str) -> list[str]:
     return [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
 
 
-def _value(name: str, run: str, value: Json) -> Iterator[str]:
+def _value(name: str, run: Run, value: Json) -> Iterator[str]:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        yield f'{name}{{run="{_label(run)}"}} {value!r}'
+        yield f"{name}{{{_labels(run)}}} {float(value)!r}"
+
+
+def _labels(run: Run) -> str:
+    """A run's name, and its id: runs below two roots may have the same name, and a series is there once."""
+    return f'run="{_label(run.name)}",id="{run.id}"'
 
 
 def _label(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from capibara.monitoring.trackers.loggers import AGAIN
+from capibara.monitoring.trackers.loggers import AGAIN, MOST_STEPS, MOST_TIME_S
+from capibara.monitoring.trackers.loggers import parse as parse_line
 from capibara.storage import stores
 
 # A metric that the line does not have, and one that was not finite (null): JSON has no infinity, so they cannot be mixed up.
@@ -272,7 +272,7 @@ def _parse_alike(block: bytes | functools.partial[bytes], numbers: bytes, first:
     if columns is None:
         return None
     steps, times = columns.pop("step"), columns.pop("time")
-    if not np.isfinite(steps).all():
+    if not ((np.abs(steps) < MOST_STEPS).all() and (np.abs(times) < MOST_TIME_S).all()):
         return None
     return kind, Rows(steps.astype(np.int64), times, columns)
 
@@ -408,9 +408,4 @@ def _number(value: object) -> float:
 
 
 def _record(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    is_whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
-    return record if is_whole and abs(record["step"]) < 2**53 else None
+    return parse_line(line.decode("utf-8", errors="replace"))

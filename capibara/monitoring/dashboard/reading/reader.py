@@ -108,11 +108,16 @@ class Reader:
         for run in sorted(self.runs.values(), key=lambda run: (run.is_new, -run.wanted_s)):
             if run.is_new and time.monotonic() - now_s > _LOOK_S:
                 break
-            if run.id in self._large:
-                self._collect(run, change)
-            elif self._paused.get(run.id, 0.0) <= now_s:
-                self._follow(run, change)
-                run.is_new = False
+            try:
+                if run.id in self._large:
+                    self._collect(run, change)
+                elif self._paused.get(run.id, 0.0) <= now_s:
+                    self._follow(run, change)
+            except Exception as error:  # lines that make no sense in one run must not end the reading of all others
+                logging.getLogger(__name__).exception("%s could not be read", run.path)
+                self._large.cancel(run)
+                self._failed(run, error)
+            run.is_new = False
         for run_id in change.updated:
             run = self.runs[run_id]
             if self._epochs.get(run_id, run.epoch) != run.epoch:

@@ -12,8 +12,8 @@ from capibara.monitoring.dashboard.reading.thinning import averaged
 from capibara.monitoring.dashboard.views.files import bindings, config_text
 from capibara.monitoring.dashboard.views.names import Json, finite
 
-_NODE = re.compile(r"(node_\d+)/(\w+)")
-_EXPERT = re.compile(r"expert_load/(\d+)")
+_NODE = re.compile(r"(node_\d{1,9})/(\w+)")
+_EXPERT = re.compile(r"expert_load/(\d{1,9})")
 _NO_UPDATE = "it made no update: its loss or gradients were never finite"
 _TOO_FAR = "its parameters are not finite, or too far from all others"
 _HISTORY = 200  # logged rounds
@@ -115,9 +115,12 @@ def experts(run: Run, points: int) -> dict[str, Json]:
     others = [
         name for name in ("router_entropy", "expert_load_max", "expert_load_min", "dropped") if name in view.columns
     ]
-    stacked = np.stack([view.columns[name] for name in (*names, *others)], axis=1)
-    rows = np.isfinite(stacked).any(axis=1)
-    ends, means = averaged(stacked[rows], points)
+    columns = [view.columns[name] for name in (*names, *others)]
+    rows = np.zeros(len(view), bool)
+    for column in columns:
+        rows |= np.isfinite(column)
+    each = [averaged(column[rows, None], points) for column in columns]  # all at once would take much memory
+    ends, means = each[0][0], np.concatenate([found for _, found in each], axis=1)
     rounded = [[None if np.isnan(value) else float(f"{value:.5g}") for value in row] for row in means.tolist()]
     extra = {name: [row[len(names) + index] for row in rounded] for index, name in enumerate(others)}
     return {

@@ -58,12 +58,11 @@ def samples(run: Run, prompt: str | None, before: float | None, limit: int) -> d
 
 def config_text(run: Run) -> str | None:
     """The run's operative configuration; None: there is none that can be read."""
+    path, store = os.path.join(run.folder, "config.gin"), stores.of(run.folder)
+    if store.has_local_paths and os.path.islink(path):
+        return None  # in a run folder of others it may lead to any file of this machine
     try:
-        return (
-            stores.of(run.folder)
-            .read(os.path.join(run.folder, "config.gin"), _MOST_CONFIG_BYTES)
-            .decode("utf-8", "replace")
-        )
+        return store.read(path, _MOST_CONFIG_BYTES).decode("utf-8", "replace")
     except _FAULTS:
         return None
 

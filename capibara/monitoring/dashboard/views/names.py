@@ -60,6 +60,15 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def all_finite(value: Json) -> Json:
+    """A JSON value with null in place of numbers that are not finite."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, dict):
+        return {key: all_finite(one) for key, one in value.items()}
+    return [all_finite(one) for one in value] if isinstance(value, list) else value
+
+
 def clean(value: object, depth: int = 6) -> Json:
     """A value of a run folder as JSON, without what is not finite, too deep or too long."""
     if value is None or isinstance(value, (bool, int)):

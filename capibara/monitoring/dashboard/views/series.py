@@ -16,7 +16,7 @@ from capibara.monitoring.dashboard.views.names import Json, split, unit_of
 
 _SHOWN_NOT_FINITE = 200
 _CSV_ROWS = 5_000  # of one piece of an export
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+_FORMULAS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # also as wide characters
 
 
 class Axis(enum.StrEnum):
@@ -137,5 +137,6 @@ def _csv_rows(head: str, view: View, name: str, begin: int, end: int) -> Iterato
 
 def _cell(text: str) -> str:
     """A quoted cell; a spreadsheet must not take a run's name for a formula."""
-    text = f"'{text}" if text.startswith(_FORMULAS) else text
-    return '"' + text.replace('"', '""').replace("\r", " ").replace("\n", " ") + '"'
+    text = "".join(sign if sign.isprintable() else " " for sign in text.encode("utf-8", "replace").decode())
+    text = f"'{text}" if text.lstrip().startswith(_FORMULAS) else text
+    return '"' + text.replace('"', '""') + '"'

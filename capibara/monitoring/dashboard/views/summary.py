@@ -13,6 +13,10 @@ from capibara.monitoring.goodput import CATEGORIES
 _SPARK_POINTS = 60
 _SHOWN_EVENTS = 200
 _RECENT_STEPS = 50
+_NUMBERS = (
+    *("step", "total_steps", "eval_loss", "perplexity", "eta_s", "goodput", "started", "updated", "device_kind"),
+    *("device_count", "param_count", "tokens"),
+)
 _TRAIN = ("loss", "tokens_per_s", "mfu", "grad_norm", "learning_rate", "step_s", "consensus_score")
 
 
@@ -56,6 +60,13 @@ def summary(run: Run, limits: Limits, alerts: int) -> dict[str, Json]:
         "spark": _spark(train),
         **{name: finite(value) for name, value in figures.items()},
     }
+
+
+def unreadable(run: Run, fault: str) -> dict[str, Json]:
+    """The row of a run whose lines make no sense."""
+    row: dict[str, Json] = dict.fromkeys((*_NUMBERS, *_TRAIN))
+    texts = {"id": run.id, "name": clean(run.name), "path": clean(run.folder), "status": str(Status.FAILED)}
+    return {**row, **texts, "loading": False, "share_read": 1.0, "fault": fault, "starts": 0, "alerts": 0, "spark": []}
 
 
 def details(run: Run, limits: Limits, alerts: int) -> dict[str, Json]:

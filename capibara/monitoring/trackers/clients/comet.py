@@ -11,7 +11,7 @@ from typing import Any
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker
+from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker, check_address
 
 _MODES = (None, "online", "offline")
 _URL = "COMET_URL_OVERRIDE"
@@ -41,6 +41,7 @@ class CometTracker(Tracker):
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise UserError(f"CometTracker.mode is {self.mode!r}, must be 'online', 'offline' or None")
+        check_address("CometTracker.server", self.server, "COMET_API_KEY")
         if not self.project.strip():
             raise UserError("CometTracker.project is empty: name one, e.g. 'capibara'")
         self._experiment: Any  # set by start

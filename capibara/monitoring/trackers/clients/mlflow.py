@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker
+from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker, check_address
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request
 _LONGEST_VALUE = 500  # characters of a parameter that every server takes
@@ -38,11 +38,7 @@ class MlflowTracker(Tracker):
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.uri is not None and re.match(r"[\w+.-]+://[^/@]*:[^/@]*@", self.uri):
-            raise UserError(
-                "MlflowTracker.uri has a password, which would be written to config.gin: set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD"
-            )
+        check_address("MlflowTracker.uri", self.uri, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
         if not self.experiment.strip():
             raise UserError("MlflowTracker.experiment is empty: name one, e.g. 'capibara'")
         self._client: Any  # set by start
@@ -128,8 +124,9 @@ class MlflowTracker(Tracker):
 
 
 def _name(name: str) -> str:
-    """A name as MLflow allows it."""
-    return re.sub(r"[^\w\-./ ]", "_", name)[:250]
+    """A name as MLflow allows it: a relative path of plain characters."""
+    parts = re.sub(r"[^\w\-./ ]", "_", name)[:250].split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 def _parts(items: Sequence[_T], most: int) -> Iterator[list[_T]]:

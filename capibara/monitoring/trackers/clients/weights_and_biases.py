@@ -11,7 +11,7 @@ from typing import Any
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker
+from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker, check_address
 
 _MODES = (None, "online", "offline")
 _INIT_S = 60.0
@@ -48,6 +48,7 @@ class WandbTracker(Tracker):
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise UserError(f"WandbTracker.mode is {self.mode!r}, must be 'online', 'offline' or None")
+        check_address("WandbTracker.base_url", self.base_url, "WANDB_API_KEY")
         if not self.project.strip():
             raise UserError("WandbTracker.project is empty: name one, e.g. 'capibara'")
         self._wandb: Any  # set by start, as is the run
