@@ -8,6 +8,7 @@
 # make test-xmanager XMANAGER_PYTHON=PATH    runs and jobs by XManager, which is in the environment of that python
 # make test-beam BEAM_PYTHON=PATH            corpora by Apache Beam and Dask, which are in the environment of that python
 # make test-trackers TRACKERS_PYTHON=PATH    runs in W&B, MLflow and Comet; that python has capibara and their clients
+# make test-gpu GPU_PYTHON=PATH   runs, memory and traces on one NVIDIA GPU; that python has capibara[gpu] and pytest
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
@@ -36,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-beam test-trackers test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-beam test-trackers test-gpu test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -75,6 +76,9 @@ test-hosts: $(STAMP)
 
 test-slices: $(STAMP)
 	$(PYTEST) --dist=load tests/slices $(ARGS)
+
+test-gpu:
+	CAPIBARA_TEST_PLATFORM=cuda $(GPU_PYTHON) -m pytest -q -s tests/gpu $(ARGS)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)

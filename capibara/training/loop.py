@@ -75,6 +75,7 @@ def train(
         setup, initial = set_up(
             trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load
         )
+        stack.enter_context(out_of_memory_explained(trainer.plan, "the run", program=setup.train_step))
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         stack.enter_context(setup)
         stack.callback(dog.ending)
@@ -99,7 +100,8 @@ def train(
             return Outcome(begins, reason, stop.agreed(begins))
         decisions = stack.enter_context(Decisions())
         member = setup.member(reporter)
-        profiler = stack.enter_context(Profiler(trainer.profile, trainer.model_dir))
+        profiler = stack.enter_context(Profiler(trainer.profile, trainer.model_dir, setup.last_step))
+        profiler.announce(begins + 1, callbacks.on_status)
         parts = (setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member, profiler)
         return _Loop(*parts).run(start)
 
@@ -166,9 +168,8 @@ class _Loop:
             step, score = step + 1, None
             with self.profiler.step(step):
                 state, metrics = self.setup.step(step, state, batch, self.feed.position)
+            self.meter.add(metrics)  # first: the time that it still needs counts
             self._profiled(step, metrics)
-
-            self.meter.add(metrics)
             self.member.watch(metrics)
             if step % trainer.log_every == 0 or step == self.setup.last_step:
                 metrics_of_step = self.meter.read() | recovery.counters() | self.feed.metrics()
@@ -217,8 +218,8 @@ class _Loop:
         """Ends the trace after its last step; writing it does not count as time of the steps."""
         if self.profiler.ends(step):
             with self.meter.paused("profile"), self.dog.allowing("writing the profile", "save_s"):
-                first_step, folder = self.profiler.end(step, metrics)
-                self.callbacks.on_profile(step, first_step, folder)
+                if (found := self.profiler.end(step, metrics)) is not None:
+                    self.callbacks.on_profile(step, *found)
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluates and returns the loss; None if the run must stop before that."""

@@ -46,7 +46,7 @@ class Summary:
         """The summary in words."""
         devices = f"{self.devices} device{'s' * (self.devices != 1)}"
         lines = [
-            f"{self.steps} steps of {self.step_s * 1e3:,.1f} ms on {devices}; a device is busy {self.busy:.0%} of the time, "
+            f"{self.steps} step{'s' * (self.steps != 1)} of {self.step_s * 1e3:,.1f} ms on {devices}; a device is busy {self.busy:.0%} of the time, "
             f"and idle {1 - self.busy:.0%}",
             f"collectives that nothing overlaps take {self.collectives:.0%}",
             *(f"  {share:>6.1%}  {name}" for name, share in self.by_category.items()),

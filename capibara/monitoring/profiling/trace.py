@@ -13,6 +13,8 @@ from capibara.core.types import UserError
 from capibara.monitoring.profiling.categories import category_of
 
 _DEVICE = re.compile(r"^/device:(TPU|GPU):\d+")
+# Of a TPU's "%fusion.7 = bf16[8] fusion(...)" and a GPU's "void name<true>(void const*)", the name.
+_NAME = re.compile(r"^(?:void )?%?([^\s(<=]+)")
 _OP_LINES = ("XLA Ops", "XLA Async Ops")  # of TPU planes: their other lines repeat these as modules and steps
 
 
@@ -98,8 +100,10 @@ def _order(op: Op) -> tuple[float, float]:
 def _on_device(events: Any) -> Iterator[Op]:
     for event in events:
         stats = dict(event.stats)
-        category = category_of(event.name, str(stats.get("hlo_category", "")) or None)
-        yield Op(event.name, category, event.start_ns, event.start_ns + event.duration_ns)
+        name = _NAME.match(event.name)
+        kind = str(stats.get("hlo_category", "")) or None
+        category = category_of(event.name.partition(" = ")[0], kind)
+        yield Op(event.name if name is None else name[1], category, event.start_ns, event.start_ns + event.duration_ns)
 
 
 def _on_host(events: Any) -> tuple[dict[str, list[Op]], list[tuple[float, float]]]:

@@ -15,7 +15,7 @@ class Profile:
 
     Attributes:
       start: the first step, counted from 1. A run that starts later traces from its first step.
-      stop: the last step.
+      stop: the last step; a run that ends earlier traces up to its own last step.
     """
 
     start: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ planes { name: "/device:TPU:0"
   lines { name: "XLA Async Ops" timestamp_ns: 1000
     events { metadata_id: 4 offset_ps: 8000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "copy" } } }
   event_metadata { key: 1 value { id: 1 name: "while.3" } }
-  event_metadata { key: 2 value { id: 2 name: "fusion.7" } }
+  event_metadata { key: 2 value { id: 2 name: "%fusion.7 = bf16[8,8]{1,0} fusion(bf16[8,8]{1,0} %copy.2), kind=kOutput" } }
   event_metadata { key: 3 value { id: 3 name: "fusion.8" } }
   event_metadata { key: 4 value { id: 4 name: "copy.1" } }
   event_metadata { key: 5 value { id: 5 name: "fusion.9" } }
@@ -64,6 +66,25 @@ def test_a_tpus_time_is_divided_by_category_without_counting_any_twice(tmp_path)
     assert found.as_json()["idle"] == pytest.approx(0.1) and json.dumps(found.as_json())
 
 
+def test_a_gpus_time_is_divided_by_category(tmp_path):
+    """A step of a decoder with cuDNN's attention, as an H200 ran it: kernels of XLA, Triton, cuBLAS and cuDNN, and copies."""
+    path = tmp_path / "plugins" / "profile" / "2026" / "a.xplane.pb"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.decompress(pathlib.Path(__file__).with_name("h200_step.xplane.pb.gz").read_bytes()))
+    found = callback.of_folder(str(tmp_path), steps=1)
+    assert (found.devices, found.collectives) == (1, 0.0)
+    assert found.step_s == pytest.approx(0.03595, rel=1e-3) and found.busy == pytest.approx(0.868, abs=1e-3)
+    shares = {
+        "matrix products": 0.343, "copies and layouts": 0.174, "attention kernels": 0.111, "fused operations": 0.102,
+        "gather and scatter": 0.093, "reductions": 0.043, "host transfers": 0.001,
+    }  # fmt: skip
+    assert found.by_category == pytest.approx(shares, abs=1e-3)
+    assert found.largest[0][:2] == ("memcpy128", "copies and layouts") and found.largest[0][3] == 134
+    (read,) = [trace.read(one) for one in trace.files_of(str(tmp_path))]
+    names = {op.name for lane in read.lanes for op in lane.ops}
+    assert "cudnn::fusion::convert_dq_to_16bits" in names and not any(set("(%<= ") & set(name) for name in names)
+
+
 def test_hosts_are_read_together_and_steps_divide(tmp_path):
     written(tmp_path)
     written(tmp_path, TPU.replace("duration_ps: 1000000", "duration_ps: 3000000"), host="b")
@@ -96,6 +117,14 @@ def test_advice_follows_the_figures():
         ("reduce-scatter.1", None, "collectives"),
         ("reduce.1", None, "reductions"),
         ("infeed.2", None, "host transfers"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", None, "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_wmma>(Params)", None, "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", None, "attention kernels"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void*)", None, "attention kernels"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", None, "collectives"),
+        ("MemcpyH2D", None, "host transfers"),
+        ("MemcpyD2D", None, "copies and layouts"),
+        ("Memset 3", None, "copies and layouts"),
         ("zzz", None, "other"),
     ],
 )
