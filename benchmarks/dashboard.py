@@ -2,6 +2,7 @@
 
     python benchmarks/dashboard.py [--parts=open,viewers,memory] [--steps=1000000] [--log_every=1] [--viewers=200] [--json=OUT]
     python benchmarks/dashboard.py --parts=browser [--modules=FOLDER] [--chromium=PATH]
+    python benchmarks/dashboard.py --parts=peer --peers_python=PATH/bin/python
 
 The server runs in a process of its own, as `capibara dashboard` does.
 
@@ -10,6 +11,9 @@ The server runs in a process of its own, as `capibara dashboard` does.
             points of all metrics are
   browser   the same in headless Chromium, which is open before: until the charts that are seen of the run's page, and of the
             comparison of ten, are drawn. FOLDER/node_modules has puppeteer-core
+  peer      the run as event files in TensorBoard with its fast data server, and ours, in turns: from the start of the process
+            until the loss is served from the first step to the last, the median of three. TensorBoard draws 1000 points of a
+            run, taken at random; ours the lowest and highest of each stretch
   viewers   a training loop (JAX on all cores, a line of metrics each step) alternates between windows in which the server and
             its viewers are stopped and windows in which they run. A tenth of the viewers read slowly, a tenth not at all, the
             rest all events and now and then a chart. The ratio is of the medians of the step times; the latency is from the
@@ -58,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--viewers", type=int, default=200)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--modules", default="build/browser", help="folder of node_modules with puppeteer-core")
+    parser.add_argument("--peers_python", help="a python with tensorboard")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="its program (default: %(default)s)")
     parser.add_argument("--child", choices=["train", "view"], help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
@@ -69,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts.split(","):
-            inner = pathlib.Path(folder, "large" if part in ("open", "browser") else part)
+            inner = pathlib.Path(folder, "large" if part in ("open", "browser", "peer") else part)
             inner.mkdir(exist_ok=True)
             run = {"open": lambda: opening(inner, args.steps, args.log_every), "memory": lambda: memory(inner)}
             run["viewers"] = lambda: viewing(inner, args.viewers)
-            run["browser"] = lambda: browsing(inner, args)
+            run["browser"], run["peer"] = lambda: browsing(inner, args), lambda: beside_peer(inner, args)
             found |= run[part]()
     missed = [name for name, goal in GOALS.items() if found.get(name, 0.0) > goal]
     for name, value in found.items():
@@ -163,6 +168,61 @@ def browsing(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, float]
                 assert float(browser.stdout.readline()) > 0, f"the charts of {name} were not drawn"
                 found[f"browser_{name}_s"] = time.monotonic() - listens_s
     return found
+
+
+def beside_peer(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds until the loss of a run is served by TensorBoard, and by ours."""
+    first = large_runs(folder, args.steps, args.log_every)
+    events = event_file(first, folder / "events")
+    ends, seconds = [args.log_every, args.steps], {"tensorboard_s": [], "ours_s": []}
+    for _ in range(3):
+        evict(first)
+        begin_s = time.monotonic()
+        with server(folder / "one") as (port, _):
+            wait(lambda: opened(port, 1, ends))
+            seconds["ours_s"].append(time.monotonic() - begin_s)
+        evict(events)
+        begin_s = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [args.peers_python, "-m", "tensorboard.main", f"--logdir={events.parent}", f"--port={port}"]
+        with child([*command, "--reload_interval=1"], stderr=subprocess.DEVNULL):
+            wait(lambda: _of_tensorboard(port) == args.steps, 600)
+            seconds["tensorboard_s"].append(time.monotonic() - begin_s)
+    found = {f"peer_{name}": statistics.median(values) for name, values in seconds.items()}
+    return {"events_mib": events.stat().st_size / 2**20, **found}
+
+
+def event_file(metrics: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the lines of a metrics.jsonl as TensorBoard's events."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter
+
+    folder.mkdir(exist_ok=True)
+    path = folder / "events.out.tfevents.1700000000.host"
+    writer = RecordWriter(str(path))
+    writer.write(Event(wall_time=1.7e9, file_version="brain.Event:2").SerializeToString())
+    with open(metrics, encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            kind, step, wall_time = (record.pop(name) for name in ("kind", "step", "time"))
+            if kind != "event":
+                event = Event(wall_time=wall_time, step=step)
+                for name, value in record.items():
+                    event.summary.value.add(tag=f"{kind}/{name}", simple_value=value)
+                writer.write(event.SerializeToString())
+    writer.flush()
+    writer.close()
+    return path
+
+
+def _of_tensorboard(port: int) -> int | None:
+    """The last step of the loss that it serves."""
+    try:
+        points = ask(port, "/data/plugin/scalars/scalars?run=.&tag=train/loss")
+    except (OSError, AssertionError, http.client.HTTPException):
+        return None  # it has not started, or does not know the run yet
+    return points[-1][1] if points else None
 
 
 def charts(port: int, metric: str) -> list[dict]:

@@ -28,6 +28,20 @@ def test_the_names_of_code_have_their_modules():
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "import one as x\nimport two as x",
+        "if y:\n    import one as x\nimport two as x",
+        "if y:\n    import one as x\nelse:\n    import two as x",
+        "import one as x, two as x",
+        "import one as x\nfor y in z:\n    from two import x",
+    ],
+)
+def test_of_imports_of_one_name_the_last_counts(code):
+    assert names.of_code(code).imported == {"x": "two"}
+
+
+@pytest.mark.parametrize(
     "code", ["x = (", "x = '\0'", "(" * 5000, "-" * 100_000 + "1", "a" + ".b" * 100_000, "[" * 90 + "]" * 90 + "]"]
 )
 def test_code_that_does_not_parse_has_no_names(code):

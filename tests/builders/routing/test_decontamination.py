@@ -174,6 +174,23 @@ def test_contaminated_examples_are_excluded_and_listed(tmp_path):
         build([path], str(tmp_path / "out"), settings)
 
 
+def test_other_settings_of_an_evaluation_set_need_another_folder(tmp_path):
+    path = data.write(tmp_path / "all.jsonl", data.documents(8))
+    quiz = data.write(tmp_path / "quiz.jsonl", [{"question": TEXT, "note": TEXT.replace("word", "note")}])
+
+    def made(fields=(), **settings):
+        one = EvaluationSet(name="quiz", paths=(quiz,), fields=fields)
+        found = Decontamination(sets=(one,), **settings)
+        splits = Splits(train=1.0, validation=0, test=0)
+        build([path], str(tmp_path / "out"), RoutingSet(splits=splits, decontamination=found, min_examples=0))
+
+    made()
+    made()  # the same is kept
+    for other in ({"fields": ("question",)}, {"ratio": 0.5}, {"words": 12}, {"min_words": 9}):
+        with pytest.raises(UserError, match="built with other settings"):
+            made(**other)
+
+
 def test_words_are_compared_without_signs_and_case():
     assert words("Foo_bar(x1, 'Ä')") == ["foo_bar", "x1", "ä"]
     assert words("Cafe\u0301 \uff21B, x") == ["café", "ab", "x"]

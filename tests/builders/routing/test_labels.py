@@ -79,6 +79,11 @@ def test_one_word_does_not_outweigh_the_language_of_code():
     assert label_of(run("print('GET /items https://example.com')"))[:2] == ("api", "words")
 
 
+@pytest.mark.parametrize(("said", "expected"), [(0.5, 0.5), (7, 1.0), (-3, 0.0)])
+def test_a_record_cannot_make_a_label_surer_than_sure(said, expected):
+    assert label_of(run("x = 1", language_confidence=said)) == ("python", "language", expected)
+
+
 def test_code_in_several_languages_belongs_to_most_of_it():
     text = "```python\ntotal = 1 + 2\nprint(total)\nprint(total)\n```\nand\n```sql\nSELECT 1\n```\n"
     domain, source, confidence = label_of(text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
 import time
+import types
 
 import pytest
 
@@ -171,6 +173,29 @@ def test_wrong_tokens_are_refused_and_slowed_down(closed):
     statuses = {closed.raw("/api/runs", headers=[("Authorization", f"Bearer wrong-{n}")])[0] for n in range(40)}
     assert statuses == {401, 429}
     assert closed.raw("/api/runs", headers=[("Authorization", f"Bearer {TOKEN}")])[0] == 200
+
+
+def test_after_too_many_guesses_an_address_waits_even_with_the_token(monkeypatch):
+    """Else each guess would still count; another address, or the same one later, can sign in."""
+    now_s = [1_000.0]
+    monkeypatch.setattr(access, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    guarded = access.Guarded(None, access.Access(token=TOKEN))
+
+    def status(given, client="10.0.0.1"):
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+        scope |= {"query_string": f"token={given}".encode(), "client": (client, 1)}
+        asyncio.run(guarded(scope, None, send))
+        return messages[0]["status"]
+
+    assert [status("wrong") for _ in range(21)] == [401] * 20 + [429]
+    assert status(TOKEN) == 429 and status(TOKEN, client="10.0.0.2") == 200
+    now_s[0] += 10
+    assert status(TOKEN) == 200
 
 
 def test_other_machines_need_a_token(demo_runs, serve):

@@ -121,6 +121,13 @@ def test_low_goodput_and_a_full_disk(run):
     assert kinds(run, NOW_S + 1_990, low_goodput=0.01, disk_free_gib=1.0) == []
 
 
+@pytest.mark.parametrize(("drawn", "expected"), [([1, 1, 1], [(Kind.REJECTED, 3)]), ([1, 0, 1], []), ([0, 0, 0], [])])
+def test_a_node_that_was_not_drawn_is_not_rejected(run, drawn, expected):
+    about = [{"node_0/accepted": 1.0, "node_1/accepted": 0.0, "node_1/drawn": float(one)} for one in drawn]
+    add(run, *(line(step, **one) for step, one in enumerate(about, 1)))
+    assert kinds(run, NOW_S + 4) == expected
+
+
 class Receiver:
     """An HTTP server that answers with the given statuses, one after the other, then with 200."""
 

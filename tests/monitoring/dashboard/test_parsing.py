@@ -220,6 +220,19 @@ def test_goodput_is_that_of_all_lines(demo_runs):
             assert found[name] == pytest.approx(seconds, abs=1e-6), (path, name)
 
 
+def test_goodput_of_lines_that_come_out_of_order(tmp_path):
+    """What was counted up to the newest line is counted again."""
+    early, late = ([line(step, step_s=float(step)) for step in steps] for steps in ([1, 2, 3, 6, 9], [4, 5]))
+    both = [Run(str(tmp_path), name) for name in ("asked once", "asked between")]
+    for run in both:
+        for records in ([start(0), *early], late):
+            run.apply(parsing.parse_text("".join(json.dumps(one) + "\n" for one in records).encode(), 0))
+            if run is both[1]:
+                run.goodput()
+    expected = sum([1, 2, 3, 4, 5, 6, 3 * 9])
+    assert [run.goodput()["productive"] for run in both] == [expected, expected]
+
+
 def test_goodput_survives_that_rows_are_dropped_from_memory(demo_runs, monkeypatch):
     monkeypatch.setattr(run_module, "_OLDER_ROWS", 10)
     monkeypatch.setattr(run_module, "_NEWEST_ROWS", 5)

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from capibara.monitoring.dashboard.reading import folders, large, preview, reader, tables, thinning
+from capibara.monitoring.dashboard.reading import folders, large, memory, parsing, preview, reader, tables, thinning
 from capibara.monitoring.dashboard.reading import run as run_module
 from capibara.monitoring.dashboard.reading.reader import Change, Reader
 from capibara.monitoring.dashboard.reading.run import Limits, Run, Status
@@ -21,6 +21,10 @@ def line(step, loss=1.0):
 
 def start(step=0):
     return json.dumps({"kind": "event", "step": step, "time": 1.7e9, "event": "start"}) + "\n"
+
+
+def sample(step):
+    return json.dumps({"kind": "sample", "step": step, "time": 1.7e9, "prompt": f"p {step}", "text": "x"}) + "\n"
 
 
 def run_folder(folder, text):
@@ -117,6 +121,17 @@ def test_a_roll_back_voids_points(tmp_path, follow):
     assert only(follower).step == 21
 
 
+def test_a_roll_back_keeps_the_samples_up_to_its_step(tmp_path, follow):
+    samples = "".join(sample(step) for step in (19, 20, 21))
+    path = run_folder(tmp_path / "run", start() + "".join(map(line, range(1, 22))) + samples) / "metrics.jsonl"
+    follower = follow()
+    all_read(follower)
+    with open(path, "a") as file:
+        file.write(json.dumps({"kind": "event", "step": 20, "time": 1.7e9, "event": "roll_back"}) + "\n")
+    follower.look()
+    assert [one.step for one in only(follower).samples.values()] == [19, 20]
+
+
 def test_large_files_are_read_by_several_processes(tmp_path, follow, monkeypatch):
     monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
     monkeypatch.setattr(large, "_PART_BYTES", 20_000)
@@ -128,6 +143,45 @@ def test_large_files_are_read_by_several_processes(tmp_path, follow, monkeypatch
     assert view.steps.tolist() == list(range(1, 3_000))
     assert view.columns["loss"].tolist() == [step / 7 for step in range(1, 3_000)]
     assert only(follower).position == len(text)
+
+
+def test_a_process_that_dies_loses_no_part_of_a_large_file(tmp_path, follow, monkeypatch):
+    """Its parts, and those that waited for it, are read all the same, and in order."""
+    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
+    monkeypatch.setattr(large, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(large, "processes", lambda: 1)
+    run_folder(tmp_path / "run", start() + "".join(line(step) for step in range(1, 3_000)))
+    follower = follow()
+    pool = follower._large._processes()
+    pool.submit(time.sleep, 0.3)  # until the parts wait behind what ends the process
+    dies = pool.submit(os._exit, 1)
+    all_read(follower)
+    assert dies.exception() is not None and only(follower).fault is None
+    assert only(follower).view("train").steps.tolist() == list(range(1, 3_000))
+
+
+def test_a_part_of_a_large_file_that_cannot_be_read_is_not_skipped(tmp_path, follow, monkeypatch):
+    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
+    monkeypatch.setattr(reader, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(large, "_PART_BYTES", 20_000)
+    text, parse, faults = start() + "".join(line(step) for step in range(1, 1_000)), parsing.parse, []
+
+    def fails(part):
+        if part.start and not faults:
+            faults.append(part)
+            raise OSError(5, "Input/output error")
+        return parse(part)
+
+    def no_process(files):
+        raise RuntimeError("no process can be started")
+
+    monkeypatch.setattr(large.LargeFiles, "_processes", no_process)
+    monkeypatch.setattr(parsing, "parse", fails)
+    run_folder(tmp_path / "run", text)
+    follower = follow()
+    all_read(follower)
+    assert faults and only(follower).position == len(text)
+    assert only(follower).view("train").steps.tolist() == list(range(1, 1_000))
 
 
 @pytest.fixture
@@ -165,6 +219,19 @@ def test_a_preview_shows_no_steps_that_were_repeated(tmp_path, small_previews):
     view = shown.view("train")
     assert view.steps[-1] == 900 and set(view.columns["loss"][view.steps > 300]) == {2.0}
     assert set(view.columns["loss"][view.steps <= 300]) == {1.0} and np.diff(view.steps).min() > 0
+
+
+def test_a_preview_names_no_samples(tmp_path, follow, small_previews):
+    """It does not know their places in the file; they are found when all of it is read."""
+    text = start() + "".join(line(step) + sample(step) for step in range(1, 501))
+    run_folder(tmp_path / "run", text)
+    follower = follow()
+    follower.look()
+    run = only(follower)
+    assert run.is_unread and len(run.view("train")) > 10 and not run.samples
+    all_read(follower)
+    found = [parsing.line_at(run.path, one) for one in run.samples.values()]
+    assert [one["step"] for one in found] == list(range(1, 501))
 
 
 def test_a_preview_needs_no_whole_line_in_each_block(tmp_path, follow, small_previews):
@@ -248,6 +315,29 @@ def test_runs_for_which_there_is_no_memory_are_not_read_again_and_again(tmp_path
         time.sleep(0.02)
     assert {run.id: run.version for run in follower.runs.values()} == versions and not len(follower._large)
     assert sum(not run.is_coarse for run in follower.runs.values()) == 2
+
+
+def test_memory_is_saved_although_small_runs_keep_theirs(few_rows):
+    small, tall = Run("/runs/small", "small"), Run("/runs/tall", "tall")
+    for run, count in ((small, 100), (tall, 3_000)):
+        run.apply(parsing.parse_text((start() + "".join(map(line, range(1, count)))).encode(), 0))
+    small.wanted_s, tall.wanted_s = 1.0, 2.0  # the small one is the first to be dropped, and is not
+    memory.save([small, tall], tall.held_bytes + small.held_bytes // 2)
+    assert tall.is_coarse and len(tall.view("train")) <= 150
+    assert not small.is_coarse and len(small.view("train")) == 99
+
+
+def test_folders_that_can_be_looked_at_again_are_no_fault(tmp_path, follow, monkeypatch):
+    run_folder(tmp_path / "run", start() + line(1))
+    follower = follow()
+    with monkeypatch.context() as patch:
+
+        def fails(roots):
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(folders, "found", fails)
+        assert not follower.look() and "Input/output error" in follower.fault
+    assert len(follower.look().added) == 1 and follower.fault is None
 
 
 def test_files_that_cannot_be_read_are_named_and_tried_again(tmp_path, follow, monkeypatch):
@@ -340,6 +430,15 @@ def test_rows_grow_without_a_loss():
     assert table.view().columns["loss"].tolist() == [float(step) for step in range(1, 300)]
     table.truncate(100)
     assert table.last_step == 100
+
+
+def test_names_of_metrics_have_a_limit(monkeypatch):
+    monkeypatch.setattr(tables, "_MOST_METRICS", 5)
+    table = tables.Table()
+    for step in range(1, 20):
+        record = {"kind": "train", "step": step, "time": 1.0, f"metric_{step}": 1.0}
+        table.append(parsing.rows_of([record]))
+    assert [*table.view().columns] == [f"metric_{step}" for step in range(1, 6)] and len(table) == 19
 
 
 def test_runs_in_a_bucket_are_followed(follow):

@@ -24,11 +24,15 @@ import pytest
 import uvicorn
 from prometheus_client import parser
 
+from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
 from capibara.monitoring.dashboard.http import app, connections, hub
+from capibara.monitoring.dashboard.http.access import Access
 from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
 from capibara.monitoring.dashboard.reading.parsing import Era, Rows
 from capibara.monitoring.dashboard.reading.reader import Change
 from capibara.monitoring.dashboard.reading.run import Run
+from capibara.monitoring.dashboard.settings import DashboardConfig
+from capibara.monitoring.dashboard.state import Dashboard
 from capibara.monitoring.dashboard.views import consensus, series
 
 
@@ -252,6 +256,46 @@ def test_a_slow_viewer_loads_anew():
 
     content = asyncio.run(scenario())
     assert content.startswith(b"event: resync") and content.count(b"event: update") < 64
+
+
+def test_large_events_of_a_slow_viewer_do_not_pile_up():
+    async def scenario():
+        shared = hub.Hub(lambda run_id: None)
+        slow = shared.events([], {})
+        await anext(slow)
+        (viewer,) = shared._viewers
+        for _ in range(20):
+            viewer.put(b"event: update\ndata: " + b"x" * 100_000 + b"\n\n")
+        content = await anext(slow)
+        await slow.aclose()
+        return content
+
+    content = asyncio.run(scenario())
+    assert content.startswith(b"event: resync") and len(content) < 300_000
+
+
+def test_viewers_have_a_limit(tmp_path, monkeypatch):
+    """One more is refused before its events begin; all else is answered."""
+    monkeypatch.setattr(hub, "_MOST_VIEWERS", 0)
+    served = app.app(Dashboard([str(tmp_path)], DashboardConfig(), {}, Webhooks([])), Access())
+
+    def answered(path):
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+        asyncio.run(served(scope, receive, send))
+        return messages[0]["status"], b"".join(one.get("body", b"") for one in messages[1:])
+
+    status, body = answered("/api/events")
+    assert status == 503 and json.loads(body)["error"]["code"] == "too_many_viewers"
+    assert answered("/api/info")[0] == 200
 
 
 def test_many_changes_become_one_update(monkeypatch):

@@ -149,6 +149,16 @@ def test_a_run_that_was_killed_has_not_ended(tmp_path):
     assert page.as_json([found], lambda run: None)["runs"][0]["status"] == "running, or killed"
 
 
+def test_a_run_that_was_resumed_has_not_ended(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    assert facts.read(str(run)).ended == "finished"
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "event", "step": 20, "time": 9e3, "event": "start", "total_steps": 40}) + "\n")
+    found = facts.read(str(run))
+    assert found.ended is None and found.starts == 2
+    assert page.as_json([found], lambda run: None)["runs"][0]["status"] == "running, or killed"
+
+
 @pytest.mark.parametrize(
     ("args", "fault"),
     [

@@ -86,6 +86,15 @@ def test_samples_come_during_the_run_and_at_its_end(run):
     assert len(said.samples) == count and threading.main_thread() not in said.threads
 
 
+def test_a_step_without_a_time_hides_no_others(run):
+    callbacks, _ = begun(run)
+    for step, step_s in enumerate((0.5, float("nan"), float("inf"), 0.5), 1):
+        callbacks.on_step(step, {"loss": 1.0, "step_s": step_s})
+    callbacks.on_train_end(4, "finished")
+    last = [record for record in records_of(run) if record["kind"] == "system"][-1]
+    assert [last[f"step_s_p{percent}"] for percent in (50, 90, 99)] == [0.5, 0.5, 0.5]
+
+
 def test_the_record_has_machine_packages_and_git_state(run, monkeypatch):
     monkeypatch.setattr(
         sys,

@@ -140,7 +140,7 @@ class FakeMlflow:
     """A store of MLflow: parameters cannot change, and a request has limits."""
 
     def __init__(self):
-        self.experiments, self.runs = {}, {}
+        self.experiments, self.runs, self.sent = {}, {}, []
 
     def modules(self):
         named = {name: types.ModuleType(name) for name in ("mlflow", "mlflow.tracking", "mlflow.entities")}
@@ -175,6 +175,7 @@ class FakeMlflow:
     def log_batch(self, name, metrics=(), params=()):
         assert len(metrics) <= 1000 and len(params) <= 100
         self.runs[name].metrics |= {*metrics}
+        self.sent += metrics
         for key, value in params:
             assert self.runs[name].params.setdefault(key, value) == value
 
@@ -210,6 +211,16 @@ def test_mlflow(folder, mlflow):
     assert run.files["samples/000000003-def.txt"] == "def f(x): return [hidden]"
     assert run.files["pictures/loss_curve.png"] > 7 and "Trainer.steps = 100" in run.files["config.gin"]
     assert TOKEN not in str(vars(run))
+
+
+def test_mlflow_gets_no_metric_twice(folder, mlflow):
+    lived(folder, [1, 2, 3])
+    sent([MlflowTracker()], folder)
+    assert [(step, value) for key, value, _, step in mlflow.sent if key == "train/loss"] == [
+        (1, 2.0),
+        (2, 3.0),
+        (3, 4.0),
+    ]
 
 
 def test_mlflow_finds_a_run_whose_creation_was_not_noted(folder, mlflow):

@@ -402,3 +402,46 @@ def test_names_cannot_drive_the_terminal(folder):
     metrics.on_train_end(1, "finished")
     said, _ = sent([PrintTracker()], folder)
     assert said == ["step 1 train/\\x1b[2Jloss\\u202e=1"]
+
+
+def test_no_text_of_a_run_is_sent_with_its_secrets(folder):
+    metrics = lived(folder, [1], reason=None)
+    metrics.on_sample(1, f"my key is {TOKEN} ", "and")
+    metrics.on_system(1, {"cpus": 2, "warning": f"full: {TOKEN}"})
+    metrics.on_train_end(1, "finished")
+    (folder / "plan.json").write_text(json.dumps({"command": f"--token={TOKEN}"}))
+    tracker = Noting()
+    assert sent([tracker], folder) == ([], {})
+    texts = {name: text for _, name, text in by_kind(tracker, "text")}
+    assert texts["sample/my key is [hidden] "] == "my key is [hidden] and" and texts["warning"] == "full: [hidden]"
+    assert "[hidden]" in texts["plan.json"] and TOKEN not in json.dumps(tracker.calls)
+
+
+def test_the_log_of_faults_has_a_limit(folder, monkeypatch):
+    monkeypatch.setattr(feeds, "_MOST_LOG_BYTES", 1_000)
+    lived(folder, [1])
+    feeding = Feeds([Noting()], str(folder), print)
+    for number in range(50):
+        feeding._note(OSError(f"fault {number} {'x' * 100}"))
+    text = (folder / "trackers" / "trackers.log").read_text()
+    assert len(text) < 1_200 and "fault 48" in text and "fault 49" in text
+
+
+@pytest.mark.parametrize(
+    ("odd", "expected"),
+    [
+        ({}, ("id", 40, 2)),
+        ({"run_id": "../../etc x"}, (None, 40, 2)),
+        ({"run_id": "x" * 129}, (None, 40, 2)),
+        ({"run_id": 7}, (None, 40, 2)),
+        ({"position": "40"}, ("id", 0, 0)),
+        ({"position": -1}, ("id", 0, 0)),
+        ({"line": 41}, ("id", 0, 0)),
+        ({"line": True}, ("id", 0, 0)),
+    ],
+)
+def test_of_a_state_that_makes_no_sense_only_the_rest_is_used(folder, odd, expected):
+    (folder / "trackers").mkdir(parents=True)
+    (folder / "trackers" / "noting.json").write_text(json.dumps({"run_id": "id", "position": 40, "line": 2} | odd))
+    found = state.read(str(folder), "noting")
+    assert (found.run_id, found.position.byte, found.position.line) == expected
