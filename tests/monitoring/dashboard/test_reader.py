@@ -190,6 +190,7 @@ def small_previews(monkeypatch):
     monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
     monkeypatch.setattr(large, "_PART_BYTES", 50_000)
     monkeypatch.setattr(preview, "_DISK", preview._Pace(8, 2_000))
+    monkeypatch.setattr(reader, "_SETTLE_S", 0.0)
 
 
 def test_a_large_file_is_shown_before_it_is_read(tmp_path, follow, small_previews):
@@ -243,6 +244,18 @@ def test_a_preview_needs_no_whole_line_in_each_block(tmp_path, follow, small_pre
     all_read(follower)
     assert {run.name: run.step for run in follower.runs.values()} == {"middle": 99, "end": 1}
     assert all(len(run.samples) == 1 and not run.is_coarse for run in follower.runs.values())
+
+
+def test_what_is_shown_can_be_drawn_before_the_rest_is_read(tmp_path, follow, small_previews, monkeypatch):
+    monkeypatch.setattr(reader, "_SETTLE_S", 0.3)
+    run_folder(tmp_path / "run", start() + "".join(map(line, range(1, 2_001))))
+    follower = follow()
+    begin_s = time.monotonic()
+    follower.look()
+    follower.look()
+    assert only(follower).is_coarse and not len(follower._large)
+    all_read(follower)
+    assert time.monotonic() - begin_s > 0.3
 
 
 def test_runs_that_are_looked_at_are_read_first(tmp_path, follow, small_previews, monkeypatch):

@@ -23,6 +23,7 @@ from capibara.storage import stores
 
 _SMALL_BYTES = 4 << 20  # appended since the last look: read at once, without other processes
 _LOOK_S = 0.25  # after which a look at many new runs ends, so that viewers see the first ones
+_SETTLE_S = 0.5  # after lines of a large file are shown: what a page needs to draw them is not to wait for other lines
 _PAUSE_S = 30.0  # after a fault of a bucket
 _FAULTS = (UserError, TryAgain, OSError, limits.Refused)
 
@@ -72,6 +73,7 @@ class Reader:
         self._roots, self._changed = list(roots), changed
         self._poll_s, self._scan_s, self._most_bytes = poll_s, scan_s, most_bytes
         self._large, self._scanned_s = LargeFiles(), -math.inf
+        self._shown_s = -math.inf
         self._paused: dict[str, float] = {}
         self._epochs: dict[str, int] = {}
         self._wake, self._is_stopped = threading.Event(), False
@@ -213,10 +215,13 @@ class Reader:
             self._large.begin(run, run)
             return
         run.show(shown)
+        self._shown_s = time.monotonic()
         run.size, run.fault = run.position, None
 
     def _waiting(self, now_s: float) -> list[Run]:
         """The runs of which rows are missing and are to be read now, those that were looked at last first."""
+        if now_s < self._shown_s + _SETTLE_S:
+            return []
         found = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
         found = [run for run in found if self._paused.get(run.id, 0.0) <= now_s]
         found = [run for run in found if run.is_unread or memory.is_looked_at(run, now_s)]
