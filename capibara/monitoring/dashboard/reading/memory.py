@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import time
+from collections.abc import Container, Iterable, Mapping
 
 from capibara.monitoring.dashboard.reading.run import Run
 
 _LOOKED_AT_S = 60.0  # since a viewer last asked for a run
 
 
-def is_looked_at(run: Run, now_s: float) -> bool:
+def is_looked_at(run: Run) -> bool:
     """Whether a viewer has asked for a run lately."""
-    return run.wanted_s > now_s - _LOOKED_AT_S
+    return run.wanted_s > time.monotonic() - _LOOKED_AT_S
 
 
-def fits(run: Run, runs: Iterable[Run], reading: Container[str], most_bytes: int, now_s: float) -> bool:
+def fits(run: Run, runs: Mapping[str, Run], reading: Container[str], most_bytes: int) -> bool:
     """Whether there is memory for all rows of a run beside those of other runs that are looked at.
 
     Args:
       run: a run of which rows are missing.
-      runs: all runs.
+      runs: all runs by their ids.
       reading: the ids of those that are being read.
       most_bytes: memory for all rows.
-      now_s: by time.monotonic.
     """
-    others = [one for one in runs if one is not run and is_looked_at(one, now_s)]
+    others = [one for one in runs.values() if one is not run and is_looked_at(one)]
     held = sum(one.whole_bytes if one.id in reading else one.held_bytes * (not one.is_coarse) for one in others)
     return held + run.whole_bytes <= most_bytes
 

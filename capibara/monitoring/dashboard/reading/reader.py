@@ -68,12 +68,11 @@ class Reader:
         most_bytes: int = 1 << 30,
     ):
         self.runs: dict[str, Run] = {}
-        self.has_scanned = threading.Event()
         self.fault: str | None = None
         self._roots, self._changed = list(roots), changed
         self._poll_s, self._scan_s, self._most_bytes = poll_s, scan_s, most_bytes
-        self._large, self._scanned_s = LargeFiles(), -math.inf
-        self._shown_s = -math.inf
+        self._large = LargeFiles()
+        self._scanned_s = self._shown_s = -math.inf
         self._paused: dict[str, float] = {}
         self._epochs: dict[str, int] = {}
         self._wake, self._is_stopped = threading.Event(), False
@@ -132,7 +131,6 @@ class Reader:
         while not self._is_stopped:
             try:
                 change = self.look()
-                self.has_scanned.set()
                 if change:
                     self._changed(change)
             except Exception:  # one run folder must not end the reading of all others
@@ -223,11 +221,10 @@ class Reader:
         if now_s < self._shown_s + _SETTLE_S:
             return []
         found = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
+        found = [run for run in found if run.is_unread or memory.is_looked_at(run)]
+        found = sorted(found, key=lambda run: -run.wanted_s)
         found = [run for run in found if self._paused.get(run.id, 0.0) <= now_s]
-        found = [run for run in found if run.is_unread or memory.is_looked_at(run, now_s)]
-        found.sort(key=lambda run: -run.wanted_s)
-        every, most_bytes = self.runs.values(), self._most_bytes
-        return [run for run in found if run.is_unread or memory.fits(run, every, self._large, most_bytes, now_s)]
+        return [run for run in found if run.is_unread or memory.fits(run, self.runs, self._large, self._most_bytes)]
 
     def _read_whole(self, now_s: float) -> None:
         """Begins to read runs of which rows are missing."""
