@@ -448,8 +448,9 @@ def family(pid: int) -> list[int]:
     """A process and those that it has started."""
     found = [pid]
     for one in found:
-        with contextlib.suppress(OSError), open(f"/proc/{one}/task/{one}/children", encoding="ascii") as file:
-            found += map(int, file.read().split())
+        with contextlib.suppress(OSError):  # each thread has those that it has started
+            for path in pathlib.Path(f"/proc/{one}/task").glob("*/children"):
+                found += map(int, path.read_text().split())
     return found
 
 
