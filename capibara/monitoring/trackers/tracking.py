@@ -83,11 +83,8 @@ class TrackingProcess(Callback):
 
     def _end_again(self, limit_s: float) -> None:
         """Starts the process for what one that was killed has not sent, and waits for its end."""
-        try:
-            with self._lock:
-                process = self._process = self._started()
-        except OSError as error:
-            self._say(f"trackers cannot be started: {error}")
+        process = self._started()
+        if process is None:
             return
         listening = threading.Thread(target=self._listen, args=[process], daemon=True)
         listening.start()
@@ -107,11 +104,8 @@ class TrackingProcess(Callback):
         wait_s, has_said = _RESTART_S, False
         while not self._ending.is_set():
             begun_s = time.monotonic()
-            try:
-                with self._lock:
-                    process = self._process = self._started()
-            except OSError as error:
-                self._say(f"trackers cannot be started: {error}")
+            process = self._started()
+            if process is None:
                 return
             self._listen(process)
             code = process.wait()
@@ -124,16 +118,22 @@ class TrackingProcess(Callback):
             self._ending.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_RESTART_S)
 
-    def _started(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # ctrl-C is for the run
-        )
-        _send(process, self._request)
+    def _started(self) -> subprocess.Popen[str] | None:
+        """Starts the process; None: it cannot be started, which is said."""
+        try:
+            with self._lock:
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _CODE],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,  # ctrl-C is for the run
+                )
+                _send(process, self._request)
+        except OSError as error:
+            self._say(f"trackers cannot be started: {error}")
+            return None
         return process
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
