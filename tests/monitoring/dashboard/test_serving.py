@@ -238,40 +238,62 @@ def test_a_new_line_is_an_event_within_two_seconds(tmp_path, demo, serve):
         assert found[-1][1]["added"] == [client.ids()["new"]]
 
 
-def test_a_slow_viewer_loads_anew():
-    async def scenario():
-        about = {"id": "a", "text": "x" * 1_000}
-        shared = hub.Hub(lambda run_id: about)
-        shared.begin()
-        slow, seen = shared.events([], {"now": 1.0}), []
-        assert (await anext(slow)).startswith(b"event: hello")
-        viewer = next(iter(shared._viewers))
-        for _ in range(200):
-            viewer.put(b"event: update\ndata: {}\n\n")
-        seen.append(await anext(slow))
-        await slow.aclose()
-        assert not shared.viewers
-        shared.end()
-        return b"".join(seen)
+class Sink:
+    """Stands for a viewer's connection: `unsent_bytes` is what it has not read."""
 
-    content = asyncio.run(scenario())
-    assert content.startswith(b"event: resync") and content.count(b"event: update") < 64
+    def __init__(self, is_read=True):
+        self.unsent_bytes, self.is_read, self.content = 0, is_read, b""
+
+    def push(self, content):
+        assert content  # an empty part would end the answer
+        self.content += content
+        self.unsent_bytes += 0 if self.is_read else len(content)
+
+    def read(self):
+        self.is_read, self.unsent_bytes = True, 0
 
 
-def test_large_events_of_a_slow_viewer_do_not_pile_up():
-    async def scenario():
-        shared = hub.Hub(lambda run_id: None)
-        slow = shared.events([], {})
-        await anext(slow)
-        (viewer,) = shared._viewers
-        for _ in range(20):
-            viewer.put(b"event: update\ndata: " + b"x" * 100_000 + b"\n\n")
-        content = await anext(slow)
-        await slow.aclose()
-        return content
+def test_a_slow_viewer_loads_everything_again():
+    sink = Sink(is_read=False)
+    viewer, event = hub._Viewer(frozenset(), sink), b"event: update\ndata: %b\n\n" % (b"x" * 10_000)
+    for second in range(100):
+        viewer.put(event, second)
+    assert sink.content.count(b"event: update") == hub._MOST_BYTES // len(event)
+    sink.read()
+    sink.content = b""
+    viewer.put(b"", 100)
+    assert sink.content.startswith(b"event: resync\n")
+    viewer.put(event, 101)
+    assert sink.content.endswith(event) and sink.content.count(b"event: resync") == 1
 
-    content = asyncio.run(scenario())
-    assert content.startswith(b"event: resync") and len(content) < 300_000
+
+def test_an_event_that_is_too_large_becomes_a_resync():
+    sink = Sink()
+    hub._Viewer(frozenset(), sink).put(b"x" * (hub._MOST_BYTES + 1), 0)
+    assert sink.content.startswith(b"event: resync\n") and len(sink.content) < 100
+
+
+def test_a_viewer_that_reads_nothing_has_missed_nothing_while_there_is_no_news():
+    sink = Sink(is_read=False)
+    viewer = hub._Viewer(frozenset(), sink)
+    sink.unsent_bytes = hub._MOST_BYTES + 1
+    viewer.put(b"", 1)
+    sink.read()
+    viewer.put(b"event: alert\n\n", 2)
+    assert sink.content == b"event: alert\n\n"
+
+
+def test_a_ping_comes_where_nothing_was_written_for_long():
+    sink = Sink()
+    viewer = hub._Viewer(frozenset(), sink)
+    begin_s = time.monotonic()
+    viewer.put(b"", begin_s + hub._PING_S - 1)
+    assert not sink.content
+    viewer.put(b"event: alert\n\n", begin_s + 10)
+    viewer.put(b"", begin_s + 10 + hub._PING_S - 1)
+    assert b"ping" not in sink.content
+    viewer.put(b"", begin_s + 10 + hub._PING_S)
+    assert sink.content.endswith(b": ping\n\n")
 
 
 def test_viewers_have_a_limit(tmp_path, monkeypatch):
@@ -299,23 +321,61 @@ def test_viewers_have_a_limit(tmp_path, monkeypatch):
 
 
 def test_many_changes_become_one_update(monkeypatch):
-    monkeypatch.setattr(hub, "_EVERY_S", 0.05)
+    monkeypatch.setattr(hub, "_EVERY_S", 0.2)
 
     async def scenario():
-        shared = hub.Hub(lambda run_id: {"id": run_id})
+        shared, all_runs, one = hub.Hub(lambda run_id: {"id": run_id}), Sink(), Sink()
         shared.begin()
-        all_runs, one = shared.events([], {}), shared.events(["b"], {})
-        await anext(all_runs), await anext(one)
-        for _ in range(100):
+        with shared.watching([], all_runs), shared.watching(["b"], one):
             shared.changed(Change(updated=["a"]))
-        shared.changed(Change(updated=["b"], reloaded=["b"]))
-        found = [await anext(all_runs), await anext(one)]
+            while not all_runs.content:
+                await asyncio.sleep(0.01)
+            first, all_runs.content = all_runs.content, b""
+            for _ in range(100):
+                shared.changed(Change(updated=["a"]))
+            shared.changed(Change(updated=["b"], reloaded=["b"]))
+            while not one.content:
+                await asyncio.sleep(0.01)
+        assert not shared.viewers
         shared.end()
-        return found
+        return first, all_runs.content, one.content
 
-    everything, mine = asyncio.run(scenario())
+    first, everything, mine = asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert first.count(b"event: update") == 1 and b'"a"' in first
     assert everything.count(b"event: update") == 1 and b'"a"' in everything and b'"b"' in everything
     assert b'"a"' not in mine and mine.startswith(b'event: reload\ndata: {"id":"b"}')
+
+
+def test_a_change_is_passed_on_at_once():
+    async def scenario():
+        shared, sink = hub.Hub(lambda run_id: {"id": run_id}), Sink()
+        shared.begin()
+        with shared.watching([], sink):
+            shared.alert({"text": "NaN"})
+            while not sink.content:
+                await asyncio.sleep(0.01)
+        shared.end()
+        return sink.content
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 5)).startswith(b"event: alert")
+
+
+def test_a_client_of_http_1_0_gets_events_without_the_framing_of_1_1(tmp_path, demo, serve):
+    run = demo.Demo(tmp_path / "run", log_every=1)
+    run.start()
+    run.run(0, 5)
+    with serve(tmp_path) as client, socket.create_connection(("127.0.0.1", client.port), timeout=20) as viewer:
+        client.loaded()
+        viewer.sendall(f"GET /api/events HTTP/1.0\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
+        content = b""
+        while b"event: hello" not in content:
+            content += viewer.recv(10_000)
+        run.run(5, 6)
+        while not re.search(rb"event: update\ndata: .*\n\n$", content):
+            content += viewer.recv(10_000)
+    head, _, body = content.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert all(re.fullmatch(rb"event: (\w+)\ndata: (.*)", one) for one in body.split(b"\n\n")[:-1])
 
 
 @contextlib.contextmanager
@@ -374,8 +434,14 @@ def test_a_signal_ends_the_server_and_its_viewers(demo_runs, serve):
     with serve(demo_runs) as client:
         with socket.create_connection(("127.0.0.1", client.port), timeout=10) as viewer:
             viewer.sendall(f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
-            assert b"event: hello" in viewer.recv(10_000) + viewer.recv(10_000)
+            viewer.settimeout(10)
+            content = b""
+            while b"event: hello" not in content:
+                content += viewer.recv(10_000)
             client.process.send_signal(signal.SIGTERM)
+            while part := viewer.recv(10_000):
+                content += part
+            assert content.endswith(b"\r\n0\r\n\r\n")  # the answer is whole
             assert client.process.wait(10) in (0, -signal.SIGTERM, 143)
 
 
@@ -482,7 +548,7 @@ def test_a_cell_holds_any_name():
     assert series._cell('a"b,\udc80\u202e') == '"a""b,? "' and series._cell("run") == '"run"'
 
 
-def test_events_go_on_after_a_run_that_cannot_be_described(monkeypatch, caplog):
+def test_events_continue_after_a_run_that_cannot_be_described(monkeypatch, caplog):
     monkeypatch.setattr(hub, "_EVERY_S", 0.01)
 
     def describe(run_id):
@@ -491,19 +557,18 @@ def test_events_go_on_after_a_run_that_cannot_be_described(monkeypatch, caplog):
         return {"id": run_id, "loss": float("inf")}
 
     async def scenario():
-        shared = hub.Hub(describe)
+        shared, sink = hub.Hub(describe), Sink()
         shared.begin()
-        events = shared.events([], {})
-        await anext(events)
-        shared.changed(Change(updated=["odd"]))
-        await asyncio.sleep(0.1)
-        shared.changed(Change(updated=["good"]))
-        found = await asyncio.wait_for(anext(events), 5)
-        await events.aclose()
+        with shared.watching([], sink):
+            shared.changed(Change(updated=["odd"]))
+            await asyncio.sleep(0.1)
+            shared.changed(Change(updated=["good"]))
+            while not sink.content:
+                await asyncio.sleep(0.01)
         shared.end()
-        return found
+        return sink.content
 
-    assert b'"id":"good","loss":null' in asyncio.run(scenario())
+    assert b'"id":"good","loss":null' in asyncio.run(asyncio.wait_for(scenario(), 20))
     assert "an update could not be passed on" in caplog.text
 
 

@@ -20,6 +20,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.dashboard.http import prometheus, static_files
 from capibara.monitoring.dashboard.http.access import Access, Guarded, Refusal
 from capibara.monitoring.dashboard.http.answers import Answers, json_bytes
+from capibara.monitoring.dashboard.http.hub import EventStream
 from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.search import Search
 from capibara.monitoring.dashboard.state import Dashboard
@@ -212,9 +213,7 @@ class _Pages:
         self._all.hub.check_room()
         wanted = request.query_params.getlist("run")[:_MOST_LISTED]
         hello: dict[str, Json] = {"now": time.time(), "version": __version__}
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        content = self._all.hub.events(wanted, hello)
-        return StreamingResponse(content, media_type="text/event-stream", headers=headers)
+        return EventStream(self._all.hub, wanted, hello)
 
     async def _answer(self, request: Request, stamp: object, make: Callable[[], Json]) -> Response:
         key = f"{request.url.path}?{request.url.query}"

@@ -46,7 +46,7 @@ class Room:
 
 
 class Connection(H11Protocol):
-    """One connection.
+    """One connection; the state of its requests has it as `connection`.
 
     Args:
       room: the server's connections.
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         app_state: dict[str, object],
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._room, self._since_s = room, time.monotonic()
         self._unread: tuple[int, float] | None = None
 
@@ -69,6 +69,22 @@ class Connection(H11Protocol):
     def is_idle(self) -> bool:
         """Whether it waits for a request."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What was written and the system has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    def push(self, content: bytes) -> None:
+        """Writes a part of an answer whose header was sent, without waiting.
+
+        Args:
+          content: at least one byte.
+        """
+        if self.transport.is_closing():
+            return
+        is_chunked = self.conn.their_http_version != b"1.0"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(content), content) if is_chunked else content)
 
     # Called by uvicorn.
 
@@ -109,7 +125,7 @@ class Connection(H11Protocol):
             if now_s - self._since_s > _HEADER_S:
                 self.close()
             return
-        waiting = self.transport.get_write_buffer_size()
+        waiting = self.unsent_bytes
         if not waiting:
             self._unread = None
         elif self._unread is None or waiting < self._unread[0]:

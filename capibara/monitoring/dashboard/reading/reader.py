@@ -63,7 +63,7 @@ class Reader:
         roots: Sequence[str],
         changed: Callable[[Change], None],
         *,
-        poll_s: float = 0.5,
+        poll_s: float = 1.0,
         scan_s: float = 3.0,
         most_bytes: int = 1 << 30,
     ):
