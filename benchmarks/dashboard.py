@@ -16,8 +16,10 @@ The server runs in a process of its own, as `capibara dashboard` does.
             run, taken at random; ours the lowest and highest of each stretch
   viewers   a training loop (JAX on all cores, a line of metrics each step) alternates between windows in which the server and
             its viewers are stopped and windows in which they run. A tenth of the viewers read slowly, a tenth not at all, the
-            rest all events and now and then a chart. They have idle priority, since viewers are other machines. The ratio is of
-            the medians of the step times; the latency is from the line to the event
+            rest all events and now and then a chart. They have idle priority, since viewers are other machines. Each window's
+            time of a step is divided by the mean of the windows before and after it, in which nothing runs; `slower` is the
+            mean of these ratios, with the interval that holds it in 95% of samples of the windows. The control divides
+            windows in which nothing runs by their neighbours of the same kind. The latency is from the line to the event
   memory    ten runs receive an hour's lines (one a second each) within a minute: the server's memory after a tenth of them
             and at the end
 
@@ -36,6 +38,7 @@ import pathlib
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -48,7 +51,7 @@ from collections.abc import Iterator, Sequence
 
 GOALS = {"one_s": 2.0, "ten_s": 5.0, "slower": 1.02, "latency_s": 2.0, "memory_mib": 16.0}
 GOALS |= {"browser_one_s": 2.0, "browser_ten_s": 5.0}
-WINDOW_S, WINDOWS = 2.0, 20
+WINDOW_S, SETTLE_S = 2.0, 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--log_every", type=int, default=1, help="steps between its lines; runs log every 10 by default"
     )
     parser.add_argument("--viewers", type=int, default=200)
+    parser.add_argument("--windows", type=int, default=60, help="in which the viewers run (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--modules", default="build/browser", help="folder of node_modules with puppeteer-core")
     parser.add_argument("--peers_python", help="a python with tensorboard")
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             inner = pathlib.Path(folder, "large" if part in ("open", "browser", "peer") else part)
             inner.mkdir(exist_ok=True)
             run = {"open": lambda: opening(inner, args.steps, args.log_every), "memory": lambda: memory(inner)}
-            run["viewers"] = lambda: viewing(inner, args.viewers)
+            run["viewers"] = lambda: viewing(inner, args.viewers, args.windows)
             run["browser"], run["peer"] = lambda: browsing(inner, args), lambda: beside_peer(inner, args)
             found |= run[part]()
     missed = [name for name, goal in GOALS.items() if found.get(name, 0.0) > goal]
@@ -240,42 +244,59 @@ def opened(port: int, runs: int, ends: list[int]) -> bool:
 # --- viewers ---
 
 
-def viewing(folder: pathlib.Path, viewers: int) -> dict[str, float]:
+def viewing(folder: pathlib.Path, viewers: int, windows: int) -> dict[str, float]:
     """How much slower a training loop is beside a dashboard with many viewers, and how late events are."""
     run = folder / "run"
     run.mkdir()
     code = [sys.executable, __file__]
+    spans: list[tuple[float, float]] = []
+    used_s = {"server": 0.0, "viewers": 0.0}
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(child([*code, "--child=train", f"--target={run}"]))
         wait(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 20_000, 60)
         port, process = stack.enter_context(server(folder))
         crowd = stack.enter_context(child([*code, "--child=view", f"--target={port}", f"--viewers={viewers}"], nice=19))
         wait(lambda: viewers_of(port) >= 0.9 * viewers, 60)
-        windows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-        used_s = 0.0
-        for number in range(2 * WINDOWS):
+        processes = {"server": process.pid, "viewers": crowd.pid}
+        for number in range(2 * windows + 1):
             is_on = number % 2 == 1
             for pid in (*family(process.pid), crowd.pid):
                 os.kill(pid, signal.SIGCONT if is_on else signal.SIGSTOP)
-            time.sleep(0.5)  # what had to wait is not measured
-            begin_s, cpu_s = time.time(), cpu(process.pid)
+            time.sleep(SETTLE_S)  # what had to wait is not measured
+            begin_s, cpu_s = time.time(), {name: on_core_s(pid) for name, pid in processes.items()}
             time.sleep(WINDOW_S)
-            windows[is_on].append((begin_s, time.time()))
-            used_s += (cpu(process.pid) - cpu_s) * is_on
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+            spans.append((begin_s, time.time()))
+            for name, pid in processes.items():
+                used_s[name] += (on_core_s(pid) - cpu_s[name]) * is_on
+        for pid in (*family(process.pid), crowd.pid):
+            os.kill(pid, signal.SIGCONT)
         latencies = latency(port, run)
         trainer.terminate()
-    median = {
-        is_on: statistics.median(one["step_s"] for one in lines for a, b in spans if a < one["time"] < b)
-        for is_on, spans in windows.items()
-    }
-    return {
-        "viewers": viewers,
-        "slower": median[True] / median[False],
-        "step_ms": 1000 * median[False],
-        "server_cpu_percent": 100 * used_s / (WINDOWS * WINDOW_S),
-        "latency_s": max(latencies),
-    }
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+    step_s = [seconds_per_step([one["time"] for one in lines if a < one["time"] < b]) for a, b in spans]
+    beside = [
+        one / statistics.fmean((before, after)) for before, one, after in zip(step_s[::2], step_s[1::2], step_s[2::2])
+    ]
+    alone = [
+        one / statistics.fmean((before, after)) for before, one, after in zip(step_s[::2], step_s[2::2], step_s[4::2])
+    ]
+    found = {"viewers": viewers, "slower": statistics.fmean(beside), "control": statistics.fmean(alone)}
+    for name, ratios in (("slower", beside), ("control", alone)):
+        found[f"{name}_low"], found[f"{name}_high"] = interval(ratios)
+    found |= {f"{name}_cpu_percent": 100 * one / (windows * WINDOW_S) for name, one in used_s.items()}
+    return {**found, "step_ms": 1000 * statistics.median(step_s[::2]), "latency_s": max(latencies)}
+
+
+def seconds_per_step(times: Sequence[float]) -> float:
+    """The mean of the times between lines."""
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def interval(values: Sequence[float], samples: int = 10_000) -> tuple[float, float]:
+    """The range that holds 95% of the means of samples of the values, drawn with replacement."""
+    draws = random.Random(0)
+    means = sorted(statistics.fmean(draws.choices(values, k=len(values))) for _ in range(samples))
+    return means[int(0.025 * samples)], means[int(0.975 * samples)]
 
 
 def train(folder: pathlib.Path) -> int:
@@ -306,26 +327,31 @@ def view(port: int, viewers: int) -> int:
     """Opens the events of many viewers and reads them: most at once, some slowly, some not at all."""
     run_id = ask(port, "/api/runs")["runs"][0]["id"]
     request = f"GET /api/events?run={run_id} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
-    connections = []
+    fast: dict[int, socket.socket] = {}
+    slow: list[socket.socket] = []
+    dead: list[socket.socket] = []
+    ready = select.epoll()
     for number in range(viewers):
         connection = socket.create_connection(("127.0.0.1", port))
         if number % 10 < 2:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            (slow if number % 10 else dead).append(connection)
+        else:
+            fast[connection.fileno()] = connection
+            ready.register(connection, select.EPOLLIN)
         connection.sendall(request)
         connection.setblocking(False)
-        connections.append(connection)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # viewers are other machines: here they get what is idle
     for turn in range(1_000_000):
-        for number, connection in enumerate(connections):
-            kind = number % 10
-            if kind == 0 or kind == 1 and turn % 20:  # dead; slow
-                continue
+        for number, _ in ready.poll(0):
+            if not fast[number].recv(65_536):
+                ready.unregister(number)  # closed by the server
+        for connection in slow if turn % 4 == 0 else []:
             with contextlib.suppress(BlockingIOError, ConnectionError):
-                connection.recv(200 if kind == 1 else 65_536)
-        if turn % 5 == 0:  # a chart for one of them: each has one in 100 s
-            with contextlib.suppress(OSError, AssertionError):
-                ask(port, f"/api/series?run={run_id}&metric=train/loss&points={600 + turn % 7}")
-        time.sleep(0.1)
+                connection.recv(200)
+        with contextlib.suppress(OSError, AssertionError):  # a chart for one of them: each has one in 100 s
+            ask(port, f"/api/series?run={run_id}&metric=train/loss&points={600 + turn % 7}")
+        time.sleep(0.5)
     return 0
 
 
@@ -461,6 +487,16 @@ def cpu(pid: int) -> float:
         with contextlib.suppress(OSError), open(f"/proc/{one}/stat", encoding="ascii") as file:
             total += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
     return total / os.sysconf("SC_CLK_TCK")
+
+
+def on_core_s(pid: int) -> float:
+    """Seconds that a process and those that it has started were on a core, to the nanosecond: for short windows."""
+    total = 0
+    for one in family(pid):
+        for path in pathlib.Path(f"/proc/{one}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                total += int(path.read_text().split()[0])
+    return total / 1e9
 
 
 def resident_mib(pid: int) -> float:
