@@ -91,7 +91,7 @@ def run(
     # A proxy that is named passes on what others ask, also to a loopback address.
     is_open = not (ipaddress.ip_address(address).is_loopback and LOOPBACK.issuperset(name.lower() for name in hosts))
     token, is_new = _token(options, is_open=is_open)
-    rules = access(address, options.host, hosts, token, config.requests_per_s)
+    rules = access((address, port), options.host, hosts, token, config.requests_per_s)
     with contextlib.suppress(OSError):
         os.nice(_NICER)
     large.prepare()

@@ -265,10 +265,11 @@ def test_many_parameters_are_no_fault(dashboard):
 
 
 def test_a_cookie_is_found_behind_odd_ones_of_other_programs(closed):
-    pair = f"{access.COOKIE}={access.Access(token=TOKEN).session}"
+    rules = access.Access(token=TOKEN, port=closed.port)
+    pair = f"{rules.cookie}={rules.session}"
     for cookies in (f'other={{"a": 1}}; {pair}', f"a b=c d; {pair}; x", f"{pair}; (=)", f'q="unended; {pair}'):
         assert closed.raw("/api/runs", headers=[("Cookie", cookies)])[0] == 200, cookies
-    for cookies in ("", ";;;", "capibara_dashboard", "capibara_dashboard=", 'other={"a": 1}'):
+    for cookies in ("", ";;;", rules.cookie, f"{rules.cookie}=", f"x{pair}", 'other={"a": 1}'):
         assert closed.raw("/api/runs", headers=[("Cookie", cookies)])[0] == 401
 
 

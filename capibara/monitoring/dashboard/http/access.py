@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capibara.core.types import UserError
 
-COOKIE = "capibara_dashboard"
+_COOKIE = "capibara_dashboard"
 _COOKIE_S = 30 * 24 * 3600
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?", re.ASCII)
@@ -77,11 +77,18 @@ class Access:
       token: the secret; None: none is needed.
       hosts: names in Host that are accepted; None: every name, which needs a token.
       per_second: most requests of one address in a second, on average.
+      port: of the server: a browser keeps one cookie of a name for all ports of a host.
     """
 
     token: str | None = None
     hosts: frozenset[str] | None = LOOPBACK
     per_second: float = 300.0
+    port: int = 0
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name."""
+        return f"{_COOKIE}_{self.port}"
 
     @property
     def session(self) -> str:
@@ -95,7 +102,8 @@ class Access:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_token(given.strip()):
             return True
-        return _same(_cookie(headers), self.session)
+        # Not http.cookies, which reads nothing after an odd cookie of another program on this host.
+        return _same(cookie_parser(headers.get("cookie", "")).get(self.cookie, ""), self.session)
 
     def is_token(self, given: str) -> bool:
         """Whether this is the token; takes the same time for every wrong one."""
@@ -111,20 +119,22 @@ def check_hosts(names: Sequence[str]) -> None:
             )
 
 
-def access(address: str, host: str, allowed_hosts: tuple[str, ...], token: str | None, per_second: float) -> Access:
+def access(
+    address: tuple[str, int], host: str, allowed_hosts: tuple[str, ...], token: str | None, per_second: float
+) -> Access:
     """The rules for a server that listens at an address.
 
     Args:
-      address: of the socket.
+      address: and port of the socket.
       host: the address as the user wrote it.
       allowed_hosts: further names, such as a proxy's.
       token: the secret; None: none.
       per_second: most requests of one address in a second.
     """
-    own = {_bracketed(host.lower()), _bracketed(address.lower()), *(one.lower() for one in allowed_hosts)}
-    if ipaddress.ip_address(address).is_loopback or allowed_hosts:
-        return Access(token=token, hosts=LOOPBACK | own, per_second=per_second)
-    return Access(token=token, hosts=None, per_second=per_second)
+    number, port = address
+    own = {_bracketed(host.lower()), _bracketed(number.lower()), *(one.lower() for one in allowed_hosts)}
+    is_named = ipaddress.ip_address(number).is_loopback or allowed_hosts
+    return Access(token=token, hosts=LOOPBACK | own if is_named else None, per_second=per_second, port=port)
 
 
 class Guarded:
@@ -184,7 +194,13 @@ class Guarded:
         if self._rules.token is not None:
             is_secure = scope.get("scheme") == "https" or headers.get("x-forwarded-proto") == "https"
             response.set_cookie(
-                COOKIE, self._rules.session, _COOKIE_S, path="/", secure=is_secure, httponly=True, samesite="strict"
+                self._rules.cookie,
+                self._rules.session,
+                _COOKIE_S,
+                path="/",
+                secure=is_secure,
+                httponly=True,
+                samesite="strict",
             )
         return response
 
@@ -251,11 +267,6 @@ def _check_size(scope: Scope, headers: Headers) -> None:
 def _token_of(scope: Scope) -> str | None:
     values = urllib.parse.parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token")
     return values[0] if values else None
-
-
-def _cookie(headers: Headers) -> str:
-    # Not http.cookies, which reads nothing after an odd cookie of another program on this host.
-    return cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
 def _same(one: str, other: str) -> bool:
