@@ -49,6 +49,19 @@ def test_the_run_s_own_trackers_but_not_its_addresses(folder, capsys):
     assert track.main([str(folder), "--trust_config"]) == 0 and path.exists()
     shutil.rmtree(folder / "trackers")
     assert track.main([str(folder), f"--gin.JsonlTracker.path={path}"]) == 0
+    shutil.rmtree(folder / "trackers")
+    (folder.parent / "mine.gin").write_text(f"JsonlTracker.path = {str(path)!r}\n")
+    assert track.main([str(folder), "--gin_file=mine.gin"]) == 0
+
+
+def test_an_address_of_one_tracker_is_not_one_of_another(folder):
+    """The user names an address for a class, and the record another one for a scope of it."""
+    mine, theirs = folder.parent / "mine.jsonl", folder.parent / "theirs.jsonl"
+    trackers = "Monitoring.trackers = (@JsonlTracker(), @evil/JsonlTracker())\n"
+    record(folder, trackers + f"evil/JsonlTracker.path = {str(theirs)!r}\n")
+    with pytest.raises(UserError, match=f"JsonlTracker.path = '{theirs}'"):
+        track.main([str(folder), f"--gin.JsonlTracker.path={mine}"])
+    assert not mine.exists() and not theirs.exists()
 
 
 def test_a_tracker_of_the_users_module(folder, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from capibara import config
 from capibara.checkpoints import run_manifest
@@ -47,29 +47,37 @@ def trackers(
     named = ", ".join(f"@{name}()" for name in classes)
     bindings = [*bindings, *([f"Monitoring.trackers = ({named},)"] if to else [])]
     where = os.path.join(folder, run_manifest.CONFIG)
-    record = config.Recorded(_of_trackers(folder, classes), where, trust)
-    config.parse(gin_files, bindings, search_paths, record)
-    found = config.build(Monitoring, callbacks=(), more=()).trackers
+
+    def built(altered: Collection[str] = ()) -> tuple[Tracker, ...]:
+        record = config.Recorded(_of_trackers(folder, classes, altered), where, trust)
+        config.parse(gin_files, bindings, search_paths, record)
+        return config.build(Monitoring, callbacks=(), more=()).trackers
+
+    found = built()
     if not found:
         raise UserError(f"{folder} has no trackers (Monitoring.trackers is empty): name one, e.g. --to=wandb")
-    if not trust:
-        for tracker in found:
-            _check_addresses(tracker, bindings)
+    names = {f"{type(one).__name__}.{field}" for one in found for field in addresses(one)}
+    if names and not trust:
+        for tracker, own in zip(found, built(altered=names), strict=True):
+            _check_addresses(tracker, own)
     return found
 
 
-def _of_trackers(folder: str, classes: Sequence[str]) -> str:
+def _of_trackers(folder: str, classes: Sequence[str], altered: Collection[str]) -> str:
     """What a record says of trackers: its other classes may be of modules, or versions, that are not there.
 
     Args:
       folder: the run folder.
       classes: of the trackers that are to get the run; empty: its own.
+      altered: parameters that get another value: what a tracker has all the same is not the record's.
     """
     text, found = state.configuration(folder)
     own = "" if classes else found.get(_TRACKERS, "")
     kept = {*classes, *(name.rpartition("/")[2] for name in re.findall(r"@([\w./]+)", own))}
     lines = [line for line in text.splitlines() if line.startswith("#")]  # they name the modules
     for name, value in found.items():
+        if name.rpartition("/")[2] in altered:
+            value = f"{value} '_'" if value.startswith(("'", '"')) else "None"
         if name.rpartition("/")[2].rpartition(".")[0] in kept or own and name == _TRACKERS:
             lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
@@ -85,12 +93,17 @@ def _class_of(name: str) -> str:
     return cls
 
 
-def _check_addresses(tracker: Tracker, bindings: Sequence[str]) -> None:
-    """Raises UserError if the record, which may be anyone's, says where data and keys are sent."""
-    cls = type(tracker).__name__
-    named = {binding.partition("=")[0].strip().rpartition("/")[2] for binding in bindings}
+def _check_addresses(tracker: Tracker, own: Tracker) -> None:
+    """Raises UserError if the record, which may be anyone's, says where data and keys are sent.
+
+    Args:
+      tracker: with what the record says.
+      own: the same tracker, where the record says something else.
+    """
+    kept = addresses(own)
     for field, value in addresses(tracker).items():
-        if (name := f"{cls}.{field}") not in named:
+        if kept.get(field) != value:
+            name = f"{type(tracker).__name__}.{field}"
             raise UserError(
                 f"config.gin has {name} = {value!r}, and a run folder may come from anyone: give --gin.{name}={value} if you "
                 "trust it"
