@@ -19,6 +19,7 @@ from capibara.monitoring.trackers.lines import Line, Position, Tail
 from capibara.monitoring.trackers.loggers import AGAIN, metrics_path
 from capibara.monitoring.trackers.pictures import Pictures
 from capibara.monitoring.trackers.redaction import encodable, redact, redact_json
+from capibara.monitoring.trackers.skipping import Skipping
 from capibara.monitoring.trackers.state import TrackerState
 from capibara.monitoring.trackers.tracker import Moment, TrackedRun, Tracker
 from capibara.storage import stores
@@ -72,6 +73,7 @@ class Feed:
             self._state = dataclasses.replace(self._state, position=Position())
         self._poll_s = _LOCAL_POLL_S if stores.of(model_dir).appends else _BUCKET_POLL_S
         self._has_failed, self._has_said = False, False
+        self._skipped: set[str] = set()  # what was said of it
 
     def run(self) -> bool:
         """Feeds the tracker until the run has ended; returns whether everything was sent."""
@@ -109,7 +111,8 @@ class Feed:
         if not content and (self._state.is_finished or not tail.position.byte):
             return
         tracker = copy.copy(self._tracker)
-        session = _Session(tracker, self._model_dir, self._state.reason)
+        skipping = Skipping(tracker, self.label, self._hooks.say, self._skipped)
+        session = _Session(skipping, self._model_dir, self._state.reason)
         run = self._run()
         self._begin()
         run_id = state.checked_id(self.label, tracker.start(run)) or self._state.run_id

@@ -29,6 +29,13 @@ ADDRESS = {
 }  # metadata of a field that names a server or file: not taken from a foreign run folder
 
 
+class Refused(Exception):
+    """Raised by a tracker for what its service will never take: it is skipped, and the user reads why.
+
+    Any other exception is a failure: the tracker is started again later, and gets the same lines.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackedRun:
     """A run as a tracker sees it. Texts are redacted: they hold nothing that looks like a token.

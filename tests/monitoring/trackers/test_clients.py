@@ -3,6 +3,7 @@
 `make test-trackers TRACKERS_PYTHON=PATH`, where PATH is a python with capibara, wandb, mlflow and comet_ml.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -136,16 +137,27 @@ def test_wandb_gets_no_line_twice_after_its_process_was_killed(folder, monkeypat
     ]
 
 
+class MlflowError(Exception):
+    """As MLflow's own."""
+
+    def __init__(self, status):
+        super().__init__(f"it is refused with {status}")
+        self.get_http_status_code = lambda: status
+
+
+Metric = collections.namedtuple("Metric", "key value timestamp step")
+
+
 class FakeMlflow:
     """A store of MLflow: parameters cannot change, and a request has limits."""
 
     def __init__(self):
-        self.experiments, self.runs, self.sent = {}, {}, []
+        self.experiments, self.runs, self.sent, self.refuses = {}, {}, [], lambda what: None
 
     def modules(self):
         named = {name: types.ModuleType(name) for name in ("mlflow", "mlflow.tracking", "mlflow.entities")}
         named["mlflow.tracking"].MlflowClient = lambda tracking_uri: self
-        named["mlflow.entities"].Metric = lambda key, value, timestamp, step: (key, value, timestamp, step)
+        named["mlflow.entities"].Metric = Metric
         named["mlflow.entities"].Param = lambda key, value: (key, value)
         return named
 
@@ -174,6 +186,8 @@ class FakeMlflow:
 
     def log_batch(self, name, metrics=(), params=()):
         assert len(metrics) <= 1000 and len(params) <= 100
+        for metric in metrics:
+            self._check(metric.key)
         self.runs[name].metrics |= {*metrics}
         self.sent += metrics
         for key, value in params:
@@ -182,7 +196,12 @@ class FakeMlflow:
     def set_tag(self, name, key, value):
         self.runs[name].tags[key] = value
 
+    def _check(self, what):
+        if status := self.refuses(what):
+            raise MlflowError(status)
+
     def log_text(self, name, text, file):
+        self._check(file)
         self.runs[name].files[file] = text
 
     def log_artifact(self, name, path, folder):
@@ -230,6 +249,43 @@ def test_mlflow_finds_a_run_whose_creation_was_not_noted(folder, mlflow):
     sent([MlflowTracker()], folder)
     (run,) = mlflow.runs.values()
     assert len(run.metrics) == 1499  # those that were sent again are the same
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_what_mlflow_refuses_is_skipped_and_said(folder, mlflow, status):
+    metrics = lived(folder, [1, 2, 3], reason=None)
+    for step in range(4, 600):
+        metrics.on_step(step, {"loss": 1.0, **({"odd": 1.0} if step == 300 else {})})
+    metrics.on_sample(600, "def ", "x")
+    metrics.on_train_end(600, "finished")
+    mlflow.refuses = lambda what: status if what == "train/odd" or what.startswith("samples/") else None
+    said, unsent = sent([MlflowTracker()], folder)
+    assert not unsent and said == [
+        f"mlflow does not take sample/def of step 600: it is refused with {status}; skipped",
+        f"mlflow does not take 1 of the metrics; skipped: train/odd, it is refused with {status}",
+    ]
+    (run,) = mlflow.runs.values()
+    assert sorted(metric.step for metric in run.metrics if metric.key == "train/loss") == [*range(1, 600)]
+    assert not [metric for metric in run.metrics if metric.key == "train/odd"] and run.status == "FINISHED"
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, None])
+def test_a_service_that_takes_nothing_is_down(folder, mlflow, status):
+    """Nothing is lost: what it did not take is sent when it does. None: it does not answer at all."""
+    lived(folder, [*range(1, 60)])
+
+    def refuses(what):
+        if status is None and what.startswith("train"):
+            raise ConnectionError("no answer")
+        return status if what.startswith("train") else None
+
+    mlflow.refuses = refuses
+    said, unsent = sent([MlflowTracker()], folder)
+    assert unsent["mlflow"] > 59 and len(said) == 1 and said[0].startswith("mlflow fails: ")
+    mlflow.refuses = lambda what: None
+    assert sent([MlflowTracker()], folder) == ([], {})
+    (run,) = mlflow.runs.values()
+    assert len(run.metrics) == 59
 
 
 def test_a_parameter_that_changes_is_a_tag(folder, mlflow):

@@ -12,6 +12,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.trackers import feed, feeds, state
 from capibara.monitoring.trackers.clients.plain import JsonlTracker, PrintTracker
 from capibara.monitoring.trackers.feeds import Feeds
+from capibara.monitoring.trackers.tracker import Refused
 from tests.monitoring.trackers.runs import PNG, TOKEN, Noting, lived, sent
 
 
@@ -133,6 +134,32 @@ def test_after_failures_nothing_is_missing_and_one_line_says_so(folder, fails):
     assert said[1:] in ([], ["failing works again"])
     log = (folder / "trackers" / "trackers.log").read_text()
     assert "Traceback" in log and TOKEN not in log
+
+
+def test_what_is_refused_for_good_is_skipped(folder):
+    lived(folder, [*range(1, 8)])
+
+    class Refusing(Noting):
+        def log(self, moment, metrics):
+            if moment.step in (3, 5):
+                raise Refused(f"too odd\n {TOKEN}")
+            super().log(moment, metrics)
+
+    tracker = Refusing()
+    said, unsent = sent([tracker], folder)
+    assert not unsent and [step for step, _ in tracker.losses()] == [1, 2, 4, 6, 7]
+    assert said == [f"refusing does not take metrics of step {step}: too odd [hidden]; skipped" for step in (3, 5)]
+
+
+def test_a_tracker_that_refuses_everything_fails(folder):
+    lived(folder, [*range(1, 40)])
+
+    class Refusing(Noting):
+        def log(self, moment, metrics):
+            raise Refused("no")
+
+    said, unsent = sent([Refusing()], folder)
+    assert unsent["refusing"] >= 39 and len(said) == 6 and said[-1] == "refusing fails: Refused: no"
 
 
 def test_a_mistake_of_the_user_is_not_tried_again(folder):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker, check_address
+from capibara.monitoring.trackers.tracker import ADDRESS, Moment, Refused, TrackedRun, Tracker, check_address
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request
 _LONGEST_VALUE = 500  # characters of a parameter that every server takes
+_REFUSALS = (400, 413, 422)  # of HTTP: to send the same again would not help
+_MOST_REFUSED = 20  # metrics of a batch: more of them, and it is not the metrics
 _UID = "capibara.uid"
 _ENDS = {"interrupted": "KILLED", "crashed": "FAILED"}
 _T = TypeVar("_T")
@@ -41,7 +43,8 @@ class MlflowTracker(Tracker):
         check_address("MlflowTracker.uri", self.uri, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
         if not self.experiment.strip():
             raise UserError("MlflowTracker.experiment is empty: name one, e.g. 'capibara'")
-        self._client: Any  # set by start
+        self._client: Any  # set by start, as is the next
+        self._say: Callable[[str], None]
         self._id = ""
         self._metrics: list[Any] = []
 
@@ -54,7 +57,7 @@ class MlflowTracker(Tracker):
     def start(self, run: TrackedRun) -> str | None:
         extras.require("mlflow", extra="mlflow", why="@MlflowTracker")
         tracking = extras.require("mlflow.tracking", extra="mlflow", why="@MlflowTracker")
-        self._metrics = []
+        self._metrics, self._say = [], run.say
         self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
         found = client.get_experiment_by_name(self.experiment)
         self._experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
@@ -95,27 +98,52 @@ class MlflowTracker(Tracker):
             name = f"samples/{moment.step:09d}-{title}.txt"
         elif "." not in name:
             name = f"{name}/{moment.step:09d}.txt"
-        self._client.log_text(self._id, text, name)
+        self._send(self._client.log_text, text, name)
 
     def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
         for name, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value)
-            self._client.set_tag(self._id, _name(name), text[:5000])
+            self._send(self._client.set_tag, _name(name), text[:5000])
         commit = (facts.get("git") or {}).get("commit") if isinstance(facts.get("git"), dict) else None
         if isinstance(commit, str):
             self._client.set_tag(self._id, "mlflow.source.git.commit", commit)
 
     def picture(self, moment: Moment, name: str, path: str) -> None:
-        self._client.log_artifact(self._id, path, "pictures")
+        self._send(self._client.log_artifact, path, "pictures")
 
     def roll_back(self, moment: Moment) -> None:
         self._client.set_tag(self._id, "rolled_back_to", str(moment.step))
 
     def flush(self) -> bool:
+        refused: list[str] = []
         for part in _parts(self._metrics, _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=part)
+            self._log_batch(part, refused)
         self._metrics = []
+        if refused:
+            self._say(f"mlflow does not take {len(refused)} of the metrics; skipped: {'; '.join(refused)[:300]}")
         return True
+
+    def _log_batch(self, metrics: list[Any], refused: list[str]) -> None:
+        """Logs metrics; the server refuses all for one, so halves are tried until those are found that it does not take."""
+        try:
+            self._send(self._client.log_batch, metrics=metrics)
+        except Refused as error:
+            if len(metrics) == 1:
+                refused.append(f"{metrics[0].key}, {error}")
+            if len(refused) > _MOST_REFUSED:
+                raise
+            half = len(metrics) // 2
+            for part in (metrics[:half], metrics[half:]) if half else ():
+                self._log_batch(part, refused)
+
+    def _send(self, call: Callable[..., object], *args: object, **options: object) -> None:
+        """Calls the client; raises Refused for what the server will never take."""
+        try:
+            call(self._id, *args, **options)
+        except Exception as error:
+            if _status(error) in _REFUSALS:
+                raise Refused(error) from error
+            raise
 
     def finish(self, reason: str) -> None:
         self.flush()
@@ -127,6 +155,12 @@ def _name(name: str) -> str:
     """A name as MLflow allows it: a relative path of plain characters."""
     parts = re.sub(r"[^\w\-./ ]", "_", name)[:250].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an error of MLflow, or of requests, with which it moves files."""
+    of_mlflow = getattr(error, "get_http_status_code", None)
+    return of_mlflow() if of_mlflow is not None else getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _parts(items: Sequence[_T], most: int) -> Iterator[list[_T]]:
