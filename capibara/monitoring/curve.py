@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,11 @@ import numpy as np
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.monitoring import chart
+from capibara.monitoring.dashboard.reading.run import Run, start_value
+from capibara.monitoring.dashboard.reading.tables import View
+from capibara.monitoring.dashboard.reading.whole import whole
 from capibara.monitoring.progress import make_console, quantity
-from capibara.monitoring.trackers.loggers import folder_error, metrics_path, read_metrics
+from capibara.monitoring.trackers.loggers import AGAIN, folder_error
 from capibara.storage import outputs
 from capibara.training.callbacks import Callback, RunInfo
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CURVE_FILE = "loss_curve.png"
+_REWARDS = ("reward", "reward_margin")  # of objectives whose loss is no cross entropy
 
 _TRAIN, _EVAL, _INK, _FAINT = "#4a6fa5", "#c8553d", "#333333", "#8a8a8a"
 _TERMINAL_TRAIN, _TERMINAL_EVAL = "cyan", "red"  # named colours follow the terminal's own palette
@@ -62,7 +65,7 @@ class LossCurve(Callback):
             raise folder_error(path)
 
     def on_train_end(self, step: int, reason: str) -> None:
-        curves = read_curves(metrics_path(self._model_dir), self._baseline, self._label)
+        curves = read_curves(self._model_dir, self._baseline, self._label)
         if not len(curves.train_steps) and not len(curves.eval_steps):
             return
         save_png(curves, os.path.join(self._model_dir, CURVE_FILE))
@@ -99,28 +102,26 @@ class Curves:
     unit: str = ", nats per token"
 
 
-def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline_label: str = "unigram") -> Curves:
-    """Reads the curves of a run, over all its starts, from its metrics.jsonl.
+def read_curves(folder: str, baseline_bits_per_byte: float | None = None, baseline_label: str = "unigram") -> Curves:
+    """Reads the curves of a run folder, over all its starts, from its metrics.jsonl.
 
     Raises:
       UserError: the file does not exist.
     """
     try:
-        records = read_metrics(path)
+        run = whole(folder)
     except UserError as error:
         raise UserError(f"{error}; a loss curve needs MetricsFile() among the callbacks, before LossCurve()") from None
-    train_steps, train_loss = _points(records, "train")
-    eval_steps, eval_loss = _points(records, "eval")
-    evaluations = [r for r in records if r["kind"] == "eval" and _number(r, "bits_per_byte") and _number(r, "loss")]
-    starts = [r for r in records if r["kind"] == "event" and r.get("event") == "start"]
-    last = evaluations[-1] if evaluations else {}
+    train_steps, train_loss = run.view("train").points("loss")
+    eval_steps, eval_loss = run.view("eval").points("loss")
+    last = _last_in_bytes(run.view("eval"))
     bits_per_nat = last["bits_per_byte"] / last["loss"] if last else None
-    baseline = baseline_bits_per_byte or _number(last, "unigram_bits_per_byte")
-    final_step = max([*train_steps, *eval_steps], default=0)
-    tokens = _number(starts[-1], "tokens_per_step") if starts else None
-    rewarded = any(name in record for record in records for name in ("reward", "reward_margin"))
+    baseline = baseline_bits_per_byte or last.get("unigram_bits_per_byte")
+    final_step = max([*train_steps[-1:].tolist(), *eval_steps[-1:].tolist()], default=0)
+    tokens, param_count = start_value(run, "tokens_per_step"), start_value(run, "param_count")
+    is_rewarded = any(name in table.view().columns for table in run.tables.values() for name in _REWARDS)
     return Curves(
-        unit="" if rewarded else Curves.unit,
+        unit="" if is_rewarded else Curves.unit,
         train_steps=train_steps,
         train_loss=train_loss,
         eval_steps=eval_steps,
@@ -129,10 +130,33 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
         bits_per_nat=bits_per_nat,
         baseline=baseline / bits_per_nat if baseline and bits_per_nat else None,
         baseline_label=baseline_label,
-        resumed=tuple(r["step"] for r in starts if r["step"] > 0),
-        param_count=_number(starts[-1], "param_count") if starts else None,
+        resumed=_resumed(run),
+        param_count=None if param_count is None else int(param_count),
         tokens=int(tokens * final_step) if tokens else None,
     )
+
+
+def _last_in_bytes(evaluations: View) -> dict[str, float]:
+    """The newest evaluation with a loss and bits per byte: its finite metrics; empty: there is none."""
+    columns = evaluations.columns
+    if not {"loss", "bits_per_byte"} <= columns.keys():
+        return {}
+    loss, bits = columns["loss"], columns["bits_per_byte"]
+    found = np.flatnonzero(np.isfinite(loss) & np.isfinite(bits) & (loss != 0) & (bits != 0))
+    if not len(found):
+        return {}
+    return {name: float(column[found[-1]]) for name, column in columns.items() if np.isfinite(column[found[-1]])}
+
+
+def _resumed(run: Run) -> tuple[int, ...]:
+    """The steps at which the run resumed, but for those to which a later start or roll-back went further back."""
+    steps: list[int] = []
+    for event in run.events:
+        if event.get("event") in AGAIN:
+            steps = [step for step in steps if step < event["step"]]
+        if event.get("event") == "start":
+            steps.append(event["step"])
+    return tuple(step for step in steps if step > 0)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -184,23 +208,6 @@ def print_chart(curves: Curves, console: Console) -> None:
         if curves.baseline is not None and curves.bits_per_nat is not None:
             line += f" ({curves.baseline_label}: {curves.baseline * curves.bits_per_nat:.4f})"
         console.print(Text(line))
-
-
-def _points(records: Sequence[dict[str, Any]], kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and finite losses of one kind of record."""
-    points = [(r["step"], r["loss"]) for r in records if r["kind"] == kind and _finite(r.get("loss"))]
-    steps, losses = zip(*points) if points else ((), ())
-    return np.array(steps, int), np.array(losses, float)
-
-
-def _number(record: Mapping[str, Any], name: str) -> Any:
-    """A finite number of a line, which may be anyone's; None: it has none."""
-    value = record.get(name)
-    return value if _finite(value) else None
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _figure(curves: Curves) -> Any:

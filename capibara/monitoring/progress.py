@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.monitoring import goodput
-from capibara.monitoring.trackers.loggers import all_records, metrics_path, mfu
+from capibara.monitoring.dashboard.reading.whole import whole
+from capibara.monitoring.trackers.loggers import mfu
 from capibara.training.callbacks import Callback, RunInfo
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class ProgressLine(Callback):
             return
         words = {"early_stopping": "stopped early", "privacy_budget": "privacy budget spent"}
         with contextlib.suppress(UserError):  # a run without a metrics file
-            if shares := goodput.line(goodput.account(all_records(metrics_path(self._run.model_dir)))):
+            if shares := goodput.line(whole(self._run.model_dir).goodput()):
                 self._print(shares, style="dim")
         self._print(
             f"{words.get(reason, reason)} at step {step}: {_count(done, 'step')} in {duration(seconds)}; "

@@ -51,7 +51,7 @@ class TestLossCurve:
         train(run, range(1, 51), [MetricsFile(), LossCurve(console=console)])
         resumed = dataclasses.replace(run, start_step=40)
         train(resumed, range(41, 101), [MetricsFile(), LossCurve(console=console, baseline_bits_per_byte=2.0)])
-        curves = curve.read_curves(str(tmp_path / "metrics.jsonl"), 2.0)
+        curves = curve.read_curves(str(tmp_path), 2.0)
         assert curves.train_steps.tolist() == [s for s in range(1, 101) if s != 7]
         assert curves.eval_steps.tolist() == [20, 40, 60, 80, 100]
         assert curves.bits_per_byte == pytest.approx(0.026) and curves.baseline == pytest.approx(4.0)
@@ -68,15 +68,15 @@ class TestLossCurve:
         callback = MetricsFile()
         callback.on_train_begin(run)
         callback.on_evaluate(1, {"loss": 2.0, "bits_per_byte": 4.0, "unigram_bits_per_byte": 6.0})
-        assert curve.read_curves(str(tmp_path / "metrics.jsonl")).baseline == pytest.approx(3.0)
+        assert curve.read_curves(str(tmp_path)).baseline == pytest.approx(3.0)
 
     def test_a_loss_on_rewards_is_not_said_to_be_of_tokens(self, run, tmp_path):
         callback = MetricsFile()
         callback.on_train_begin(run)
         callback.on_step(1, {"loss": 0.6})
-        assert curve.read_curves(str(tmp_path / "metrics.jsonl")).unit == ", nats per token"
+        assert curve.read_curves(str(tmp_path)).unit == ", nats per token"
         callback.on_step(2, {"loss": 0.6, "reward_margin": 0.1})
-        assert curve.read_curves(str(tmp_path / "metrics.jsonl")).unit == ""
+        assert curve.read_curves(str(tmp_path)).unit == ""
 
     def test_nothing_recorded_draws_nothing(self, run, tmp_path):
         train_callbacks = Callbacks([MetricsFile(), LossCurve()])

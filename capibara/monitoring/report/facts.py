@@ -9,14 +9,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from capibara.builders.lineage.chain import Chain
 from capibara.builders.lineage.nodes import Check
 from capibara.checkpoints import run_manifest
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.monitoring import goodput
+from capibara.monitoring.dashboard.reading import parsing
+from capibara.monitoring.dashboard.reading.run import Run
+from capibara.monitoring.dashboard.reading.tables import View
+from capibara.monitoring.dashboard.reading.whole import whole
 from capibara.monitoring.progress import printable
-from capibara.monitoring.trackers.loggers import all_records, kept_of, metrics_path
 from capibara.monitoring.trackers.redaction import redact
 from capibara.storage import stores
 
@@ -32,57 +36,72 @@ class RunFacts:
     Attributes:
       name: the folder's name.
       path: the run folder.
-      records: its metrics.jsonl as if it had never been interrupted.
+      run: its metrics.jsonl as if it had never been interrupted.
       config: the operative Gin configuration; empty: there is none.
-      about: the values of its last start (param_count, device_count, device_kind, total_steps, tokens_per_step).
-      ended: the reason of its last end; None: it has not ended, or was killed.
-      seconds: by cause, and "total" (goodput.account).
-      starts: number of starts.
+      samples: the newest texts, cut to a length that can be read.
       lineage: text lines on where its data comes from.
     """
 
     name: str
     path: str
-    records: Sequence[Record]
+    run: Run
     config: str
-    about: Record
-    ended: str | None
-    seconds: Mapping[str, float]
-    starts: int
+    samples: Sequence[Record]
     lineage: Sequence[str]
 
     @functools.cached_property
-    def _of_kind(self) -> dict[str, list[Record]]:
-        found: dict[str, list[Record]] = {}
-        for record in self.records:
-            found.setdefault(record["kind"], []).append(record)
-        return found
+    def _views(self) -> Mapping[str, View]:
+        return self.run.views()
 
-    def points(self, kind: str, name: str) -> tuple[list[int], list[float]]:
-        """Steps and finite values of a metric; kind: "train", "eval" or "system"."""
-        found = [(r["step"], r[name]) for r in self._of_kind.get(kind, ()) if _finite(r.get(name))]
-        return [step for step, _ in found], [value for _, value in found]
+    def points(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and finite values [n] of a metric; kind: "train", "eval" or "system"."""
+        return self.run.view(kind).points(name)
 
     def metrics(self, kind: str) -> list[str]:
         """The names of a kind's metrics, in the order in which they were first logged."""
-        names = {name: None for r in self._of_kind.get(kind, ()) for name, value in r.items() if _finite(value)}
-        return [name for name in names if name not in ("step", "time")]
+        columns = self._views[kind].columns if kind in self._views else {}
+        return [name for name, values in columns.items() if np.isfinite(values).any()]
 
     def last(self, kind: str, name: str) -> float | None:
         """The last finite value of a metric."""
         _, values = self.points(kind, name)
-        return values[-1] if values else None
+        return float(values[-1]) if len(values) else None
+
+    @property
+    def about(self) -> Record:
+        """The values of its last start (param_count, device_count, device_kind, total_steps, tokens_per_step)."""
+        return self.run.start
+
+    @property
+    def ended(self) -> str | None:
+        """The reason of its last end; None: it has not ended, or was killed."""
+        return None if self.run.end is None else str(self.run.end.get("reason"))
+
+    @property
+    def starts(self) -> int:
+        """How often it was started."""
+        return self.run.lives.starts
+
+    @functools.cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by cause, and "total" (goodput.account)."""
+        return self.run.goodput()
 
     @property
     def step(self) -> int:
         """The last step that was logged."""
-        return max((r["step"] for r in self.records), default=0)
+        steps = [int(view.steps[-1]) for view in self._views.values() if len(view)]
+        return max([*steps, *(event["step"] for event in self.run.events), 0])
 
     @property
-    def best(self) -> Record | None:
-        """The evaluation with the lowest loss."""
-        found = [r for r in self._of_kind.get("eval", ()) if _finite(r.get("loss"))]
-        return min(found, key=lambda r: r["loss"], default=None)
+    def best(self) -> Mapping[str, float] | None:
+        """The evaluation with the lowest loss: its finite metrics."""
+        steps, losses = self.points("eval", "loss")
+        if not len(steps):
+            return None
+        view = self._views["eval"]
+        row = int(np.searchsorted(view.steps, steps[losses.argmin()]))
+        return {name: float(values[row]) for name, values in view.columns.items() if np.isfinite(values[row])}
 
     @property
     def goodput(self) -> float | None:
@@ -103,16 +122,6 @@ class RunFacts:
             return None
         return _number(count * (total - self.seconds.get("down", 0.0)) / 3600)
 
-    @property
-    def samples(self) -> list[Record]:
-        """The newest sample texts, cut to a length that can be read."""
-        found = self._of_kind.get("sample", [])[-_SAMPLES:]
-        texts = ("prompt", "text")
-        return [
-            {"step": r["step"], **{name: redact(r.get(name, "")[:_SAMPLE_CHARACTERS]) for name in texts}}
-            for r in reversed(found)
-        ]
-
 
 def read(folder: str) -> RunFacts:
     """Reads a run folder, on this machine or in a bucket.
@@ -120,24 +129,23 @@ def read(folder: str) -> RunFacts:
     Raises:
       UserError: it is no run folder.
     """
-    path = metrics_path(folder)
-    everything = all_records(path)
-    starts = [r for r in everything if r["kind"] == "event" and r.get("event") == "start"]
-    if not starts:
-        raise UserError(f"{path} has no start of a run: name a run folder that `capibara train` has written")
-    since = max(number for number, r in enumerate(everything) if r is starts[-1])
-    ends = [r for r in everything[since:] if r["kind"] == "event" and r.get("event") == "end"]
+    run = whole(folder)
+    if not run.start:
+        raise UserError(f"{run.path} has no start of a run: name a run folder that `capibara train` has written")
+    config, lineage = _config(folder), _lineage(folder)
     return RunFacts(
-        name=printable(os.path.basename(os.path.normpath(folder))),
-        path=folder,
-        records=kept_of(everything),
-        config=_config(folder),
-        about=starts[-1],
-        ended=str(ends[-1].get("reason")) if ends else None,
-        seconds=goodput.account(everything),
-        starts=len(starts),
-        lineage=_lineage(folder),
+        name=printable(run.name), path=folder, run=run, config=config, samples=_samples(run), lineage=lineage
     )
+
+
+def _samples(run: Run) -> list[Record]:
+    newest = sorted(run.samples.values(), key=lambda sample: (sample.step, sample.start))[-_SAMPLES:]
+    lines = [line for sample in reversed(newest) if (line := parsing.line_at(run.path, sample)) is not None]
+    texts = ("prompt", "text")
+    return [
+        {"step": line["step"], **{name: redact(str(line.get(name, ""))[:_SAMPLE_CHARACTERS]) for name in texts}}
+        for line in lines
+    ]
 
 
 def distinct(runs: Sequence[RunFacts]) -> list[RunFacts]:

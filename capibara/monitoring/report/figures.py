@@ -38,17 +38,21 @@ def colour_of(number: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
+# A run's number, steps and values of training, and of evaluations.
+_Line = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 def pictures(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     """(title, SVG) of the metrics that any of the runs has."""
     found = []
     for title, metric, scale in _PICTURES:
         lines = [(number, *run.points("train", metric), *run.points("eval", metric)) for number, run in enumerate(runs)]
-        if any(steps or evaluated for _, steps, _, evaluated, _ in lines):
+        if any(len(steps) or len(evaluated) for _, steps, _, evaluated, _ in lines):
             found.append((title, _svg(title, scale, lines)))
     return found
 
 
-def _svg(title: str, scale: str, lines: Sequence[tuple[int, list[int], list[float], list[int], list[float]]]) -> str:
+def _svg(title: str, scale: str, lines: Sequence[_Line]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -58,18 +62,18 @@ def _svg(title: str, scale: str, lines: Sequence[tuple[int, list[int], list[floa
     most = min(_MOST_POINTS, max(_LEAST_POINTS, _ALL_POINTS // len(lines)))
     for number, steps, values, evaluated, of_evaluations in lines:
         colour = colour_of(number)
-        if steps:
-            x, y = np.array(steps, float), np.clip(np.array(values, float), -_MOST, _MOST)
+        if len(steps):
+            x, y = steps.astype(float), np.clip(values, -_MOST, _MOST)
             dot = "o" if len(x) == 1 else None  # a line of one point cannot be seen
             kept = _thinned(y, most)
             even = np.unique(np.linspace(0, len(x) - 1, most).astype(int))
             axes.plot(x[kept], y[kept], color=colour, alpha=0.25, linewidth=0.7)
             axes.plot(x[even], smooth(y)[even], color=colour, linewidth=1.6, marker=dot, markersize=4)
-        if evaluated:
-            y = np.clip(np.array(of_evaluations, float), -_MOST, _MOST)
+        if len(evaluated):
+            y = np.clip(of_evaluations, -_MOST, _MOST)
             axes.plot(evaluated, y, color=colour, linewidth=1, marker="o", markersize=4, linestyle="--")
-    positive = [value for _, _, values, _, more in lines for value in (*values, *more)]
-    if scale == "log" and 1 / _MOST_LOG < min(positive) <= max(positive) < _MOST_LOG:
+    shown = np.concatenate([values for _, _, *both in lines for values in (both[0], both[2])])
+    if scale == "log" and 1 / _MOST_LOG < shown.min() <= shown.max() < _MOST_LOG:
         axes.set_yscale("log")
     _styled(axes)
     axes.set_xlabel("step", color=_INK, fontsize=9)

@@ -190,10 +190,9 @@ class EventStream(Response):
       hello: the first event.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, hub: Hub, runs: Sequence[str], hello: Mapping[str, Json]):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._hub, self._runs, self._hello = hub, tuple(runs), _message("hello", hello)
 

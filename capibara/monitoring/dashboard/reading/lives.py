@@ -119,7 +119,8 @@ class _Sums:
         counts = np.maximum(0, np.diff(steps, prepend=self.last))
         for name in self._sums:
             column = _column(train, name, rows)
-            self._sums[name] += float((column if name in _SUMS else column * counts).sum())
+            with np.errstate(over="ignore"):  # of absurd durations, which goodput.account does not count
+                self._sums[name] += float((column if name in _SUMS else column * counts).sum())
         self._steps += int(counts.sum())
         self.last, self.rows = int(steps[-1]), self.rows + len(steps)
 

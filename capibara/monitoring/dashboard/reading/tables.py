@@ -30,6 +30,13 @@ class View:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and finite values [m] of a metric; empty: there are none."""
+        if name not in self.columns:
+            return np.empty(0, np.int64), np.empty(0)
+        finite = np.isfinite(self.columns[name])
+        return self.steps[finite], self.columns[name][finite]
+
     def last(self, name: str) -> float | None:
         """The newest finite value of a metric; None: there is none in the newest rows."""
         column = self.columns.get(name)
