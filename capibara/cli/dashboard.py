@@ -65,4 +65,4 @@ def dashboard(args: flags.Arguments) -> int:
     )
     built = config.build(DashboardConfig)
     config.check_used()
-    return server.run(options, built, run_facts.QUESTIONS)
+    return server.run(options, built, run_facts.questions(options.roots))

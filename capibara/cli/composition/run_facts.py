@@ -1,9 +1,14 @@
-"""What the dashboard shows of a run folder beyond its metrics: checkpoints, lineage, plan. Each runs in a process of its own."""
+"""What the dashboard shows of a run folder beyond its metrics: checkpoints, lineage, plan, group. Each runs in its own process."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from capibara.cli.composition import group_facts
+from capibara.storage import stores
 
 _ABOUT = {
     "whole": "its manifest is whole; capibara convert verify compares the hashes of its files",
@@ -65,4 +70,12 @@ def plan(folder: str) -> dict[str, Any]:
     return {"predicted": predicted, "plan": about, "unavailable": None}
 
 
-QUESTIONS = {"checkpoints": checkpoints, "lineage": lineage, "plan": plan}
+def questions(roots: Sequence[str]) -> dict[str, Callable[[str], dict[str, Any]]]:
+    """All of them, by name, for a server that shows the runs below some folders."""
+    shown = [stores.of(root).absolute(os.fspath(stores.folder_of(root))) for root in roots]
+    return {
+        "checkpoints": checkpoints,
+        "lineage": lineage,
+        "plan": plan,
+        "group": functools.partial(group_facts.group, roots=shown),
+    }

@@ -1,4 +1,4 @@
-"""What other rooms know of a run folder (checkpoints, lineage, plan), found out in processes of their own.
+"""What other rooms know of a run folder (checkpoints, lineage, plan, group), found out in processes of their own.
 
 The dashboard's process stays small: a question may import JAX, or take long, and its process ends with it.
 """
@@ -21,7 +21,7 @@ Question = Callable[[str], dict[str, Json]]  # a function of a module, with the 
 
 _TIMEOUT_S = 90.0
 _AT_ONCE = 2
-_KEPT_S = {"checkpoints": 10.0, "lineage": 60.0, "plan": 3600.0}
+_KEPT_S = {"checkpoints": 10.0, "lineage": 60.0, "plan": 3600.0, "group": 5.0}
 _MOST_KEPT = 256
 _WAIT_S = 20.0  # for other questions to end
 _NICER = 5
@@ -31,7 +31,7 @@ class Facts:
     """Answers questions about run folders, and remembers the answers for a while.
 
     Args:
-      questions: "checkpoints", "lineage" and "plan"; those that are missing are unavailable.
+      questions: "checkpoints", "lineage", "plan" and "group"; those that are missing are unavailable.
     """
 
     def __init__(self, questions: Mapping[str, Question]):

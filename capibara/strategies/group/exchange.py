@@ -183,14 +183,15 @@ class Exchange:
         """Writes the report of a round."""
         self.write(f"{round_folder(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
 
-    def reports(self) -> list[dict[str, Any]]:
-        """The reports of all rounds, in order, without those that cannot be read."""
+    def reports(self, newest: int | None = None) -> list[dict[str, Any]]:
+        """The reports of all rounds, or of the newest ones, in order, without those that cannot be read."""
         found = []
-        for name in sorted(self._store.list(self._folder)):
-            if re.fullmatch(r"rounds/\d+/report\.json", name):
-                with contextlib.suppress(OSError, ValueError, limits.Refused):
-                    report = limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES))
-                    if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
+        names = (name for name in self._store.list(self._folder) if re.fullmatch(r"rounds/\d{6,9}/report\.json", name))
+        for name in sorted(names, key=lambda name: int(name.split("/")[1]))[-newest if newest else 0 :]:
+            with contextlib.suppress(OSError, ValueError, limits.Refused):
+                report = limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES))
+                if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
+                    if type(report["round"]) is int and 0 <= report["round"] < 10**9:
                         found.append(report)
         return found
 

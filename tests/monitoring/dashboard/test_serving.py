@@ -34,6 +34,7 @@ from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.state import Dashboard
 from capibara.monitoring.dashboard.views import consensus, series
+from tests.strategies.group.test_coordinator import Play, coordinator, three
 
 
 def test_the_table_of_runs(dashboard):
@@ -115,6 +116,20 @@ def test_a_rejected_node_is_explained(tmp_path, demo, serve):
         assert node["state"] == "rejected" and node["reason"] == "its quality 0.30 is below 0.5"
         kinds = [alert["kind"] for alert in client.get("/api/alerts", run=run_id)["alerts"]]
         assert "rejected" in kinds
+
+
+def test_the_nodes_of_a_group_come_from_its_exchange(tmp_path, demo, serve):
+    run, exchange = demo.Demo(tmp_path / "node-a", log_every=1), tmp_path / "group"
+    with open(tmp_path / "node-a" / "config.gin", "a") as file:
+        file.write(f"GroupNode.exchange = {str(exchange)!r}\n")
+    run.start()
+    run.run(0, 5)
+    coordinator(exchange).run(check=Play(exchange, three()))
+    with serve(tmp_path) as client:
+        run_id = client.ids()["node-a"]
+        assert client.get(f"/api/runs/{run_id}")["tabs"]["nodes"]
+        found = client.get(f"/api/runs/{run_id}/nodes")
+        assert [node["name"] for node in found["nodes"]] == ["a", "b", "c"] and found["score"] == 1.0
 
 
 def test_experts_as_a_map(dashboard):

@@ -152,6 +152,8 @@ class _Pages:
                 make = lambda: files.samples(run, prompt, before, limit)  # noqa: E731
             case "goodput":
                 make = lambda: summary.goodput(run)  # noqa: E731
+            case "nodes" if await run_in_threadpool(consensus.exchange_of, run) is not None:
+                return _json(await run_in_threadpool(self._all.facts.ask, "group", run))
             case "nodes":
                 make = lambda: consensus.nodes(run)  # noqa: E731
             case "experts":

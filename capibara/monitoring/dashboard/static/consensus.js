@@ -13,6 +13,7 @@ const STATES = {
   accepted: ["good", "accepted"],
   not_drawn: ["", "not drawn"],
   rejected: ["warn", "rejected"],
+  absent: ["warn", "absent"],
   quarantined: ["bad", "quarantined"],
 };
 
@@ -47,6 +48,7 @@ export function show(root, page) {
         ["Votes", whole(answer.votes)],
       ]),
     );
+    if (answer.line) figures.append(h("p", { class: "muted" }, visible(answer.line)));
     fill(table, nodes(answer));
     drawn = answer.history;
     drawHistory(plot, drawn, answer.nodes);

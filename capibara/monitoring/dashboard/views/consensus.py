@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import numpy as np
@@ -51,6 +52,16 @@ def nodes(run: Run) -> dict[str, Json]:
         "source": "metrics",
         "unavailable": None,
     }
+
+
+def exchange_of(run: Run) -> str | None:
+    """The folder in which a run meets the others of its group; None: it is no node of a group."""
+    text = bindings(config_text(run) or "").get("GroupNode.exchange")
+    try:
+        found = ast.literal_eval(text) if text else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return found if isinstance(found, str) and found.strip() else None
 
 
 def _order(name: str) -> int:

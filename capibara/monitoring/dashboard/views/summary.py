@@ -7,6 +7,7 @@ import numpy as np
 from capibara.monitoring.dashboard.reading.parsing import Record
 from capibara.monitoring.dashboard.reading.run import Limits, Run, Status, start_value
 from capibara.monitoring.dashboard.reading.tables import View
+from capibara.monitoring.dashboard.views.consensus import exchange_of
 from capibara.monitoring.dashboard.views.names import Json, best_of, clean, finite, unit_of
 from capibara.monitoring.goodput import CATEGORIES
 
@@ -77,7 +78,7 @@ def details(run: Run, limits: Limits, alerts: int) -> dict[str, Json]:
     names = set() if train is None else set(train.columns)
     facts = clean(run.facts)
     tabs: dict[str, Json] = {
-        "nodes": "consensus_score" in names,
+        "nodes": "consensus_score" in names or exchange_of(run) is not None,
         "experts": any(name.startswith("expert_load/") for name in names),
         "samples": bool(run.samples),
         "system": "system" in views,
