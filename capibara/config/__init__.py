@@ -597,9 +597,8 @@ def _add_called_later() -> None:
         found, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
         if key in noted:
             continue
-        called = (
-            gin_config._find_class_construction_fn(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
-        )
+        made_by = gin_config._find_class_construction_fn
+        called = made_by(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
         listed = (called, found.allowlist, found.denylist)
         with gin.config_scope(key[0] or None):
             bound = gin_config._get_bindings(found.selector)
@@ -619,6 +618,13 @@ def scopes(name: str) -> list[str]:
     found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
     is_set = lambda v: not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
     return [scope for scope, v in found if is_set(v)]
+
+
+def values_of(name: str) -> list[object]:
+    """The values to which a field ("Trainer.steps") is bound in any scope, with macros resolved."""
+    cls, parameter = name.split(".")
+    named = [at for at, bound in gin_config._CONFIG.items() if at[1].split(".")[-1] == cls and parameter in bound]
+    return [_value_of(scope, selector, parameter)[0] for scope, selector in named]
 
 
 def unused() -> list[str]:

@@ -3,6 +3,8 @@
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -62,6 +64,52 @@ def test_an_address_of_one_tracker_is_not_one_of_another(folder):
     with pytest.raises(UserError, match=f"JsonlTracker.path = '{theirs}'"):
         track.main([str(folder), f"--gin.JsonlTracker.path={mine}"])
     assert not mine.exists() and not theirs.exists()
+
+
+ADVICE = "give --gin.JsonlTracker.path=evil.jsonl if you trust it"
+THEIRS = """
+import dataclasses
+from capibara.config import configurable
+from capibara.monitoring.trackers.clients import plain
+
+@configurable
+@dataclasses.dataclass(kw_only=True)
+class JsonlTracker(plain.JsonlTracker):
+    more: int = 1
+
+@configurable
+def lines(where="mine.jsonl"):
+    return plain.JsonlTracker(path=where)
+
+@configurable
+def place(where="mine.jsonl"):
+    return where
+"""
+
+
+@pytest.mark.parametrize(
+    ("recorded", "gin", "why"),
+    [
+        ("(@plain.JsonlTracker(),)\nplain.JsonlTracker.path = 'evil.jsonl'", "", ADVICE),
+        ("(@their_trackers.JsonlTracker(),)\ntheir_trackers.JsonlTracker.path = 'evil.jsonl'", "", ADVICE),
+        ("(@lines(),)\nlines.where = 'evil.jsonl'", "plain.JsonlTracker.path = 'mine.jsonl'", ADVICE),
+        (
+            "(@place(),)\nplace.where = 'evil.jsonl'",
+            "Monitoring.trackers = (@plain.JsonlTracker(),)\nplain.JsonlTracker.path = @place()",
+            ADVICE,
+        ),
+        ("(@plain.JsonlTracker(),)\nWHERE = 'evil.jsonl'", "plain.JsonlTracker.path = %WHERE", "WHERE"),
+    ],
+    ids=["same name", "their own", "function", "reference", "macro"],
+)
+def test_no_address_of_a_foreign_record_is_used(folder, recorded, gin, why):
+    (folder.parent / "their_trackers.py").write_text(THEIRS)
+    (folder.parent / "theirs.gin").write_text(f"import their_trackers\n{gin}\n")
+    record(folder, f"Monitoring.trackers = {recorded}\n")
+    command = [sys.executable, "-m", "capibara.track", str(folder), "--gin_file=theirs.gin"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # their classes stay in Gin's registry
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and why in done.stderr, done.stderr
+    assert not list(folder.parent.rglob("evil.jsonl"))
 
 
 def test_a_tracker_of_the_users_module(folder, capsys):
@@ -143,3 +191,34 @@ def test_a_configuration_that_was_changed_is_refused(folder):
     (folder / "config.gin").write_text("Trainer.steps = 5\n")
     with pytest.raises(UserError, match="config.gin"):
         track.main([str(folder), "--to=print"])
+
+
+def test_a_file_of_the_users_folders_is_found(folder):
+    """In both readings of the configuration: with the record, and without."""
+    (folder.parent / "files").mkdir()
+    (folder.parent / "files" / "mine.gin").write_text(f"JsonlTracker.path = {str(folder.parent / 'all.jsonl')!r}\n")
+    record(folder, "Trainer.steps = 4\n")
+    arguments = [
+        str(folder),
+        "--to=JsonlTracker",
+        "--gin_file=mine.gin",
+        f"--gin_search_paths={folder.parent / 'files'}",
+    ]
+    assert track.main(arguments) == 0 and (folder.parent / "all.jsonl").exists()
+
+
+def test_a_tracker_that_is_named_gets_no_address_of_the_record(folder):
+    theirs = folder.parent / "theirs.jsonl"
+    record(folder, f"JsonlTracker.path = {str(theirs)!r}\n")
+    with pytest.raises(UserError, match=f"config.gin has JsonlTracker.path = '{theirs}'"):
+        track.main([str(folder), "--to=JsonlTracker"])
+    assert not theirs.exists()
+
+
+@pytest.mark.parametrize("name", ["plain.JsonlTracker", "evil/JsonlTracker", "a/b/plain.JsonlTracker"])
+def test_the_advice_for_an_address_works(folder, name):
+    path = folder.parent / "theirs.jsonl"
+    record(folder, f"Monitoring.trackers = (@{name}(),)\n{name}.path = {str(path)!r}\n")
+    with pytest.raises(UserError, match=f"give --gin.JsonlTracker.path={path}"):
+        track.main([str(folder)])
+    assert track.main([str(folder), f"--gin.JsonlTracker.path={path}"]) == 0 and path.exists()

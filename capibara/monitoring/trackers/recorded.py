@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from capibara import config
 from capibara.checkpoints import run_manifest
@@ -47,38 +47,31 @@ def trackers(
     named = ", ".join(f"@{name}()" for name in classes)
     bindings = [*bindings, *([f"Monitoring.trackers = ({named},)"] if to else [])]
     where = os.path.join(folder, run_manifest.CONFIG)
-
-    def built(altered: Collection[str] = ()) -> tuple[Tracker, ...]:
-        record = config.Recorded(_of_trackers(folder, classes, altered), where, trust)
-        config.parse(gin_files, bindings, search_paths, record)
-        return config.build(Monitoring, callbacks=(), more=()).trackers
-
-    found = built()
+    config.parse(gin_files, bindings, search_paths, config.Recorded(_of_trackers(folder, classes), where, trust))
+    found = config.build(Monitoring, callbacks=(), more=()).trackers
     if not found:
         raise UserError(f"{folder} has no trackers (Monitoring.trackers is empty): name one, e.g. --to=wandb")
-    names = {f"{type(one).__name__}.{field}" for one in found for field in addresses(one)}
-    if names and not trust:
-        for tracker, own in zip(found, built(altered=names), strict=True):
-            _check_addresses(tracker, own)
+    named_addresses = {
+        f"{type(one).__name__}.{field}": value for one in found for field, value in addresses(one).items()
+    }
+    if named_addresses and not trust:
+        _check_addresses(found, _of_user(gin_files, bindings, search_paths, named_addresses))
     return found
 
 
-def _of_trackers(folder: str, classes: Sequence[str], altered: Collection[str]) -> str:
+def _of_trackers(folder: str, classes: Sequence[str]) -> str:
     """What a record says of trackers: its other classes may be of modules, or versions, that are not there.
 
     Args:
       folder: the run folder.
       classes: of the trackers that are to get the run; empty: its own.
-      altered: parameters that get another value: what a tracker has all the same is not the record's.
     """
     text, found = state.configuration(folder)
     own = "" if classes else found.get(_TRACKERS, "")
-    kept = {*classes, *(name.rpartition("/")[2] for name in re.findall(r"@([\w./]+)", own))}
+    kept = {*classes, *(name.rpartition("/")[2].rpartition(".")[2] for name in re.findall(r"@([\w./]+)", own))}
     lines = [line for line in text.splitlines() if line.startswith("#")]  # they name the modules
     for name, value in found.items():
-        if name.rpartition("/")[2] in altered:
-            value = f"{value} '_'" if value.startswith(("'", '"')) else "None"
-        if name.rpartition("/")[2].rpartition(".")[0] in kept or own and name == _TRACKERS:
+        if name.rpartition("/")[2].rpartition(".")[0].rpartition(".")[2] in kept or own and name == _TRACKERS:
             lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
 
@@ -93,18 +86,35 @@ def _class_of(name: str) -> str:
     return cls
 
 
-def _check_addresses(tracker: Tracker, own: Tracker) -> None:
+def _of_user(
+    gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], names: Collection[str]
+) -> dict[str, list[object]]:
+    """The values that the user's own Gin files and flags bind some fields to, in any scope.
+
+    A file that only makes sense beside the record binds nothing here.
+    """
+    alone = [one for one in bindings if one.partition("=")[0].strip().rpartition("/")[2] in names]
+    for files, flags in ((gin_files, bindings), ((), alone)):
+        try:
+            config.parse(files, flags, search_paths)
+        except UserError:
+            continue
+        return {name: config.values_of(name) for name in names}
+    return {}
+
+
+def _check_addresses(trackers: Sequence[Tracker], users: Mapping[str, Sequence[object]]) -> None:
     """Raises UserError if the record, which may be anyone's, says where data and keys are sent.
 
     Args:
-      tracker: with what the record says.
-      own: the same tracker, where the record says something else.
+      trackers: with what the record says.
+      users: field -> the values that the user binds it to: only these, and the class's own default, are allowed.
     """
-    kept = addresses(own)
-    for field, value in addresses(tracker).items():
-        if kept.get(field) != value:
-            name = f"{type(tracker).__name__}.{field}"
-            raise UserError(
-                f"config.gin has {name} = {value!r}, and a run folder may come from anyone: give --gin.{name}={value} if you "
-                "trust it"
-            )
+    for tracker in trackers:
+        for field, value in addresses(tracker).items():
+            name, default = f"{type(tracker).__name__}.{field}", getattr(type(tracker), field, None)
+            if value != default and value not in users.get(name, ()):
+                raise UserError(
+                    f"config.gin has {name} = {value!r}, and a run folder may come from anyone: give --gin.{name}={value} if "
+                    "you trust it"
+                )
