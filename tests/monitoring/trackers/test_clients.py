@@ -138,11 +138,19 @@ def test_wandb_gets_no_line_twice_after_its_process_was_killed(folder, monkeypat
 
 
 class MlflowError(Exception):
-    """As MLflow's own."""
+    """As MLflow's own, whose status is 400 for what it does not take, and 500 for whatever its client does not know."""
 
     def __init__(self, status):
-        super().__init__(f"it is refused with {status}")
+        super().__init__(f"it is refused with {status} {TOKEN}")
         self.get_http_status_code = lambda: status
+
+
+class FileError(OSError):
+    """As that of requests, by which MLflow's client moves files."""
+
+    def __init__(self, status):
+        super().__init__(f"it is refused with {status} {TOKEN}")
+        self.response = types.SimpleNamespace(status_code=status)
 
 
 Metric = collections.namedtuple("Metric", "key value timestamp step")
@@ -196,15 +204,16 @@ class FakeMlflow:
     def set_tag(self, name, key, value):
         self.runs[name].tags[key] = value
 
-    def _check(self, what):
+    def _check(self, what, error=MlflowError):
         if status := self.refuses(what):
-            raise MlflowError(status)
+            raise error(status)
 
     def log_text(self, name, text, file):
-        self._check(file)
+        self._check(file, FileError)
         self.runs[name].files[file] = text
 
     def log_artifact(self, name, path, folder):
+        self._check(folder, FileError)
         self.runs[name].files[f"{folder}/{os.path.basename(path)}"] = os.path.getsize(path)
 
     def set_terminated(self, name, status):
@@ -255,24 +264,38 @@ def test_mlflow_finds_a_run_whose_creation_was_not_noted(folder, mlflow):
 def test_what_mlflow_refuses_is_skipped_and_said(folder, mlflow, status):
     metrics = lived(folder, [1, 2, 3], reason=None)
     for step in range(4, 600):
-        metrics.on_step(step, {"loss": 1.0, **({"odd": 1.0} if step == 300 else {})})
+        metrics.on_step(
+            step, {"loss": 1.0, **({"odd": 1.0} if step % 2 else {}), **({"rare": 1.0} if step == 300 else {})}
+        )
     metrics.on_sample(600, "def ", "x")
     metrics.on_train_end(600, "finished")
-    mlflow.refuses = lambda what: status if what == "train/odd" or what.startswith("samples/") else None
+    (folder / "loss_curve.png").write_bytes(PNG % b"picture")
+    odd = {"train/odd": 400, "train/rare": 400, "samples/000000600-def.txt": status, "pictures": status}
+    mlflow.refuses = odd.get
+    calls = []
+    log_batch = mlflow.log_batch
+    mlflow.log_batch = lambda name, **what: (calls.append(what), log_batch(name, **what))
     said, unsent = sent([MlflowTracker()], folder)
-    assert not unsent and said == [
-        f"mlflow does not take sample/def of step 600: it is refused with {status}; skipped",
-        f"mlflow does not take 1 of the metrics; skipped: train/odd, it is refused with {status}",
+    assert not unsent and sorted(said) == [
+        f"mlflow does not take loss_curve.png of step 600: it is refused with {status} [hidden]; skipped",
+        f"mlflow does not take sample/def of step 600: it is refused with {status} [hidden]; skipped",
+        "mlflow does not take the metric train/odd; skipped: it is refused with 400 [hidden]",
+        "mlflow does not take the metric train/rare; skipped: it is refused with 400 [hidden]",
     ]
     (run,) = mlflow.runs.values()
     assert sorted(metric.step for metric in run.metrics if metric.key == "train/loss") == [*range(1, 600)]
-    assert not [metric for metric in run.metrics if metric.key == "train/odd"] and run.status == "FINISHED"
+    assert {metric.key for metric in run.metrics} == {"train/loss"} and run.status == "FINISHED"
+    assert len(calls) < 100  # a metric that is refused a few times is not tried again
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, None])
-def test_a_service_that_takes_nothing_is_down(folder, mlflow, status):
-    """Nothing is lost: what it did not take is sent when it does. None: it does not answer at all."""
-    lived(folder, [*range(1, 60)])
+@pytest.mark.parametrize("steps", [3, 60])
+def test_a_service_that_takes_nothing_is_down(folder, mlflow, status, steps):
+    """Nothing is lost: what it did not take is sent when it does. None: it does not answer at all.
+
+    MLflow answers 400 for everything of a run that was deleted.
+    """
+    lived(folder, [*range(1, steps + 1)])
 
     def refuses(what):
         if status is None and what.startswith("train"):
@@ -281,11 +304,11 @@ def test_a_service_that_takes_nothing_is_down(folder, mlflow, status):
 
     mlflow.refuses = refuses
     said, unsent = sent([MlflowTracker()], folder)
-    assert unsent["mlflow"] > 59 and len(said) == 1 and said[0].startswith("mlflow fails: ")
+    assert unsent["mlflow"] > steps and len(said) == 1 and said[0].startswith("mlflow fails: ")
     mlflow.refuses = lambda what: None
     assert sent([MlflowTracker()], folder) == ([], {})
     (run,) = mlflow.runs.values()
-    assert len(run.metrics) == 59
+    assert len(run.metrics) == steps
 
 
 def test_a_parameter_that_changes_is_a_tag(folder, mlflow):

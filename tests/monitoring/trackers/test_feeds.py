@@ -472,3 +472,17 @@ def test_of_a_state_that_makes_no_sense_only_the_rest_is_used(folder, odd, expec
     (folder / "trackers" / "noting.json").write_text(json.dumps({"run_id": "id", "position": 40, "line": 2} | odd))
     found = state.read(str(folder), "noting")
     assert (found.run_id, found.position.byte, found.position.line) == expected
+
+
+def test_many_refusals_that_are_not_in_a_row_are_skipped(folder):
+    lived(folder, [*range(1, 60)])
+
+    class Refusing(Noting):
+        def log(self, moment, metrics):
+            if moment.step % 2:
+                raise Refused("odd")
+            super().log(moment, metrics)
+
+    tracker = Refusing()
+    said, unsent = sent([tracker], folder)
+    assert not unsent and len(said) == 5 and [step for step, _ in tracker.losses()] == [*range(2, 60, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import re
@@ -11,12 +12,14 @@ from typing import Any, TypeVar
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
+from capibara.monitoring.trackers.redaction import redact
 from capibara.monitoring.trackers.tracker import ADDRESS, Moment, Refused, TrackedRun, Tracker, check_address
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request
+_LONGEST_LINE = 300
 _LONGEST_VALUE = 500  # characters of a parameter that every server takes
-_REFUSALS = (400, 413, 422)  # of HTTP: to send the same again would not help
-_MOST_REFUSED = 20  # metrics of a batch: more of them, and it is not the metrics
+_REFUSALS = (400, 413)  # of HTTP: to send the same again would not help; the client itself makes 500 of other ones
+_MOST_REFUSED = 3  # of one metric: further ones are not tried
 _UID = "capibara.uid"
 _ENDS = {"interrupted": "KILLED", "crashed": "FAILED"}
 _T = TypeVar("_T")
@@ -47,6 +50,7 @@ class MlflowTracker(Tracker):
         self._say: Callable[[str], None]
         self._id = ""
         self._metrics: list[Any] = []
+        self._refused: dict[str, int] = {}
 
     @property
     def url(self) -> str | None:
@@ -57,7 +61,7 @@ class MlflowTracker(Tracker):
     def start(self, run: TrackedRun) -> str | None:
         extras.require("mlflow", extra="mlflow", why="@MlflowTracker")
         tracking = extras.require("mlflow.tracking", extra="mlflow", why="@MlflowTracker")
-        self._metrics, self._say = [], run.say
+        self._metrics, self._refused, self._say = [], {}, run.say
         self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
         found = client.get_experiment_by_name(self.experiment)
         self._experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
@@ -115,26 +119,39 @@ class MlflowTracker(Tracker):
         self._client.set_tag(self._id, "rolled_back_to", str(moment.step))
 
     def flush(self) -> bool:
-        refused: list[str] = []
         for part in _parts(self._metrics, _MOST_METRICS):
-            self._log_batch(part, refused)
+            self._log_part(part)
         self._metrics = []
-        if refused:
-            self._say(f"mlflow does not take {len(refused)} of the metrics; skipped: {'; '.join(refused)[:300]}")
         return True
 
-    def _log_batch(self, metrics: list[Any], refused: list[str]) -> None:
-        """Logs metrics; the server refuses all for one, so halves are tried until those are found that it does not take."""
+    def _log_part(self, metrics: list[Any]) -> None:
+        """Logs metrics, but for those that the server refuses; if it takes none of them, it is not the metrics.
+
+        Raises:
+          Refused: it takes none.
+        """
+        refusals: list[tuple[str, Refused]] = []
+        if not self._log_batch(metrics, refusals) and refusals:
+            raise refusals[0][1]
+        for name, error in refusals:
+            if name not in self._refused:
+                self._say(redact(f"mlflow does not take the metric {name}; skipped: {error}")[:_LONGEST_LINE])
+            self._refused[name] = self._refused.get(name, 0) + 1
+
+    def _log_batch(self, metrics: list[Any], refusals: list[tuple[str, Refused]]) -> bool:
+        """Logs metrics; whether any was taken. The server refuses all for one: halves are tried until these are found."""
+        counts = collections.Counter(name for name, _ in refusals) + collections.Counter(self._refused)
+        metrics = [metric for metric in metrics if counts[metric.key] < _MOST_REFUSED]
         try:
-            self._send(self._client.log_batch, metrics=metrics)
+            if metrics:
+                self._send(self._client.log_batch, metrics=metrics)
+            return bool(metrics)
         except Refused as error:
-            if len(metrics) == 1:
-                refused.append(f"{metrics[0].key}, {error}")
-            if len(refused) > _MOST_REFUSED:
-                raise
             half = len(metrics) // 2
-            for part in (metrics[:half], metrics[half:]) if half else ():
-                self._log_batch(part, refused)
+            if not half:
+                refusals.append((metrics[0].key, error))
+                return False
+            return any([self._log_batch(part, refusals) for part in (metrics[:half], metrics[half:])])
 
     def _send(self, call: Callable[..., object], *args: object, **options: object) -> None:
         """Calls the client; raises Refused for what the server will never take."""
