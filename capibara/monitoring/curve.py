@@ -13,11 +13,11 @@ import numpy as np
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.monitoring import chart
-from capibara.monitoring.dashboard.reading.run import Run, start_value
+from capibara.monitoring.dashboard.reading.run import start_value
 from capibara.monitoring.dashboard.reading.tables import View
 from capibara.monitoring.dashboard.reading.whole import whole
 from capibara.monitoring.progress import make_console, quantity
-from capibara.monitoring.trackers.loggers import AGAIN, folder_error
+from capibara.monitoring.trackers.loggers import folder_error
 from capibara.storage import outputs
 from capibara.training.callbacks import Callback, RunInfo
 
@@ -130,7 +130,7 @@ def read_curves(folder: str, baseline_bits_per_byte: float | None = None, baseli
         bits_per_nat=bits_per_nat,
         baseline=baseline / bits_per_nat if baseline and bits_per_nat else None,
         baseline_label=baseline_label,
-        resumed=_resumed(run),
+        resumed=run.lives.resumed,
         param_count=None if param_count is None else int(param_count),
         tokens=int(tokens * final_step) if tokens else None,
     )
@@ -146,17 +146,6 @@ def _last_in_bytes(evaluations: View) -> dict[str, float]:
     if not len(found):
         return {}
     return {name: float(column[found[-1]]) for name, column in columns.items() if np.isfinite(column[found[-1]])}
-
-
-def _resumed(run: Run) -> tuple[int, ...]:
-    """The steps at which the run resumed, but for those to which a later start or roll-back went further back."""
-    steps: list[int] = []
-    for event in run.events:
-        if event.get("event") in AGAIN:
-            steps = [step for step in steps if step < event["step"]]
-        if event.get("event") == "start":
-            steps.append(event["step"])
-    return tuple(step for step in steps if step > 0)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -64,6 +64,35 @@ class TestLossCurve:
         assert last[-2].endswith(" step") and sum(row.count("●") for row in last[1:-1]) == 5
         assert max(map(len, last)) <= 80
 
+    @pytest.mark.parametrize(
+        ("again", "resumed"),
+        [
+            (["start 0", "start 40", "start 60", "start 30"], (30,)),
+            (["start 0", "start 50", "start 50"], (50,)),
+            (["start 0", "start 50", "roll_back 50"], (50,)),
+            (["start 0", "start 50", "roll_back 40"], ()),
+            (["start 0", "start 40", "start 60"], (40, 60)),
+        ],
+    )
+    def test_resumptions_that_later_ones_made_void_are_not_marked(self, run, tmp_path, again, resumed):
+        callback = MetricsFile()
+        for event, step in map(str.split, again):
+            if event == "start":
+                callback = MetricsFile()
+                callback.on_train_begin(dataclasses.replace(run, start_step=int(step)))
+            else:
+                callback.on_roll_back(int(step))
+            callback.on_step(int(step) + 1, {"loss": 1.0})
+        assert curve.read_curves(str(tmp_path)).resumed == resumed
+
+    def test_many_events_drop_no_resumption(self, run, tmp_path):
+        for start in (0, 10):
+            callback = MetricsFile()
+            callback.on_train_begin(dataclasses.replace(run, start_step=start))
+            for _ in range(6_000):
+                callback.on_checkpoint(start + 1)
+        assert curve.read_curves(str(tmp_path)).resumed == (10,)
+
     def test_unigram_from_the_evaluations(self, run, tmp_path):
         callback = MetricsFile()
         callback.on_train_begin(run)

@@ -21,6 +21,7 @@ from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.reading.tables import View
 from capibara.monitoring.dashboard.reading.whole import whole
 from capibara.monitoring.progress import printable
+from capibara.monitoring.trackers.loggers import AGAIN
 from capibara.monitoring.trackers.redaction import redact
 from capibara.storage import stores
 
@@ -58,9 +59,10 @@ class RunFacts:
         return self.run.view(kind).points(name)
 
     def metrics(self, kind: str) -> list[str]:
-        """The names of a kind's metrics, in the order in which they were first logged."""
+        """The names of a kind's metrics that have values, sorted, the loss first."""
         columns = self._views[kind].columns if kind in self._views else {}
-        return [name for name, values in columns.items() if np.isfinite(values).any()]
+        found = [name for name, values in columns.items() if np.isfinite(values).any()]
+        return sorted(found, key=lambda name: (name != "loss", name))
 
     def last(self, kind: str, name: str) -> float | None:
         """The last finite value of a metric."""
@@ -91,7 +93,13 @@ class RunFacts:
     def step(self) -> int:
         """The last step that was logged."""
         steps = [int(view.steps[-1]) for view in self._views.values() if len(view)]
-        return max([*steps, *(event["step"] for event in self.run.events), 0])
+        steps += [step for step, _ in self.run.samples]
+        begun = [event["step"] for event in self.run.events if event.get("event") in AGAIN][
+            -1:
+        ]  # earlier ones are void
+        return max(
+            [*steps, *begun, *(event["step"] for event in self.run.events if event.get("event") not in AGAIN), 0]
+        )
 
     @property
     def best(self) -> Mapping[str, float] | None:

@@ -11,6 +11,7 @@ import pytest
 
 from capibara.cli import report as verb
 from capibara.core.types import UserError
+from capibara.monitoring.dashboard.reading import parsing
 from capibara.monitoring.report import facts, figures, page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -270,3 +271,49 @@ def test_what_is_no_run_folder_is_one_line(tmp_path):
     (tmp_path / "empty").rename(run / "metrics.jsonl")
     with pytest.raises(UserError, match="cannot be read"):
         verb.main([str(run), f"--output={tmp_path / 'r.html'}"])
+
+
+def test_the_best_evaluation_behind_one_without_a_loss(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        for step, loss, task in ((30, None, 1.0), (40, 2.0, 2.0), (50, 2.5, 3.0)):
+            line = {"kind": "eval", "step": step, "time": 9e3, "loss": loss, "task": task}
+            file.write(json.dumps(line) + "\n")
+    assert facts.read(str(run)).best == {"loss": 2.0, "task": 2.0}
+
+
+def test_samples_far_into_a_file_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(parsing, "BLOCK_BYTES", 500)
+    (sample,) = facts.read(write_run(tmp_path / "one")).samples
+    assert sample == {"step": 20, "prompt": "def ", "text": "main"}
+
+
+def test_a_folder_that_ends_with_a_slash_has_a_name(tmp_path):
+    assert facts.read(write_run(tmp_path / "one") + "/").name == "one"
+
+
+def test_a_last_line_without_an_end_counts(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:-1]))
+    assert "main" in made(tmp_path, str(run)) and facts.read(str(run)).samples[0]["text"] == "main"
+
+
+def test_the_step_is_that_of_the_newest_start(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in (5000, 4000):
+            file.write(json.dumps({"kind": "event", "step": step, "time": 9e3, "event": "start"}) + "\n")
+        file.write(json.dumps({"kind": "train", "step": 4001, "time": 9e3, "loss": 1.0}) + "\n")
+    assert facts.read(str(run)).step == 4001
+
+
+@pytest.mark.parametrize("has_pyarrow", [True, False])
+def test_evaluations_are_sorted_with_the_loss_first(tmp_path, monkeypatch, has_pyarrow):
+    monkeypatch.setattr(parsing, "_has_pyarrow", lambda: has_pyarrow)
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in range(21, 60):
+            values = {"zeta": 1.0, "loss": 2.0, "alpha": 3.0} if step > 21 else {"rare": 1.0}
+            file.write(json.dumps({"kind": "eval", "step": step, "time": 9e3, **values}) + "\n")
+    assert facts.read(str(run)).metrics("eval") == ["loss", "alpha", "rare", "task", "zeta"]

@@ -9,6 +9,7 @@ import numpy as np
 from capibara.monitoring import goodput
 from capibara.monitoring.dashboard.reading.parsing import Era, Record
 from capibara.monitoring.dashboard.reading.tables import View
+from capibara.monitoring.trackers.loggers import AGAIN
 
 _SUMS = ("rollout_s", "evaluate_s", "save_s", "start_s", "set_up_s", "restore_s", "reference_s")
 
@@ -26,7 +27,22 @@ class Lives:
     @property
     def starts(self) -> int:
         """How often the run was started."""
-        return sum(record["event"] == "start" for record in (*self._closed, *self._open) if record["kind"] == "event")
+        return sum(again["event"] == "start" for again in self._begins)
+
+    @property
+    def resumed(self) -> tuple[int, ...]:
+        """The steps above 0 at which the run resumed, but for those that a later start or roll-back made void."""
+        steps: list[int] = []
+        for again in self._begins:
+            steps = [step for step in steps if step <= again["step"]]
+            if again["event"] == "start" and again["step"] not in steps:
+                steps.append(again["step"])
+        return tuple(step for step in steps if step > 0)
+
+    @property
+    def _begins(self) -> list[Record]:
+        """The starts and roll-backs, in order."""
+        return [record for record in (*self._closed, *self._open) if record.get("event") in AGAIN]
 
     def close(self, again: Record, train: View) -> None:
         """Ends the open life; call before the table drops the rows that the next life repeats.

@@ -364,8 +364,8 @@ def _merge(
                 pieces.rows(kind, inner)
         for index, record in others:
             if at < index <= edge:
-                stop = int(ends[index])
-                pieces.other(record, stop - len(lines[index]) - 1, stop)
+                stop = int(ends[index]) - 1  # the last line of a file may have no end
+                pieces.other(record, stop - len(lines[index]), stop)
         at = edge
 
 
