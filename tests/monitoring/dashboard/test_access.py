@@ -294,3 +294,8 @@ def test_a_link_is_no_configuration(tmp_path):
     (tmp_path / "run" / "config.gin").symlink_to(secret)
     assert files.config_text(Run(str(tmp_path / "run"), "run")) is None
     assert files.config_text(Run(str(tmp_path / "none"), "run")) is None
+
+
+def test_dashboards_on_two_ports_have_two_cookies():
+    """A browser sends the cookies of a host to all its ports: signing in to one must not sign out of the other."""
+    assert access.Access(token=TOKEN, port=1).cookie != access.Access(token=TOKEN, port=2).cookie

@@ -612,3 +612,86 @@ def test_a_map_of_experts_needs_little_memory():
     tracemalloc.stop()
     assert found["experts"] == 64 and found["load"][0] == [*map(float, range(64))] and len(found["load"]) <= 200
     assert peak_bytes < 16 << 20
+
+
+def test_what_a_viewer_has_missed_is_not_forgotten_while_it_still_reads_nothing():
+    sink = Sink(is_read=False)
+    viewer = hub._Viewer(frozenset(), sink)
+    sink.unsent_bytes = hub._MOST_BYTES + 1
+    viewer.put(b"event: alert\n\n", 1)
+    viewer.put(b"", 2)  # a look without news
+    sink.read()
+    viewer.put(b"", 3)
+    assert sink.content.startswith(b"event: resync\n")
+
+
+def test_viewers_are_looked_at_without_news(monkeypatch):
+    monkeypatch.setattr(hub, "_LOOK_S", 0.01)
+    monkeypatch.setattr(hub, "_EVERY_S", 0.01)
+    monkeypatch.setattr(hub, "_PING_S", 0.05)
+
+    async def scenario():
+        shared, sink = hub.Hub(lambda run_id: None), Sink()
+        shared.begin()
+        with shared.watching([], sink):
+            while not sink.content:
+                await asyncio.sleep(0.01)
+        shared.end()
+        return sink.content
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 5)) == b": ping\n\n"
+
+
+def test_a_viewer_hears_of_no_other_run():
+    """Neither of its lines nor that it is to be loaded again."""
+
+    async def scenario():
+        shared, mine, all_runs = hub.Hub(lambda run_id: {"id": run_id}), Sink(), Sink()
+        with shared.watching(["b"], mine), shared.watching([], all_runs):
+            shared._note(Change(updated=["a"], reloaded=["a"]))
+            await shared._tell()
+        return mine.content, all_runs.content
+
+    mine, everything = asyncio.run(scenario())
+    assert not mine and everything.startswith(b'event: reload\ndata: {"id":"a"}')
+
+
+def test_events_come_no_more_often_than_each_second(monkeypatch):
+    monkeypatch.setattr(hub, "_EVERY_S", 0.3)
+
+    async def scenario():
+        shared, sink = hub.Hub(lambda run_id: {"id": run_id}), Sink()
+        shared.begin()
+        with shared.watching([], sink):
+            begin_s = time.monotonic()
+            for _ in range(20):
+                shared.changed(Change(updated=["a"]))
+                await asyncio.sleep(0.02)
+            most = 2 + (time.monotonic() - begin_s) / hub._EVERY_S
+        shared.end()
+        return sink.content.count(b"event: update"), most
+
+    count, most = asyncio.run(scenario())
+    assert 1 <= count <= most
+
+
+def test_a_viewer_that_leaves_is_no_longer_written_to():
+    async def scenario():
+        shared, gone = hub.Hub(lambda run_id: None), asyncio.Event()
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        stream = hub.EventStream(shared, [], {})
+        answer = asyncio.ensure_future(stream({"state": {"connection": Sink()}}, receive, send))
+        while not shared.viewers:
+            await asyncio.sleep(0)
+        gone.set()
+        await answer
+        return shared.viewers
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 5)) == 0
