@@ -300,6 +300,7 @@ def test_a_lost_database_is_recovered(cluster, tmp_path, capsys):
         (("list", "--poll=inf"), "--poll is inf, must be above 0 and at most 3600"),
         (("list", "--state=run.gin"), "run.gin is no database of jobs: name another --state"),
         (("list", "--state=/proc/none/jobs.sqlite"), "name another --state"),
+        (("manage", "--state=mine/jbos.sqlite"), "--state=mine/jbos.sqlite does not exist"),
         (("recover", "moon", "--storage=x"), "launch recover cannot look on 'moon'"),
         (("recover", "gke"), "the following arguments are required: --storage"),
         (("recover", "gce", "--storage=gs://b"), "--project is not set"),
@@ -309,6 +310,7 @@ def test_mistakes_are_one_line(capsys, argv, message):
     assert run(*argv) == exits.EXIT_USER_ERROR
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1 and err.startswith("error: ")
+    assert not os.path.exists("mine")  # nothing is made of a name that was mistyped
 
 
 def test_a_cluster_that_is_not_there_is_found_before_anything_is_recorded(capsys, tmp_path, monkeypatch):

@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if what == "manage":
         parser.add_argument("--forever", action="store_true", help="wait for jobs that are launched later, too")
     args = parser.parse_args(list(argv[1:]))
+    if args.state and not os.path.exists(os.path.expanduser(args.state)):
+        raise UserError(f"--state={args.state} does not exist, so it has no jobs: name another --state")
     with Opened(args) as records:
         for name in getattr(args, "name", ()):
             if records.find(name) is None:
