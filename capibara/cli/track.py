@@ -19,7 +19,7 @@ examples:
   python -m capibara.track runs/mine --to=mlflow --gin.MlflowTracker.uri=http://localhost:5000
 
 Options of a tracker that the run recorded hold, but for addresses of servers and files: a run folder may come from
-anyone. Give these as --gin.CLASS.NAME=VALUE, or --trust_config. docs/trackers.md describes the trackers.
+anyone. Give these as --gin.CLASS.NAME=VALUE, in a --gin_file, or --trust_config. docs/trackers.md describes the trackers.
 
 exit codes: 0 everything is sent; 2 invalid input; 75 a tracker does not take it: try again"""
 
