@@ -21,6 +21,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.trackers.clients.comet import CometTracker
 from capibara.monitoring.trackers.clients.mlflow import MlflowTracker
 from capibara.monitoring.trackers.clients.weights_and_biases import WandbTracker
+from capibara.monitoring.trackers.tracker import Moment, Refused, TrackedRun
 from tests.monitoring.trackers.runs import PNG, TOKEN, lived, sent
 
 PYTHON = os.environ.get("TRACKERS_PYTHON")
@@ -530,3 +531,64 @@ def test_a_server_that_never_answers_costs_training_nothing(folder, tracker):
     assert "has not got the last 402 lines of metrics.jsonl; this sends what is missing: capibara track" in said
     assert float(end_s) < 4.0
     assert float(waited) < 0.01 and float(cpu) < 0.02  # shares of a step: at the median; of the CPU of all
+
+
+@pytest.fixture
+def mlflow_run(folder, mlflow):
+    """A tracker of MLflow that has started, with the lines for the user."""
+    said = []
+    run = TrackedRun(
+        name="run", folder=str(folder), uid="a" * 32, run_id=None, config={}, config_text="", scratch=str(folder),
+        say=said.append,
+    )  # fmt: skip
+    tracker = MlflowTracker()
+    tracker.start(run)
+    return tracker, run, said
+
+
+def test_a_new_start_of_mlflow_tries_again_what_was_refused(mlflow, mlflow_run):
+    tracker, run, said = mlflow_run
+    for refuses in ({"odd": 400}.get, lambda what: None):
+        mlflow.refuses = refuses
+        tracker.start(run)
+        for step in range(5):
+            tracker.log(Moment(step, 1.0, step), {"odd": 1.0, "loss": 1.0})
+        tracker.flush()
+    assert sum(metric.key == "odd" for metric in mlflow.sent) == 5 and len(said) == 1
+
+
+def test_a_request_of_refused_metrics_alone_is_no_outage(mlflow, mlflow_run):
+    tracker, _, said = mlflow_run
+    mlflow.refuses = {"odd": 400}.get
+    for step in range(1000):
+        tracker.log(Moment(step, 1.0, step), {"loss": 1.0})
+    for step in range(9):
+        tracker.log(Moment(step, 1.0, step), {"odd": 1.0})
+    assert tracker.flush() and len(said) == 1
+    assert len(mlflow.sent) == 1000
+    for step in range(20):  # as a live run, which is looked at each second
+        tracker.log(Moment(step, 1.0, step), {"odd": 1.0})
+        assert tracker.flush()
+
+
+def test_a_run_that_was_deleted_in_mlflow_fails_soon(mlflow, mlflow_run):
+    tracker, _, _ = mlflow_run
+    tracker.log(Moment(0, 1.0, 0), {"loss": 1.0})
+    tracker.flush()
+    mlflow.refuses = lambda what: 400
+    with pytest.raises(Refused):
+        for step in range(1, 5):
+            tracker.log(Moment(step, 1.0, step), {f"loss/{step}": 1.0, "grad_norm": 1.0})
+            tracker.flush()
+    assert step <= 3
+
+
+def test_a_metric_of_which_some_values_were_refused_is_sent_again(mlflow, mlflow_run):
+    """MLflow refuses values before 1970, for example."""
+    tracker, _, said = mlflow_run
+    mlflow.refuses = lambda what: 400 if what == "x" and mlflow.is_bad else None
+    for mlflow.is_bad in (True, False):
+        for step in range(32):
+            tracker.log(Moment(step, 1.0, step), {"x": 1.0, "loss": 1.0})
+        tracker.flush()
+    assert sum(metric.key == "x" for metric in mlflow.sent) == 32 and len(said) == 1

@@ -19,10 +19,26 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request
 _LONGEST_LINE = 300
 _LONGEST_VALUE = 500  # characters of a parameter that every server takes
 _REFUSALS = (400, 413)  # of HTTP: to send the same again would not help; the client itself makes 500 of other ones
-_MOST_REFUSED = 3  # of one metric: further ones are not tried
+_MOST_REFUSED = 3  # of one metric: further ones are tried all at once
+_MOST_UNTAKEN = 3  # requests in a row of which nothing is taken: then the run is gone
 _UID = "capibara.uid"
 _ENDS = {"interrupted": "KILLED", "crashed": "FAILED"}
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class _Refusals:
+    """What the server has refused of a request.
+
+    Attributes:
+      counts: metrics, how often so far.
+      new: metrics with the error.
+      held: metrics that were refused too often to be tried one by one.
+    """
+
+    counts: collections.Counter[str]
+    new: list[tuple[str, Refused]] = dataclasses.field(default_factory=list)
+    held: list[Any] = dataclasses.field(default_factory=list)
 
 
 @configurable
@@ -50,7 +66,8 @@ class MlflowTracker(Tracker):
         self._say: Callable[[str], None]
         self._id = ""
         self._metrics: list[Any] = []
-        self._refused: dict[str, int] = {}
+        self._refused: collections.Counter[str] = collections.Counter()  # metrics, how often
+        self._said = set[str]()  # metrics, shared by all sessions
 
     @property
     def url(self) -> str | None:
@@ -61,7 +78,8 @@ class MlflowTracker(Tracker):
     def start(self, run: TrackedRun) -> str | None:
         extras.require("mlflow", extra="mlflow", why="@MlflowTracker")
         tracking = extras.require("mlflow.tracking", extra="mlflow", why="@MlflowTracker")
-        self._metrics, self._refused, self._say = [], {}, run.say
+        self._metrics, self._refused, self._say = [], collections.Counter(), run.say
+        self._has_taken, self._untaken = False, 0
         self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
         found = client.get_experiment_by_name(self.experiment)
         self._experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
@@ -125,23 +143,34 @@ class MlflowTracker(Tracker):
         return True
 
     def _log_part(self, metrics: list[Any]) -> None:
-        """Logs metrics, but for those that the server refuses; if it takes none of them, it is not the metrics.
+        """Logs metrics, but for those that the server refuses.
 
         Raises:
-          Refused: it takes none.
+          Refused: it takes nothing at all: then it is not the metrics.
         """
-        refusals: list[tuple[str, Refused]] = []
-        if not self._log_batch(metrics, refusals) and refusals:
-            raise refusals[0][1]
-        for name, error in refusals:
-            if name not in self._refused:
+        found = _Refusals(collections.Counter(self._refused))
+        is_taken = self._log_batch(metrics, found)
+        if found.held:  # they may be taken again: what is refused may be the value
+            try:
+                self._send(self._client.log_batch, metrics=found.held)
+                is_taken = True
+                self._refused -= collections.Counter({metric.key: _MOST_REFUSED for metric in found.held})
+            except Refused:
+                pass
+        self._untaken = 0 if is_taken else self._untaken + bool(found.new)
+        self._has_taken = self._has_taken or is_taken
+        if found.new and (not self._has_taken or self._untaken >= _MOST_UNTAKEN):
+            raise found.new[0][1]
+        for name, error in found.new:
+            if name not in self._said:
+                self._said.add(name)
                 self._say(redact(f"mlflow does not take the metric {name}; skipped: {error}")[:_LONGEST_LINE])
-            self._refused[name] = self._refused.get(name, 0) + 1
+            self._refused[name] += 1
 
-    def _log_batch(self, metrics: list[Any], refusals: list[tuple[str, Refused]]) -> bool:
+    def _log_batch(self, metrics: list[Any], found: _Refusals) -> bool:
         """Logs metrics; whether any was taken. The server refuses all for one: halves are tried until these are found."""
-        counts = collections.Counter(name for name, _ in refusals) + collections.Counter(self._refused)
-        metrics = [metric for metric in metrics if counts[metric.key] < _MOST_REFUSED]
+        found.held += [metric for metric in metrics if found.counts[metric.key] >= _MOST_REFUSED]
+        metrics = [metric for metric in metrics if found.counts[metric.key] < _MOST_REFUSED]
         try:
             if metrics:
                 self._send(self._client.log_batch, metrics=metrics)
@@ -149,9 +178,10 @@ class MlflowTracker(Tracker):
         except Refused as error:
             half = len(metrics) // 2
             if not half:
-                refusals.append((metrics[0].key, error))
+                found.new.append((metrics[0].key, error))
+                found.counts[metrics[0].key] += 1
                 return False
-            return any([self._log_batch(part, refusals) for part in (metrics[:half], metrics[half:])])
+            return any([self._log_batch(part, found) for part in (metrics[:half], metrics[half:])])
 
     def _send(self, call: Callable[..., object], *args: object, **options: object) -> None:
         """Calls the client; raises Refused for what the server will never take."""
