@@ -39,7 +39,10 @@ class DiskStore:
         if most is not None and (size := self.size(path)) > most:
             raise limits.Refused(f"{size:,} bytes, must have at most {most:,}")
         with open(path, "rb") as file:
-            return file.read()
+            content = file.read(-1 if most is None else most + 1)
+        if most is not None and len(content) > most:  # it has grown, or has no size, as in /proc
+            raise limits.Refused(f"more than {most:,} bytes")
+        return content
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         try:
