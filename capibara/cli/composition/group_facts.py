@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
 _ROUNDS = 200  # the newest, of which the files are read
 _MOST_NODES = 1024
+_MOST_STEPS = 10**9  # of a round
 _SILENT = "it sent nothing"  # as the coordinator says
 
 
@@ -21,7 +24,7 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
     from capibara.monitoring.dashboard.reading.run import Run
     from capibara.monitoring.dashboard.views.consensus import exchange_of
     from capibara.storage import stores
-    from capibara.strategies.group.exchange import Exchange
+    from capibara.strategies.group.exchange import AGREED, Exchange
 
     named = exchange_of(Run(folder, ""))
     if named is None:
@@ -31,12 +34,20 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
         return {
             "unavailable": f"its group meets in {where}: name that folder on the command line of the dashboard, too"
         }
+    store = stores.of(where)
+    if store.has_local_paths:
+        where = os.path.realpath(where)
+    if store.is_link(epath.Path(where) / AGREED):
+        return {"unavailable": f"{AGREED} in {where} is a link, which no coordinator makes"}
     exchange = Exchange(where)
-    agreed = exchange.agreed()
-    reports = exchange.reports(newest=_ROUNDS)
+    agreed, reports = exchange.agreed(), exchange.newest_reports(_ROUNDS)
     if agreed is None or not reports:
         return {"unavailable": f"its group has ended no round yet: {where}"}
-    return {**as_table(reports, agreed.every or 1), "line": agreed.line, "unavailable": None}
+    return {
+        **as_table(reports, agreed.every if 0 < agreed.every < _MOST_STEPS else 1),
+        "line": agreed.line,
+        "unavailable": None,
+    }
 
 
 def as_table(reports: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:

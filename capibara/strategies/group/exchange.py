@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from etils import epath
@@ -33,6 +34,8 @@ from capibara.storage.store import PARTIAL
 AGREED = "agreed.json"
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_TOKENS = 1e18  # of a round
+_SHOWN_BYTES, _SHOWN_VALUES = 1 << 20, 50_000  # of a report: enough for a thousand nodes
+_SHOWN = {"round", "succeeded", "score", "spare_faults", "accepted", "without", "vote"}
 _KEPT = 2  # rounds whose models are kept, for nodes that are still reading one
 
 
@@ -183,13 +186,33 @@ class Exchange:
         """Writes the report of a round."""
         self.write(f"{round_folder(round_)}/report.json", json.dumps(report, indent=1).encode() + b"\n")
 
-    def reports(self, newest: int | None = None) -> list[dict[str, Any]]:
-        """The reports of all rounds, or of the newest ones, in order, without those that cannot be read."""
+    def reports(self) -> list[dict[str, Any]]:
+        """The reports of all rounds, in order, without those that cannot be read."""
+        return self._reports(self._rounds(), limits.SMALL_BYTES, limits.VALUES)
+
+    def newest_reports(self, count: int) -> list[dict[str, Any]]:
+        """The reports of the newest rounds, as `reports`; of an exchange that may be anyone's.
+
+        No link is followed, and of each report only what all reports have is kept.
+        """
+        names = [name for name in self._rounds()[-count:] if not self._store.is_link(self._folder / name)]
+        found = self._reports(names, _SHOWN_BYTES, _SHOWN_VALUES)
+        return [{name: value for name, value in report.items() if name in _SHOWN} for report in found]
+
+    def _rounds(self) -> list[str]:
+        """The files of all reports, in order."""
+        try:
+            listed = self._store.list(self._folder / "rounds")
+        except FileNotFoundError:
+            return []
+        found = [name for name in listed if re.fullmatch(r"\d{6,9}/report\.json", name)]
+        return [f"rounds/{name}" for name in sorted(found, key=lambda name: int(name.split("/")[0]))]
+
+    def _reports(self, names: Iterable[str], most: int, values: int) -> list[dict[str, Any]]:
         found = []
-        names = (name for name in self._store.list(self._folder) if re.fullmatch(r"rounds/\d{6,9}/report\.json", name))
-        for name in sorted(names, key=lambda name: int(name.split("/")[1]))[-newest if newest else 0 :]:
+        for name in names:
             with contextlib.suppress(OSError, ValueError, limits.Refused):
-                report = limits.parse_json(self._store.read(self._folder / name, limits.SMALL_BYTES))
+                report = limits.parse_json(self._store.read(self._folder / name, most), values=values)
                 if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
                     if type(report["round"]) is int and 0 <= report["round"] < 10**9:
                         found.append(report)

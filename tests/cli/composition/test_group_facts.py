@@ -7,6 +7,7 @@ import json
 import pytest
 
 from capibara.cli.composition import group_facts, run_facts
+from capibara.strategies.group.exchange import Agreed, Exchange
 from tests.strategies.group.test_coordinator import Play, coordinator, moved, send, start
 
 
@@ -118,3 +119,69 @@ def test_votes_are_counted():
         1,
     )
     assert found["votes"] == 2
+
+
+def test_a_node_that_has_left_is_absent():
+    reports = [
+        {"round": 1, "accepted": {"a": {}, "b": {}}, "without": {}},
+        {"round": 2, "accepted": {"a": {}}, "without": {}},
+    ]
+    left = group_facts.as_table(reports, 10)["nodes"][1]
+    assert (left["name"], left["state"], left["reason"], left["rejections"]) == ("b", "absent", "", 0)
+
+
+def made(folder, *rounds, every=1):
+    exchange = Exchange(str(folder))
+    exchange.publish(Agreed(1, "rounds/000001/model.safetensors", "", 0, every=every))
+    for round_ in rounds:
+        exchange.write_report(round_, {"round": round_, "accepted": {"a": {}}, "without": {}})
+    return folder
+
+
+def test_the_newest_rounds_are_shown_in_order(tmp_path, monkeypatch):
+    """Their folders have seven digits from a million on."""
+    monkeypatch.setattr(group_facts, "_ROUNDS", 2)
+    made(tmp_path / "group", 999_998, 999_999, 1_000_000)
+    found = asked(node_of(tmp_path / "a", tmp_path / "group"), tmp_path)
+    assert found["history"]["steps"] == [999_999, 1_000_000] and found["step"] == 1_000_000
+
+
+def test_a_server_of_a_folder_that_is_a_link(tmp_path):
+    made(tmp_path / "disk" / "group", 1)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    folder = node_of(tmp_path / "runs" / "a", tmp_path / "runs" / "group")
+    assert asked(folder, tmp_path / "runs")["nodes"]
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_exchange_is_none(tmp_path, blank):
+    assert "is no node of a group" in asked(node_of(tmp_path / "a", blank), "/")["unavailable"]
+
+
+@pytest.mark.parametrize("name", ["rounds/000002", "rounds/000002/report.json", "agreed.json"])
+def test_links_in_an_exchange_are_not_followed(tmp_path, name):
+    elsewhere, group = made(tmp_path / "elsewhere", 1, 2), made(tmp_path / "runs" / "group", 1)
+    Exchange(str(elsewhere)).write_report(2, {"round": 2, "accepted": {"SECRET": {}}, "without": {}})
+    (group / name).parent.mkdir(exist_ok=True)
+    (group / name).unlink(missing_ok=True)
+    (group / name).symlink_to(elsewhere / name)
+    found = asked(node_of(tmp_path / "runs" / "a", group), tmp_path / "runs")
+    assert "SECRET" not in str(found) and ("is a link" in str(found["unavailable"])) == (name == "agreed.json")
+
+
+def test_large_reports_are_passed_over(tmp_path):
+    group = made(tmp_path / "group", 1, 2, 3)
+    (group / "rounds" / "000002" / "report.json").write_text(
+        '{"round":2,"accepted":{},"without":{},"x":[' + "{}," * 90_000 + "{}]}"
+    )
+    (group / "rounds" / "000003" / "report.json").write_text(
+        json.dumps({"round": 3, "accepted": {}, "without": {"b": "x" * (2 << 20)}})
+    )
+    found = asked(node_of(tmp_path / "a", group), tmp_path)
+    assert found["history"]["steps"] == [1]
+
+
+@pytest.mark.parametrize("every", [0, -5, 10**4000])
+def test_steps_of_a_round_that_make_no_sense(tmp_path, every):
+    found = asked(node_of(tmp_path / "a", made(tmp_path / "group", 7, every=every)), tmp_path)
+    assert found["step"] == 7 or "is no record of a group" in found["unavailable"]
