@@ -222,3 +222,9 @@ def test_the_advice_for_an_address_works(folder, name):
     with pytest.raises(UserError, match=f"give --gin.JsonlTracker.path={path}"):
         track.main([str(folder)])
     assert track.main([str(folder), f"--gin.JsonlTracker.path={path}"]) == 0 and path.exists()
+
+
+def test_an_address_that_the_user_names_by_a_macro(folder):
+    record(folder, "Monitoring.trackers = (@JsonlTracker(),)\nJsonlTracker.path = 'x.jsonl'\n")
+    (folder.parent / "mine.gin").write_text("WHERE = 'x.jsonl'\nJsonlTracker.path = %WHERE\n")
+    assert track.main([str(folder), "--gin_file=mine.gin"]) == 0 and (folder.parent / "x.jsonl").exists()

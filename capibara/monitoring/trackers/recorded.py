@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from capibara import config
 from capibara.checkpoints import run_manifest
@@ -55,7 +55,8 @@ def trackers(
         f"{type(one).__name__}.{field}": value for one in found for field, value in addresses(one).items()
     }
     if named_addresses and not trust:
-        _check_addresses(found, _of_user(gin_files, bindings, search_paths, named_addresses))
+        config.parse(gin_files, bindings, search_paths)  # without the record
+        _check_addresses(found, {name: config.values_of(name) for name in named_addresses})
     return found
 
 
@@ -84,23 +85,6 @@ def _class_of(name: str) -> str:
             f"--to={name} is no tracker{did_you_mean(name, SHORT)}: name one of {', '.join(SHORT)}, or a class"
         )
     return cls
-
-
-def _of_user(
-    gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], names: Collection[str]
-) -> dict[str, list[object]]:
-    """The values that the user's own Gin files and flags bind some fields to, in any scope.
-
-    A file that only makes sense beside the record binds nothing here.
-    """
-    alone = [one for one in bindings if one.partition("=")[0].strip().rpartition("/")[2] in names]
-    for files, flags in ((gin_files, bindings), ((), alone)):
-        try:
-            config.parse(files, flags, search_paths)
-        except UserError:
-            continue
-        return {name: config.values_of(name) for name in names}
-    return {}
 
 
 def _check_addresses(trackers: Sequence[Tracker], users: Mapping[str, Sequence[object]]) -> None:
