@@ -94,12 +94,10 @@ class RunFacts:
         """The last step that was logged."""
         steps = [int(view.steps[-1]) for view in self._views.values() if len(view)]
         steps += [step for step, _ in self.run.samples]
-        begun = [event["step"] for event in self.run.events if event.get("event") in AGAIN][
-            -1:
-        ]  # earlier ones are void
-        return max(
-            [*steps, *begun, *(event["step"] for event in self.run.events if event.get("event") not in AGAIN), 0]
-        )
+        events = self.run.events
+        steps += [event["step"] for event in events if event.get("event") not in AGAIN]
+        begun = [event["step"] for event in events if event.get("event") in AGAIN]  # all but the last may be void
+        return max([*steps, *begun[-1:], 0])
 
     @property
     def best(self) -> Mapping[str, float] | None:

@@ -317,3 +317,10 @@ def test_evaluations_are_sorted_with_the_loss_first(tmp_path, monkeypatch, has_p
             values = {"zeta": 1.0, "loss": 2.0, "alpha": 3.0} if step > 21 else {"rare": 1.0}
             file.write(json.dumps({"kind": "eval", "step": step, "time": 9e3, **values}) + "\n")
     assert facts.read(str(run)).metrics("eval") == ["loss", "alpha", "rare", "task", "zeta"]
+
+
+def test_the_step_may_be_that_of_a_sample(tmp_path):
+    run = pathlib.Path(write_run(tmp_path / "one"))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "sample", "step": 25, "time": 9e3, "prompt": "def ", "text": "x"}) + "\n")
+    assert facts.read(str(run)).step == 25
