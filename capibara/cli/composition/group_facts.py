@@ -24,6 +24,7 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
     from capibara.monitoring.dashboard.reading.run import Run
     from capibara.monitoring.dashboard.views.consensus import exchange_of
     from capibara.storage import stores
+    from capibara.strategies.group import reports
     from capibara.strategies.group.exchange import AGREED, Exchange
 
     named = exchange_of(Run(folder, ""))
@@ -31,23 +32,17 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
         return {"unavailable": "the run is no node of a group: see Trainer.group"}
     where = stores.of(named).absolute(named)
     if not any(_is_below(where, root) for root in roots):
-        return {
-            "unavailable": f"its group meets in {where}: name that folder on the command line of the dashboard, too"
-        }
+        return {"unavailable": f"its group meets in {where}: name that folder to the dashboard, too"}
     store = stores.of(where)
     if store.has_local_paths:
         where = os.path.realpath(where)
     if store.is_link(epath.Path(where) / AGREED):
         return {"unavailable": f"{AGREED} in {where} is a link, which no coordinator makes"}
-    exchange = Exchange(where)
-    agreed, reports = exchange.agreed(), exchange.newest_reports(_ROUNDS)
-    if agreed is None or not reports:
+    agreed, newest = Exchange(where).agreed(), reports.newest(epath.Path(where), _ROUNDS)
+    if agreed is None or not newest:
         return {"unavailable": f"its group has ended no round yet: {where}"}
-    return {
-        **as_table(reports, agreed.every if 0 < agreed.every < _MOST_STEPS else 1),
-        "line": agreed.line,
-        "unavailable": None,
-    }
+    every = agreed.every if 0 < agreed.every < _MOST_STEPS else 1
+    return {**as_table(newest, every), "line": agreed.line, "unavailable": None}
 
 
 def as_table(reports: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:

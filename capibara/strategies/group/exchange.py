@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from etils import epath
@@ -30,12 +29,11 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import hashing, stores
 from capibara.storage.store import PARTIAL
+from capibara.strategies.group import reports
 
 AGREED = "agreed.json"
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_TOKENS = 1e18  # of a round
-_SHOWN_BYTES, _SHOWN_VALUES = 1 << 20, 50_000  # of a report: enough for a thousand nodes
-_SHOWN = {"round", "succeeded", "score", "spare_faults", "accepted", "without", "vote"}
 _KEPT = 2  # rounds whose models are kept, for nodes that are still reading one
 
 
@@ -188,35 +186,7 @@ class Exchange:
 
     def reports(self) -> list[dict[str, Any]]:
         """The reports of all rounds, in order, without those that cannot be read."""
-        return self._reports(self._rounds(), limits.SMALL_BYTES, limits.VALUES)
-
-    def newest_reports(self, count: int) -> list[dict[str, Any]]:
-        """The reports of the newest rounds, as `reports`; of an exchange that may be anyone's.
-
-        No link is followed, and of each report only what all reports have is kept.
-        """
-        names = [name for name in self._rounds()[-count:] if not self._store.is_link(self._folder / name)]
-        found = self._reports(names, _SHOWN_BYTES, _SHOWN_VALUES)
-        return [{name: value for name, value in report.items() if name in _SHOWN} for report in found]
-
-    def _rounds(self) -> list[str]:
-        """The files of all reports, in order."""
-        try:
-            listed = self._store.list(self._folder / "rounds")
-        except FileNotFoundError:
-            return []
-        found = [name for name in listed if re.fullmatch(r"\d{6,9}/report\.json", name)]
-        return [f"rounds/{name}" for name in sorted(found, key=lambda name: int(name.split("/")[0]))]
-
-    def _reports(self, names: Iterable[str], most: int, values: int) -> list[dict[str, Any]]:
-        found = []
-        for name in names:
-            with contextlib.suppress(OSError, ValueError, limits.Refused):
-                report = limits.parse_json(self._store.read(self._folder / name, most), values=values)
-                if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
-                    if type(report["round"]) is int and 0 <= report["round"] < 10**9:
-                        found.append(report)
-        return found
+        return reports.every(self._folder)
 
     def discard(self, model: Agreed) -> None:
         """Removes a model that was not agreed, and the outer optimizer's state after it."""
