@@ -16,10 +16,8 @@ The server runs in a process of its own, as `capibara dashboard` does.
             run, taken at random; ours the lowest and highest of each stretch
   viewers   a training loop (JAX on all cores, a line of metrics each step) alternates between windows in which the server and
             its viewers are stopped and windows in which they run. A tenth of the viewers read slowly, a tenth not at all, the
-            rest all events and now and then a chart. They have idle priority, since viewers are other machines. Each window's
-            time of a step is divided by the mean of the windows before and after it, in which nothing runs; `slower` is the
-            mean of these ratios, with the interval that holds it in 95% of samples of the windows. The control divides
-            windows in which nothing runs by their neighbours of the same kind. The latency is from the line to the event
+            rest all events and now and then a chart. They have idle priority, since viewers are other machines. `slower`
+            and the control are those of windows.py; the latency is from the line to the event
   memory    ten runs receive an hour's lines (one a second each) within a minute: the server's memory after a tenth of them
             and at the end
 
@@ -49,9 +47,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
+from windows import compared, family
+
 GOALS = {"one_s": 2.0, "ten_s": 5.0, "slower": 1.02, "latency_s": 2.0, "memory_mib": 16.0}
 GOALS |= {"browser_one_s": 2.0, "browser_ten_s": 5.0}
-WINDOW_S, SETTLE_S = 2.0, 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,8 +248,6 @@ def viewing(folder: pathlib.Path, viewers: int, windows: int) -> dict[str, float
     run = folder / "run"
     run.mkdir()
     code = [sys.executable, __file__]
-    spans: list[tuple[float, float]] = []
-    used_s = {"server": 0.0, "viewers": 0.0}
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(child([*code, "--child=train", f"--target={run}"]))
         wait(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 20_000, 60)
@@ -258,45 +255,16 @@ def viewing(folder: pathlib.Path, viewers: int, windows: int) -> dict[str, float
         crowd = stack.enter_context(child([*code, "--child=view", f"--target={port}", f"--viewers={viewers}"], nice=19))
         wait(lambda: viewers_of(port) >= 0.9 * viewers, 60)
         processes = {"server": process.pid, "viewers": crowd.pid}
-        for number in range(2 * windows + 1):
-            is_on = number % 2 == 1
-            for pid in (*family(process.pid), crowd.pid):
-                os.kill(pid, signal.SIGCONT if is_on else signal.SIGSTOP)
-            time.sleep(SETTLE_S)  # what had to wait is not measured
-            begin_s, cpu_s = time.time(), {name: on_core_s(pid) for name, pid in processes.items()}
-            time.sleep(WINDOW_S)
-            spans.append((begin_s, time.time()))
-            for name, pid in processes.items():
-                used_s[name] += (on_core_s(pid) - cpu_s[name]) * is_on
-        for pid in (*family(process.pid), crowd.pid):
-            os.kill(pid, signal.SIGCONT)
-        latencies = latency(port, run)
+        found = {"viewers": viewers, **compared(processes, windows, lambda: times_of(run / "metrics.jsonl"))}
+        found |= {"viewers_at_the_end": viewers_of(port), "latency_s": max(latency(port, run))}
         trainer.terminate()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
-    step_s = [seconds_per_step([one["time"] for one in lines if a < one["time"] < b]) for a, b in spans]
-    beside = [
-        one / statistics.fmean((before, after)) for before, one, after in zip(step_s[::2], step_s[1::2], step_s[2::2])
-    ]
-    alone = [
-        one / statistics.fmean((before, after)) for before, one, after in zip(step_s[::2], step_s[2::2], step_s[4::2])
-    ]
-    found = {"viewers": viewers, "slower": statistics.fmean(beside), "control": statistics.fmean(alone)}
-    for name, ratios in (("slower", beside), ("control", alone)):
-        found[f"{name}_low"], found[f"{name}_high"] = interval(ratios)
-    found |= {f"{name}_cpu_percent": 100 * one / (windows * WINDOW_S) for name, one in used_s.items()}
-    return {**found, "step_ms": 1000 * statistics.median(step_s[::2]), "latency_s": max(latencies)}
+    return found
 
 
-def seconds_per_step(times: Sequence[float]) -> float:
-    """The mean of the times between lines."""
-    return (times[-1] - times[0]) / (len(times) - 1)
-
-
-def interval(values: Sequence[float], samples: int = 10_000) -> tuple[float, float]:
-    """The range that holds 95% of the means of samples of the values, drawn with replacement."""
-    draws = random.Random(0)
-    means = sorted(statistics.fmean(draws.choices(values, k=len(values))) for _ in range(samples))
-    return means[int(0.025 * samples)], means[int(0.975 * samples)]
+def times_of(path: pathlib.Path) -> list[float]:
+    """When each training line of a run was written."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:-1]]
+    return [line["time"] for line in lines if line["kind"] == "train"]
 
 
 def train(folder: pathlib.Path) -> int:
@@ -470,16 +438,6 @@ def wait(is_done, within_s: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-def family(pid: int) -> list[int]:
-    """A process and those that it has started."""
-    found = [pid]
-    for one in found:
-        with contextlib.suppress(OSError):  # each thread has those that it has started
-            for path in pathlib.Path(f"/proc/{one}/task").glob("*/children"):
-                found += map(int, path.read_text().split())
-    return found
-
-
 def cpu(pid: int) -> float:
     """Seconds of processor time of a process and those that it has started."""
     total = 0
@@ -487,16 +445,6 @@ def cpu(pid: int) -> float:
         with contextlib.suppress(OSError), open(f"/proc/{one}/stat", encoding="ascii") as file:
             total += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
     return total / os.sysconf("SC_CLK_TCK")
-
-
-def on_core_s(pid: int) -> float:
-    """Seconds that a process and those that it has started were on a core, to the nanosecond: for short windows."""
-    total = 0
-    for one in family(pid):
-        for path in pathlib.Path(f"/proc/{one}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                total += int(path.read_text().split()[0])
-    return total / 1e9
 
 
 def resident_mib(pid: int) -> float:

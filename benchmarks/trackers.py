@@ -1,10 +1,10 @@
 """What a tracker costs the training whose server is a black hole: it accepts connections, and never answers.
 
-    PATH/bin/python benchmarks/trackers.py [--trackers=wandb,mlflow,comet] [--windows=20] [--json=OUT]
+    PATH/bin/python benchmarks/trackers.py [--trackers=wandb,mlflow,comet] [--windows=40] [--json=OUT]
 
 PATH is an environment with capibara and the clients of the services. For each of them `capibara.train` trains a small model and
-logs every step, in windows in which the process that feeds the tracker is stopped, in turns with windows in which it runs. The
-ratio is of the medians of the step times; cpu_percent is what the process uses of one core. Goal: slowed by less than 1%.
+logs every step, in windows in which the process that feeds the tracker is stopped, in turns with windows in which it runs;
+`slower` and the control are those of windows.py. Goal: slowed by less than 1%.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import socket
-import statistics
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
-from dashboard import child, cpu, family, wait
+from dashboard import child, times_of, wait
+from windows import compared, family
 
 GOAL = 1.01
-WINDOW_S = 2.0
 TRACKERS = {
     "wandb": ("WandbTracker", "base_url"),
     "mlflow": ("MlflowTracker", "uri"),
@@ -48,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures the trackers; returns 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trackers", default=",".join(TRACKERS), help="which, comma-separated")
-    parser.add_argument("--windows", type=int, default=20, help="of each kind")
+    parser.add_argument("--windows", type=int, default=40, help="in which it runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
     found = {}
@@ -88,38 +85,11 @@ def measured(name: str, folder: pathlib.Path, port: int, windows: int) -> dict[s
     os.environ |= {"WANDB_API_KEY": "a" * 40, "COMET_API_KEY": "a" * 25, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "capibara.train", *RUN, f"--gin.MODEL_DIR={folder}"]
     command += [f"--gin.Monitoring.trackers=(@{tracker}(),)", f"--gin.{tracker}.{field}=http://127.0.0.1:{port}"]
-    spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    metrics = folder / "metrics.jsonl"
     with tempfile.TemporaryFile() as output, child(command, stdout=output.fileno()) as trainer:
-        wait(lambda: len(steps(folder)) > 200, 300)
+        wait(lambda: metrics.exists() and len(times_of(metrics)) > 200, 300)
         feeding = next(pid for pid in family(trainer.pid) if b"capibara.monitoring.trackers" in line_of(pid))
-        used_s = 0.0
-        for number in range(2 * windows):
-            is_on = number % 2 == 1
-            for pid in family(feeding):
-                os.kill(pid, signal.SIGCONT if is_on else signal.SIGSTOP)
-            time.sleep(0.3)  # what had to wait is not measured
-            begin_s, cpu_s = time.time(), cpu(feeding)
-            time.sleep(WINDOW_S)
-            spans[is_on].append((begin_s, time.time()))
-            used_s += (cpu(feeding) - cpu_s) * is_on
-        lines = steps(folder)
-    median = {
-        is_on: statistics.median(step_s for time_s, step_s in lines if any(a < time_s < b for a, b in chosen))
-        for is_on, chosen in spans.items()
-    }
-    return {
-        "slower": median[True] / median[False],
-        "step_ms": 1000 * median[False],
-        "cpu_percent": 100 * used_s / (windows * WINDOW_S),
-    }
-
-
-def steps(folder: pathlib.Path) -> list[tuple[float, float]]:
-    """When the steps of a run were logged, and how long they took."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()[:-1] if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return [(one["time"], one["step_s"]) for one in records if one["kind"] == "train"]
+        return compared({"tracker": feeding}, windows, lambda: times_of(metrics))
 
 
 def line_of(pid: int) -> bytes:

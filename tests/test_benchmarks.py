@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import subprocess
+import sys
+import threading
+import time
 import types
 
 import pytest
@@ -50,3 +54,40 @@ def test_names_are_there(path):
 def test_names_that_are_not_there_are_found():
     source = "from capibara import config, nothing\nfrom capibara.config import Lost\nconfig.build\nconfig.lost = 1\n"
     assert missing(source) == ["line 1: capibara.nothing", "line 2: capibara.config.Lost", "line 4: config.lost"]
+
+
+def test_windows_are_compared_with_their_neighbours(monkeypatch):
+    """A drift of the machine is no cost, and a cost is found with its interval."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    windows = importlib.import_module("windows")
+    drift = [1.0 + 0.001 * number for number in range(41)]
+    assert windows.beside_neighbours(drift) == pytest.approx([1.0] * 20)
+    slowed = [value * (1.1 if number % 2 else 1.0) for number, value in enumerate(drift)]
+    assert windows.beside_neighbours(slowed) == pytest.approx([1.1] * 20)
+    assert windows.beside_neighbours(slowed[::2]) == pytest.approx([1.0] * 10)
+    assert windows.seconds_per_step([5.0, 5.5, 6.5, 7.0]) == pytest.approx(2 / 3)
+    low, high = windows.interval([1.0, 1.02] * 50)
+    assert 1.005 < low < 1.01 < high < 1.015
+
+
+def test_a_process_beside_costs_what_it_uses(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    windows = importlib.import_module("windows")
+    monkeypatch.setattr(windows, "WINDOW_S", 0.2)
+    monkeypatch.setattr(windows, "SETTLE_S", 0.05)
+    steps, ended = [], threading.Event()
+
+    def train():
+        while not ended.wait(0.004):
+            steps.append(time.time())
+
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        thread = threading.Thread(target=train)
+        thread.start()
+        found = windows.compared({"busy": busy.pid}, 2, lambda: steps)
+        state = pathlib.Path(f"/proc/{busy.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        busy.kill()
+        ended.set()
+        thread.join()
+    assert found["busy_cpu_percent"] > 20 and state in "RS"  # it runs again at the end
+    assert found["slower_low"] <= found["slower"] <= found["slower_high"] and found["step_ms"] >= 4
