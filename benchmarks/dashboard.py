@@ -292,31 +292,38 @@ def train(folder: pathlib.Path) -> int:
 
 
 def view(port: int, viewers: int) -> int:
-    """Opens the events of many viewers and reads them: most at once, some slowly, some not at all."""
+    """Opens the events of many viewers and reads them: most at once, some slowly, some not at all.
+
+    Those that the server closes, since they read too little, are opened again, as browsers do.
+    """
     run_id = ask(port, "/api/runs")["runs"][0]["id"]
     request = f"GET /api/events?run={run_id} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
-    fast: dict[int, socket.socket] = {}
-    slow: list[socket.socket] = []
-    dead: list[socket.socket] = []
+    all_of: dict[int, tuple[int, socket.socket]] = {}
     ready = select.epoll()
-    for number in range(viewers):
+
+    def open_one(number: int) -> None:
         connection = socket.create_connection(("127.0.0.1", port))
-        if number % 10 < 2:
+        if number % 10 < 2:  # dead, and slow ones
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            (slow if number % 10 else dead).append(connection)
-        else:
-            fast[connection.fileno()] = connection
-            ready.register(connection, select.EPOLLIN)
         connection.sendall(request)
         connection.setblocking(False)
+        all_of[connection.fileno()] = number, connection
+        ready.register(connection, select.EPOLLIN if number % 10 > 1 else select.EPOLLRDHUP)
+
+    for number in range(viewers):
+        open_one(number)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # viewers are other machines: here they get what is idle
     for turn in range(1_000_000):
-        for number, _ in ready.poll(0):
-            if not fast[number].recv(65_536):
-                ready.unregister(number)  # closed by the server
-        for connection in slow if turn % 4 == 0 else []:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                connection.recv(200)
+        for descriptor, event in ready.poll(0):
+            number, connection = all_of[descriptor]
+            if event & ~select.EPOLLIN or not connection.recv(65_536):
+                del all_of[descriptor]
+                connection.close()
+                open_one(number)
+        for number, connection in list(all_of.values()) if turn % 4 == 0 else []:
+            if number % 10 == 1:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    connection.recv(200)
         with contextlib.suppress(OSError, AssertionError):  # a chart for one of them: each has one in 100 s
             ask(port, f"/api/series?run={run_id}&metric=train/loss&points={600 + turn % 7}")
         time.sleep(0.5)
