@@ -18,6 +18,7 @@ _HEADER_S = 10.0  # for a request to arrive, after the connection or the answer 
 _UNREAD_S = 30.0  # for a client that does not read its answer
 _KEPT_MS = 45_000  # for what was sent to be acknowledged: a viewer that vanished is found by a ping
 _SEND_BYTES = 256 << 10  # of the system's buffer for one connection
+_TICK_S = 0.5  # uvicorn looks for signals ten times a second: each look takes a core from the training
 
 
 class Room:
@@ -155,6 +156,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._closing()
         await super().shutdown(sockets)
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(_TICK_S)
 
     async def on_tick(self, counter: int) -> bool:
         now_s = time.monotonic()
