@@ -1,8 +1,9 @@
 """What processes cost a training beside them: they are stopped and run in turns, and windows are compared with their neighbours.
 
 Each window's time of a step is divided by the mean of the windows before and after it, in which the processes are stopped;
-`slower` is the mean of these ratios. The control divides windows in which they are stopped by their neighbours of the same
-kind. `_low` and `_high` hold the mean in 95% of samples of the windows.
+`slower` is the mean of these ratios without the lowest and the highest fifth of them, in which other machines of the same host
+were busy or idle; `slower_all` is that of all. The control divides windows in which they are stopped by their neighbours of the
+same kind. `_low` and `_high` hold the mean in 95% of samples of the windows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def compared(processes: Mapping[str, int], windows: int, times: Callable[[], Seq
       times: when each step of the training was logged, in seconds since 1970; called at the end.
 
     Returns:
-      slower, control, each with _low and _high; step_ms beside nothing; NAME_cpu_percent of one core.
+      slower, control, each with _low, _high and _all; step_ms beside nothing; NAME_cpu_percent of one core.
     """
     spans: list[tuple[float, float]] = []
     used_s = dict.fromkeys(processes, 0.0)
@@ -46,7 +47,7 @@ def compared(processes: Mapping[str, int], windows: int, times: Callable[[], Seq
     step_s = [seconds_per_step([one for one in logged if begin < one < end]) for begin, end in spans]
     found = {"step_ms": 1000 * statistics.median(step_s[::2])}
     for name, ratios in (("slower", beside_neighbours(step_s)), ("control", beside_neighbours(step_s[::2]))):
-        found[name] = statistics.fmean(ratios)
+        found[name], found[f"{name}_all"] = middle_mean(ratios), statistics.fmean(ratios)
         found[f"{name}_low"], found[f"{name}_high"] = interval(ratios)
     return found | {f"{name}_cpu_percent": 100 * one / (windows * WINDOW_S) for name, one in used_s.items()}
 
@@ -57,15 +58,21 @@ def beside_neighbours(values: Sequence[float]) -> list[float]:
     return [one / statistics.fmean((before, after)) for before, one, after in triples]
 
 
+def middle_mean(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest fifth."""
+    cut = len(values) // 5
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
 def seconds_per_step(times: Sequence[float]) -> float:
     """The mean of the times between lines."""
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
 def interval(values: Sequence[float], samples: int = 10_000) -> tuple[float, float]:
-    """The range that holds 95% of the means of samples of the values, drawn with replacement."""
+    """The range that holds 95% of the middle means of samples of the values, drawn with replacement."""
     draws = random.Random(0)
-    means = sorted(statistics.fmean(draws.choices(values, k=len(values))) for _ in range(samples))
+    means = sorted(middle_mean(draws.choices(values, k=len(values))) for _ in range(samples))
     return means[int(0.025 * samples)], means[int(0.975 * samples)]
 
 

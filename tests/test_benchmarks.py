@@ -66,6 +66,7 @@ def test_windows_are_compared_with_their_neighbours(monkeypatch):
     assert windows.beside_neighbours(slowed) == pytest.approx([1.1] * 20)
     assert windows.beside_neighbours(slowed[::2]) == pytest.approx([1.0] * 10)
     assert windows.seconds_per_step([5.0, 5.5, 6.5, 7.0]) == pytest.approx(2 / 3)
+    assert windows.middle_mean([9.0, 1.0, 1.2, 1.1, 0.1]) == pytest.approx(1.1)
     low, high = windows.interval([1.0, 1.02] * 50)
     assert 1.005 < low < 1.01 < high < 1.015
 
