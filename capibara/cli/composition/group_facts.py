@@ -8,6 +8,8 @@ from typing import Any
 
 from etils import epath
 
+from capibara.storage import stores
+
 _ROUNDS = 200  # the newest, of which the files are read
 _MOST_NODES = 1024
 _MOST_STEPS = 10**9  # of a round
@@ -23,7 +25,6 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
     """
     from capibara.monitoring.dashboard.reading.run import Run
     from capibara.monitoring.dashboard.views.consensus import exchange_of
-    from capibara.storage import stores
     from capibara.strategies.group import reports
     from capibara.strategies.group.exchange import AGREED, Exchange
 
@@ -102,8 +103,6 @@ def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _is_below(path: str, root: str) -> bool:
     """Whether a folder is another one, or in it, where links lead to."""
-    from capibara.storage import stores
-
     if stores.of(path).has_local_paths != stores.of(root).has_local_paths:
         return False
     if stores.of(path).has_local_paths:

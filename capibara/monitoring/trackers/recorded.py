@@ -51,12 +51,10 @@ def trackers(
     found = config.build(Monitoring, callbacks=(), more=()).trackers
     if not found:
         raise UserError(f"{folder} has no trackers (Monitoring.trackers is empty): name one, e.g. --to=wandb")
-    named_addresses = {
-        f"{type(one).__name__}.{field}": value for one in found for field, value in addresses(one).items()
-    }
-    if named_addresses and not trust:
+    names = {f"{type(one).__name__}.{field}" for one in found for field in addresses(one)}
+    if names and not trust:
         config.parse(gin_files, bindings, search_paths)  # without the record
-        _check_addresses(found, {name: config.values_of(name) for name in named_addresses})
+        _check_addresses(found, {name: config.values_of(name) for name in names})
     return found
 
 
@@ -69,12 +67,17 @@ def _of_trackers(folder: str, classes: Sequence[str]) -> str:
     """
     text, found = state.configuration(folder)
     own = "" if classes else found.get(_TRACKERS, "")
-    kept = {*classes, *(name.rpartition("/")[2].rpartition(".")[2] for name in re.findall(r"@([\w./]+)", own))}
+    kept = {*classes, *map(_plain, re.findall(r"@([\w./]+)", own))}
     lines = [line for line in text.splitlines() if line.startswith("#")]  # they name the modules
     for name, value in found.items():
-        if name.rpartition("/")[2].rpartition(".")[0].rpartition(".")[2] in kept or own and name == _TRACKERS:
+        if _plain(name.rpartition(".")[0]) in kept or own and name == _TRACKERS:
             lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
+
+
+def _plain(name: str) -> str:
+    """The name of a class without its scope and module."""
+    return name.rpartition("/")[2].rpartition(".")[2]
 
 
 def _class_of(name: str) -> str:

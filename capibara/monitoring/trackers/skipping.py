@@ -42,9 +42,6 @@ class Skipping(Tracker):
     def roll_back(self, moment: Moment) -> None:
         self._try(moment, "the roll-back", lambda: self._tracker.roll_back(moment))
 
-    def flush(self) -> bool:
-        return self._tracker.flush()
-
     def finish(self, reason: str) -> None:
         self._tracker.finish(reason)
 
