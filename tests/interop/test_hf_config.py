@@ -203,7 +203,10 @@ def test_both_ways_to_say_rope_are_one():
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     both = new | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": old["rope_scaling"]}
-    assert hf_config.from_hf(both) == hf_config.from_hf(old)  # transformers too uses the old name's scaling
+    # transformers 5.24: the old object replaces the new one with all that it says, its theta too.
+    assert hf_config.from_hf(both).rope == dataclasses.replace(hf_config.from_hf(old).rope, theta=10_000.0)
+    both["rope_theta"] = 5e5
+    assert hf_config.from_hf(both) == hf_config.from_hf(old)
     first_name = {"type": "linear", "factor": 2.0}
     rope = hf_config.from_hf(both | {"rope_scaling": first_name}).rope
     assert (rope.scaling, rope.factor) == ("linear", 2.0)
@@ -229,8 +232,7 @@ REFUSED = {
         "llama2_7b"
     ]
     | dict(architectures=["LlamaForSequenceClassification"]),
-    "attention_bias = True": PUBLISHED["phi3_mini"] | dict(attention_bias=True),
-    "RoPE scaling 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED[
+    "rope_type 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED[
         "llama2_7b"
     ]
     | dict(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
@@ -240,13 +242,15 @@ REFUSED = {
     | dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": ["x"]}),
     "Rope.short_factors has 1 numbers, must be one for each of 48 frequencies": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}, max_position_embeddings=131072),
-    "partial_rotary_factor = 0.5, and transformers' llama rotates whole heads": PUBLISHED["llama2_7b"]
-    | dict(partial_rotary_factor=0.5),
+    "partial_rotary_factor = 0.5 with rope_type 'linear', and transformers' llama rotates whole heads": PUBLISHED["llama2_7b"]
+    | dict(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "per_layer_config = {'0': {'intermediate_size': 40}}, must be without": PUBLISHED["llama2_7b"]
+    | dict(per_layer_config={"0": {"intermediate_size": 40}}),
+    "rope_parameters for full_attention alone": PUBLISHED["gemma2_27b"]
+    | dict(rope_parameters={"full_attention": {"rope_type": "default"}}),
     "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
     "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),
     "tie_word_embeddings = 'no', must be true or false": PUBLISHED["llama2_7b"] | dict(tie_word_embeddings="no"),
-    "YaRN with mscale": PUBLISHED["llama2_7b"]
-    | dict(rope_scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "hidden_act = 'relu2'": PUBLISHED["llama2_7b"] | dict(hidden_act="relu2"),
     "layer_types 'linear_attention'": PUBLISHED["gemma2_27b"] | dict(layer_types=["linear_attention"] * 46),
     "3 layer_types": PUBLISHED["gemma2_27b"] | dict(layer_types=["full_attention"] * 3),

@@ -12,7 +12,7 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.hf import families, gemma3n, tables
+from capibara.interop.hf import families, gemma3n, keys, tables
 from capibara.interop.hf import rope as hf_rope
 from capibara.interop.hf import values as hf_values
 from capibara.interop.hf.families import FAMILIES, Family
@@ -62,7 +62,7 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
-    values = {**family.defaults, **values}
+    values = {**family.defaults, **keys.canonical(values, family)}
     for key, allowed in family.only.items():
         if values.get(key, allowed[0]) not in allowed:
             raise UserError(
@@ -134,9 +134,9 @@ def text_part(values: Values) -> dict[str, Any]:
     hf_values.check(values)
     model_type = values.get("model_type")
     if model_type in _SEEING:
-        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _preserved_values(values)
-        model_type = f"{model_type}_text"
-        values = around | (values.get("text_config") or {}) | {"model_type": model_type}
+        model_type, tied = f"{model_type}_text", values.get("tie_word_embeddings", True)
+        inner = {**_preserved_values(values), **(values.get("text_config") or {})}
+        values = inner | {"tie_word_embeddings": tied, "model_type": model_type}  # transformers ties by the outer one
     names = values.get("architectures") or []
     own = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
     known = ", ".join([*own, *(f"{name} (its text)" for name in _SEEING)])

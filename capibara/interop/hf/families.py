@@ -55,10 +55,15 @@ class Family:
       gated: whether its MLP is gated.
       window: which layers have a window: "none", "all" or "types" (as in layer_types).
       rope: whether positions are rotary.
+      rope_by_layer: whether layers with a window have rotary positions of their own.
+      theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
+        rope_parameters.
       fraction: share of a head that is rotated if config.json does not say.
       experts: key of the number of experts; "": it has none.
       partial: whether only a part of a head may be rotated.
+      aliases: other names of its keys; one of these comes first where a file has both.
       biases: keys of optional biases in config.json, and the value of our `bias` for each.
+      read_keys: further keys that it reads.
       divides: whether transformers requires embed_dim to be a multiple of the number of heads.
       config: the class of our decoder's configuration; None: DecoderConfig.
       read, write: convert values of config.json to further fields of ours, and a configuration to those values.
@@ -76,10 +81,15 @@ class Family:
     gated: bool = True
     window: str = "none"
     rope: bool = True
+    rope_by_layer: bool = False
+    theta: str = "rope_theta"
+    share: str = "partial_rotary_factor"
     fraction: float = 1.0
     experts: str = ""
     partial: bool = False
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     biases: dict[str, str] = dataclasses.field(default_factory=dict)
+    read_keys: tuple[str, ...] = ()
     divides: bool = False
     config: type[DecoderConfig] | None = None
     read: Callable[[Values], dict[str, Any]] | None = None
@@ -107,6 +117,9 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 _TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
+
 _T5S = ("t5", "umt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
@@ -119,6 +132,8 @@ _T5_KEYS = {
     "relative_buckets": "relative_attention_num_buckets",
     "relative_distance": "relative_attention_max_distance",
 }
+_T5_ALIASES = {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
+_T5_ALIASES |= {"head_dim": "d_kv"}
 _T5_DEFAULTS: dict[str, float] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
 _T5_DEFAULTS |= {"layer_norm_epsilon": 1e-6}
 
@@ -167,6 +182,8 @@ _LIST = (
         model_type="gemma3_text",
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         keys=_KEYS | _CAPS,
+        rope_by_layer=True,
+        read_keys=_PATTERN,
         fixed=_GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
         # Published files of Gemma 3 omit sizes that equal the defaults.
         defaults=_TANH_DEFAULT
@@ -185,6 +202,8 @@ _LIST = (
         model_type="gemma3n_text",
         architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
+        rope_by_layer=True,
+        read_keys=_PATTERN,
         fixed={"embedding_scale": "sqrt_dim", "norm_placement": "sandwich", "qk_norm": "head"},
         defaults=_TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
@@ -221,6 +240,7 @@ _LIST = (
         defaults=_SILU
         | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
         | {"num_experts_per_tok": 2, "num_local_experts": 8},
+        aliases=_EXPERTS_ALIAS,
         window="all",
         experts="num_local_experts",
     ),
@@ -231,6 +251,7 @@ _LIST = (
         fixed={"qk_norm": "head"},
         defaults=_SILU | {"num_experts_per_tok": 8, "norm_topk_prob": False},
         only={"use_sliding_window": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        aliases={"num_local_experts": "num_experts"},
         biases=_ATTENTION_BIAS,
         experts="num_experts",
     ),
@@ -243,6 +264,7 @@ _LIST = (
         | {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}
         | {"sliding_window": 128, "num_experts_per_tok": 4, "num_local_experts": 128, "attention_bias": True}
         | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "output_router_logits": False},
+        aliases=_EXPERTS_ALIAS,
         biases=_ATTENTION_BIAS,
         window="types",
         experts="num_local_experts",
@@ -251,8 +273,7 @@ _LIST = (
         model_type="phi3",
         architectures=("Phi3ForCausalLM",),
         keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
-        defaults=_SILU | {"rms_norm_eps": 1e-5, "sliding_window": None},
-        only=_NO_BIAS,
+        defaults=_SILU | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
         window="all",
         partial=True,
     ),
@@ -269,6 +290,8 @@ _LIST = (
             "max_length": "n_positions",
         },
         fixed={"norm": "layer", "bias": "all", "positions": "learned"},
+        aliases={"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        | {"max_position_embeddings": "n_positions"},
         defaults={"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024},
         only={
             "scale_attn_weights": (True,),
@@ -286,6 +309,9 @@ _LIST = (
         keys=_WITHOUT_GROUPS | _LAYER_NORM,
         fixed={"norm": "layer", "bias": "mlp"},
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10_000.0, "attention_bias": True},
+        theta="rotary_emb_base",
+        share="rotary_pct",
+        read_keys=("use_parallel_residual",),
         biases=_ATTENTION_BIAS,
         gated=False,
         fraction=0.25,
@@ -298,6 +324,7 @@ _LIST = (
         architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
         keys=_T5_KEYS,
         defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu"},
+        aliases=_T5_ALIASES,
         tied=True,
         activation="feed_forward_proj",
         rope=False,
@@ -309,6 +336,7 @@ _LIST = (
         keys=_T5_KEYS,
         fixed={"relative_tables": "each_layer"},
         defaults=_T5_DEFAULTS | {"feed_forward_proj": "gated-gelu"},
+        aliases=_T5_ALIASES,
         tied=True,
         activation="feed_forward_proj",
         rope=False,
@@ -419,9 +447,7 @@ def activation(values: Values, family: Family) -> str:
     name, gated = values[family.activation], family.gated
     if family.model_type in _T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
-    # Gemma's first files say gelu and mean its approximation, or use another key.
-    if family.model_type == "gemma":
-        name = values.get("hidden_activation") or name
+    # Gemma's first files say gelu and mean its approximation.
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
     known = _CLAMPED if "swiglu_limit" in family.keys else _GATED if gated else _PLAIN

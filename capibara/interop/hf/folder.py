@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.interop.hf import families, model_card, safetensors_header, tables, torch_file
+from capibara.interop.hf import keys, model_card, safetensors_header, tables, tied, torch_file
 from capibara.interop.hf.tensors import Shape
 from capibara.storage import partial
 
@@ -50,7 +51,9 @@ class HfFolder:
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
-        self.config = families.with_head_of(self.config, self._files.keys() - self._tied())
+        self.config = tied.with_stored_head(self.config, self._files.keys(), self.read)
+        for note in keys.notes(self.config, self._files):
+            logging.getLogger(__name__).warning("%s: %s", path, note)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
@@ -75,14 +78,6 @@ class HfFolder:
     def kind(self, name: str) -> str:
         """The dtype's name in safetensors: I32, U8, F16, ..."""
         return self._slice(name).get_dtype()
-
-    def _tied(self) -> set[str]:
-        """Tied heads in a state dict: torch.save stores both names of one tensor."""
-        names = {"lm_head.weight", "shared.weight"}
-        if not names <= self._files.keys() or not all(self._files[name].endswith(".bin") for name in names):
-            return set()
-        head, shared = map(self.read, sorted(names))
-        return {"lm_head.weight"} if np.array_equal(head, shared) else set()
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""

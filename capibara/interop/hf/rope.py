@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,46 +47,28 @@ _GPT_OSS = {
 
 
 def read(values: Values, family: Family) -> dict[str, Any]:
-    """Fields of our Rope.
+    """Fields of our Rope, as transformers 5.24 reads them (RotaryEmbeddingConfigMixin).
 
     Raises:
       UserError: the scaling is not supported.
     """
-    parameters, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
-    if family.model_type == "gpt_oss" and not parameters and not old:
-        parameters = _GPT_OSS
-    nested = any(isinstance(value, Mapping) for value in parameters.values())
-    if "type" in old:  # transformers' first name for it
-        old = {"rope_type": old["type"]} | old
-    full = (_object(parameters, "full_attention") if nested else parameters) | old
-    local = _object(parameters, "sliding_attention") if nested else {}
-    theta = full.get("rope_theta", values.get("rope_theta", values.get("rotary_emb_base")))
-    share = values.get("partial_rotary_factor", values.get("rotary_pct", family.fraction))
-    rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
-    if rope["fraction"] != 1 and not family.partial:
+    full, local = _parameters(values, family)
+    kind = _kind(full, family)
+    if local.get("rope_type", local.get("type", "default")) != "default":
         raise UserError(
-            f"config.json has partial_rotary_factor = {rope['fraction']}, and transformers' {family.model_type} "
-            "rotates whole heads: leave it out"
+            f"config.json has rope_type {local.get('rope_type')!r} for sliding_attention, must be 'default': take another model"
         )
-    local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
-    if local_theta is not None:
-        rope["local_theta"] = local_theta
-    kind = full.get("rope_type") or full.get("type") or "default"
-    if family.model_type == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # under its first names
-    if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
-        named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
-        raise UserError(
-            f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}: take another model"
-        )
-    if full.get("mscale") or full.get("mscale_all_dim"):
-        raise UserError("config.json has YaRN with mscale or mscale_all_dim, must be without")
+    rope = {"theta": full["rope_theta"], "fraction": _fraction(values, family, full, kind)}
+    if "rope_theta" in local:
+        rope["local_theta"] = local["rope_theta"]
     if kind == "yarn" and not full.get("truncate", True):
         rope["yarn_bounds"] = "exact"
     rope["scaling"] = _SCALINGS[kind]
     longest = values.get("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        full.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", longest))
+        full.setdefault("original_max_position_embeddings", longest)
+    if kind == "yarn":
+        full |= _yarn(full)
     if kind == "longrope":
         full |= _long(full, longest)
     if kind == "dynamic":
@@ -94,6 +77,67 @@ def read(values: Values, family: Family) -> dict[str, Any]:
         if full.get(theirs) is not None:
             rope[ours] = full[theirs]
     return rope
+
+
+def _parameters(values: Values, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of all layers, or of those without a window, and of those with one, as far as they differ."""
+    parameters, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
+    if family.rope_by_layer:
+        full, local = _object(parameters, "full_attention") | old, _object(parameters, "sliding_attention")
+        full.setdefault("rope_theta", values["rope_theta"])
+        return full, {"rope_theta": values["rope_local_base_freq"]} | local
+    full = old or parameters  # an old object replaces the new one, whose values do not fill its gaps
+    if family.model_type == "gpt_oss" and not full:
+        full = dict(_GPT_OSS)
+    layers = [key for key, value in full.items() if isinstance(value, Mapping)]
+    if layers:
+        raise UserError(
+            f"config.json has rope_parameters for {layers[0]} alone, transformers' {family.model_type} has one for all layers: "
+            "copy the file again"
+        )
+    full.setdefault("rope_theta", values[family.theta])
+    if "original_max_position_embeddings" in values:  # it comes first, whatever the object says
+        full["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return full, {}
+
+
+def _kind(full: Values, family: Family) -> str:
+    """The scaling, by transformers' name for it."""
+    kind = full.get("rope_type") or full.get("type") or "default"
+    if family.model_type == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # under its first names
+    if kind not in _SCALINGS:
+        raise UserError(f"config.json has rope_type {kind!r}, must be one of {', '.join(_SCALINGS)}: take another model")
+    return kind
+
+
+def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
+    """The share of a head that is rotated."""
+    fraction = full.get("partial_rotary_factor", values.get(family.share, family.fraction))
+    if not family.partial:
+        if kind != "default" and fraction not in (None, 1):  # transformers rotates whole heads by tables of a part
+            raise UserError(
+                f"config.json has partial_rotary_factor = {fraction} with rope_type {kind!r}, and transformers' "
+                f"{family.model_type} rotates whole heads: leave it out"
+            )
+        return 1.0
+    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
+    if heads and width and (int(width // heads * fraction)) % 2:
+        raise UserError(
+            f"config.json has {family.share} = {fraction} of a head of {width // heads} (hidden_size {width} / "
+            f"num_attention_heads {heads}), must be an even number of dimensions"
+        )
+    return fraction
+
+
+def _yarn(full: Values) -> dict[str, Any]:
+    """What transformers puts in the place of parameters of YaRN that are missing."""
+    resolved = {key: full.get(key) or default for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    scales = (full.get("mscale"), full.get("mscale_all_dim"))
+    if full.get("attention_factor") is None and all(scales):
+        above, below = (0.1 * scale * math.log(full["factor"]) + 1.0 for scale in scales)
+        resolved["attention_factor"] = above / below
+    return resolved
 
 
 def _long(full: Values, longest: int | None) -> dict[str, Any]:
@@ -146,11 +190,13 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if kind == "dynamic":  # transformers uses it as the original length
         written["max_position_embeddings"] = rope.original_length
     if kind == "longrope":
+        assert rope.original_length is not None, "Rope sees to it"
         written["original_max_position_embeddings"] = rope.original_length
+        written["max_position_embeddings"] = round(rope.factor * rope.original_length)  # what its old form has as the factor
     if family.model_type == "gpt_neox":
         written = {"rotary_emb_base": rope.theta, "rotary_pct": rope.fraction}
         written |= {} if kind == "default" else {"rope_scaling": scaling}
-    if family.model_type not in ("gemma3_text", "gemma3n_text"):
+    if not family.rope_by_layer:
         return written | {"rope_parameters": full}
     local_theta = rope.theta if rope.local_theta is None else rope.local_theta
     local = {"rope_type": "default", "rope_theta": local_theta}
@@ -160,7 +206,7 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 def longest(values: Values) -> int | None:
     """Longest row in tokens according to a config.json; with dynamic scaling more than max_position_embeddings."""
-    parameters = _object(values, "rope_parameters") | _object(values, "rope_scaling")
+    parameters = _object(values, "rope_scaling") or _object(values, "rope_parameters")
     most, factor = values.get("max_position_embeddings"), parameters.get("factor")
     if most is None or "dynamic" not in (parameters.get("rope_type"), parameters.get("type")) or not _is_factor(factor):
         return most

@@ -368,18 +368,28 @@ class Names:
     Attributes:
       rows: its table.
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
-      ignored: pattern of tensors that are not used: buffers, and unsupported parts.
+      buffers: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
+      parts: pattern of tensors of parts that are not supported.
     """
 
     rows: Rows
     renamed: tuple[tuple[str, str], ...] = ()
-    ignored: str = r"(?!)"
+    buffers: str = r"(?!)"
+    parts: str = r"(?!)"
 
     def canonical(self, name: str) -> str | None:
-        """The table's name of a tensor; None: it is ignored."""
+        """The table's name of a tensor; None: it is not used."""
+        name = self._renamed(name)
+        return None if re.search(self.buffers, name) or re.search(self.parts, name) else name
+
+    def of_part(self, name: str) -> bool:
+        """Whether a tensor is of a part that is not supported."""
+        return re.search(self.parts, self._renamed(name)) is not None
+
+    def _renamed(self, name: str) -> str:
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
-        return None if re.search(self.ignored, name) else name
+        return name
 
 
 _BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
@@ -396,12 +406,13 @@ NAMES = {
     "qwen3": Names(QWEN3, *_LLAMA_LIKE),
     "gemma2": Names(GEMMA2, *_LLAMA_LIKE),
     "gemma3_text": Names(
-        GEMMA3, (_TEXT_HEAD, _TEXT, _BARE), r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|" + _BUFFERS
+        GEMMA3, (_TEXT_HEAD, _TEXT, _BARE), _BUFFERS, r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."
     ),
     "gemma3n_text": Names(
         GEMMA3N,
         (_TEXT_HEAD, _TEXT, _BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
-        r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.|" + _BUFFERS,
+        _BUFFERS,
+        r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.",
     ),
     "phi3": Names(PHI3, *_LLAMA_LIKE),
     "mixtral": Names(MIXTRAL, *_LLAMA_LIKE),
@@ -421,7 +432,8 @@ NAMES = {
         BERT,
         ((r"^(?=(?:embeddings|encoder)\.)", "bert."), (r"LayerNorm\.gamma$", "LayerNorm.weight"))
         + ((r"LayerNorm\.beta$", "LayerNorm.bias"),),
-        r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.|^cls\.predictions\.decoder\.bias$",
+        r"\.position_ids$|^cls\.predictions\.decoder\.bias$",
+        r"^bert\.pooler\.|^cls\.seq_relationship\.",
     ),
 }
 
@@ -471,7 +483,18 @@ def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
       model_type: a key of NAMES.
       names: of the checkpoint's tensors.
     """
+    head, embedding = ends(model_type)
+    tied = {} if head in names else {head: embedding}
+    return tied | fixed_aliases(model_type)
+
+
+def fixed_aliases(model_type: str) -> dict[str, str]:
+    """Additional names of tensors other than the head -> the tensor that transformers ties them to."""
+    return _ALIASES.get(model_type, {})
+
+
+def ends(model_type: str) -> tuple[str, str]:
+    """Names of the head and of the embedding."""
     rows = NAMES[model_type].rows
-    head = next(row.name for row in rows if row.ours == ("output",))
-    tied = {} if head in names else {head: rows[0].name}
-    return tied | _ALIASES.get(model_type, {})
+    head, embedding = (next(row.name for row in rows if row.ours == (ours,)) for ours in ("output", "embedding"))
+    return head, embedding

@@ -1,0 +1,60 @@
+"""Tensors of a checkpoint that stand for another one: tied heads and embeddings. They are compared, never assumed equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.hf import families, tables
+
+Read = Callable[[str], np.ndarray]
+
+
+def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: Read) -> dict[str, Any]:
+    """A config.json with the head that a checkpoint's tensors have.
+
+    transformers 5.24 ties two tensors that are both in a checkpoint only if they are equal. Where they differ it keeps
+    both, whatever tie_word_embeddings says.
+
+    Args:
+      config: contents of config.json.
+      stored: names of the checkpoint's tensors.
+      read: reads one of them.
+
+    Raises:
+      UserError: a tensor differs from the one that it stands for, and the family has no such model.
+    """
+    model_type = config.get("model_type")
+    model_type = f"{model_type}_text" if f"{model_type}_text" in families.FAMILIES else model_type
+    if not isinstance(model_type, str) or model_type not in families.FAMILIES:
+        return dict(config)
+    family, names = families.FAMILIES[model_type], tables.NAMES[model_type]
+    by_name = {ours: name for name in stored if (ours := names.canonical(name)) is not None}
+    for alias, target in tables.fixed_aliases(model_type).items():
+        if alias in stored and target in by_name and not _equal(alias, by_name[target], read):
+            raise UserError(
+                f"{alias} differs from {by_name[target]}, and capibara's {model_type} has one for both, whatever "
+                "tie_word_embeddings says: take another model"
+            )
+    head, embedding = tables.ends(model_type)
+    of_t5 = family.kind == families.ENCODER_DECODER  # ties them whatever its config.json says
+    if not {head, embedding} <= by_name.keys() or not (of_t5 or families.head(config, family) == "tied"):
+        return families.with_head_of(config, stored)
+    if _equal(by_name[head], by_name[embedding], read):
+        return families.with_head_of(config, set(stored) - {by_name[head]})
+    if not of_t5:
+        return {**config, "tie_word_embeddings": False}
+    resolved = families.with_head_of(config, stored)
+    if families.head(resolved, family) == "tied":
+        raise UserError(
+            f"{by_name[head]} differs from {by_name[embedding]}, and config.json has tie_word_embeddings = "
+            f"{config.get('tie_word_embeddings', True)}: set it to false for the head as stored, or remove the head"
+        )
+    return resolved
+
+
+def _equal(name: str, other: str, read: Read) -> bool:
+    return np.array_equal(read(name), read(other))
