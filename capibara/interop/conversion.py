@@ -44,6 +44,10 @@ _STORED = ("hf", "gguf", "pytorch", "t5x")
 _PEFT = ("peft", "peft_fused")
 _ADAPTERS = (*_PEFT, "gguf_lora")
 _FILES = ("gguf", "gguf_lora")
+# Of files in other formats: a folder with such a name would be taken for one.
+_FILE_ENDINGS = frozenset(
+    ".bin .ckpt .gz .h5 .json .keras .mlmodel .msgpack .npz .onnx .pb .pkl .pt .pth .safetensors .tar .tflite .zip".split()
+)
 FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _MXFP4 = "mxfp4"
@@ -303,6 +307,10 @@ def check_target(target: str, form: str, dtype: str | None) -> None:
     if (form in _FILES) != os.path.normpath(target).endswith(".gguf"):
         must = "must end in .gguf" if form in _FILES else "must not end in .gguf, which is read as a file"
         raise UserError(f"--to={target} with --format={form} {must}")
+    ending = os.path.splitext(os.path.normpath(target))[1].lower()
+    if form not in _FILES and ending in _FILE_ENDINGS:
+        bare = os.path.splitext(os.path.normpath(target))[0]
+        raise UserError(f"--to={target} with --format={form} must not end in {ending}: it is a folder, try --to={bare}")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} exists already: name another, or remove it")
     if os.path.isdir(target) and os.path.samefile(target, os.curdir):

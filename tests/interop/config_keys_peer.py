@@ -11,14 +11,11 @@ those of all configurations, aliases (`attribute_map`) and the names of older ve
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
-import math
 import pathlib
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,11 +24,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-from transformers.activations import ACT2CLS, ACT2FN
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "models" / "golden"))
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]
 
 import answers  # noqa: E402
+import config_keys  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
@@ -245,7 +243,7 @@ def fields_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in names if name not in IGNORED}
 
 
-def values_of(key: str, value: Any, base: dict[str, Any], layers: int) -> Iterator[Any]:
+def values_of(key: str, value: Any, layers: int) -> Iterator[Any]:
     """Other legal values of a key."""
     if key in VALUES:
         for candidate in VALUES[key]:
@@ -269,58 +267,45 @@ def values_of(key: str, value: Any, base: dict[str, Any], layers: int) -> Iterat
         yield from (value + "_x",)
 
 
-def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each key, its new value, and the whole config.json."""
-    yield "", None, base
-    inner = "text_config" in base
+def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each key and its new value, in the words of config_keys.changed."""
+    yield "", None
+    inner = "text_config." if "text_config" in base else ""
     config = AutoConfig.for_model(**base)
     text = config.text_config if inner else config
     layers = getattr(text, "num_hidden_layers", 2)
     values = base["text_config"] if inner else base
     known = fields_of(text)
     for key in [*known, *(name for name in FOREIGN if name not in known)]:
-        for value in values_of(key, known.get(key), values, layers):
-            if key in values and values[key] == value:
-                continue
-            changed = values | {key: value}
-            yield (f"text_config.{key}" if inner else key), value, base | {"text_config": changed} if inner else changed
-    for key in [key for key in values if key != "model_type"]:  # a file without it
-        changed = {name: value for name, value in values.items() if name != key}
-        yield f"-{key}", None, base | {"text_config": changed} if inner else changed
+        for value in values_of(key, known.get(key), layers):
+            if key not in values or values[key] != value:
+                yield inner + key, value
+    for key in values:  # a file without it
+        if key != "model_type":
+            yield f"-{inner}{key}", None
     for alias, key in type(text).attribute_map.items():
         if key in values:
-            renamed = {name: value for name, value in values.items() if name != key} | {alias: values[key]}
-            yield f"{alias}<-{key}", values[key], base | {"text_config": renamed} if inner else renamed
-            for value in values_of(key, known.get(key), values, layers):
-                yield alias, value, base | {"text_config": values | {alias: value}} if inner else values | {alias: value}
-    yield from rope_cases(base, values, inner)
+            yield f"{inner}{alias}<-{key}", values[key]
+            yield from ((inner + alias, value) for value in values_of(key, known.get(key), layers))
+    yield from rope_cases(values.get("rope_parameters"), inner)
     if inner:
         outer = fields_of(config)
         for key in [*outer, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window", "rope_theta", "head_dim"]:
-            for value in values_of(key, outer.get(key), base, layers):
+            for value in values_of(key, outer.get(key), layers):
                 if key not in base or base[key] != value:
-                    yield key, value, base | {key: value}
+                    yield key, value
 
 
-def rope_cases(base: dict[str, Any], values: dict[str, Any], inner: bool) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def rope_cases(rope: Any, inner: str) -> Iterator[tuple[str, Any]]:
     """Single parameters of rotary positions, in the object that the file has."""
-    rope = values.get("rope_parameters")
     if not isinstance(rope, dict):
         return
-    nested = {kind: sub for kind, sub in rope.items() if isinstance(sub, dict)}
-    for where, at in nested.items() or (("", rope),):
+    nested = {f"{kind}.": parameters for kind, parameters in rope.items() if isinstance(parameters, dict)}
+    for where, parameters in (nested or {"": rope}).items():
+        path = f"{inner}rope_parameters.{where}"
         for key, candidates in ROPE_KEYS.items():
-            for value in candidates:
-                if at.get(key, ...) == value:
-                    continue
-                part = at | {key: value}
-                changed = values | {"rope_parameters": rope | {where: part} if where else part}
-                name = f"rope_parameters.{where}.{key}" if where else f"rope_parameters.{key}"
-                yield name, value, base | {"text_config": changed} if inner else changed
-        for key in at:
-            part = {name: value for name, value in at.items() if name != key}
-            changed = values | {"rope_parameters": rope | {where: part} if where else part}
-            yield f"-rope_parameters.{where}.{key}", None, base | {"text_config": changed} if inner else changed
+            yield from ((path + key, value) for value in candidates if parameters.get(key, ...) != value)
+        yield from ((f"-{path}{key}", None) for key in parameters)
 
 
 def kind_of(model_type: str) -> Any:
@@ -367,22 +352,26 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
         base = dict(FAMILIES[name])
         base.setdefault("architectures", [ARCHITECTURES[base["model_type"]]])
         rows = []
-        for number, (key, value, config) in enumerate(cases_of(base)):
+        for number, (key, value) in enumerate(cases_of(base)):
             where = folder / name / f"{number:04}"
-            try:
-                write(where, config)
-                logits, exact = (read(where, config["model_type"], dtype) for dtype in (torch.float32, torch.float64))
-                if not np.isfinite(logits).all():
-                    raise ValueError("logits are not finite")
-            except Exception as error:  # whatever transformers refuses is no legal value
-                shutil.rmtree(where, ignore_errors=True)
-                rows.append({"key": key, "value": value, "refused": f"{type(error).__name__}: {str(error)[:200]}"})
-                continue
-            np.save(where / "logits.npy", logits)
-            rounding = float(np.abs(logits - exact).max())  # of the reference
-            rows.append({"key": key, "value": value, "case": where.name, "rounding": rounding})
-        (folder / name / "cases.json").write_text(json.dumps(rows, indent=0))
+            rows.append({"key": key, "value": value} | answered(where, config_keys.changed(base, key, value)))
+        table = {"transformers": transformers.__version__, "base": base, "cases": rows}
+        (folder / name / "cases.json").write_text(json.dumps(table))
         print(name, len(rows), sum("case" in row for row in rows), flush=True)
+
+
+def answered(where: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of a config.json: the case's folder with logits, or why it refuses."""
+    try:
+        write(where, config)
+        logits, exact = (read(where, config["model_type"], dtype) for dtype in (torch.float32, torch.float64))
+        if not np.isfinite(logits).all():
+            raise ValueError("logits are not finite")
+    except Exception as error:  # whatever transformers refuses is no legal value
+        shutil.rmtree(where, ignore_errors=True)
+        return {"refused": f"{type(error).__name__}: {str(error)[:200]}"}
+    np.save(where / "logits.npy", logits)
+    return {"case": where.name, "rounding": float(np.abs(logits - exact).max())}  # the reference's own
 
 
 if __name__ == "__main__":

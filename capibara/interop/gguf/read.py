@@ -20,6 +20,8 @@ from capibara.interop.gguf import vocabulary as gguf_vocabulary
 from capibara.interop.gguf.names import Shape, Tensor
 from capibara.interop.hf import model_card
 
+# Architectures that have no other head than the embedding.
+_TIED, _HEAD = ("gemma", "gemma2", "gemma3n"), "output.weight"
 # Tensors that are no parameters: rotary tables of old files, and factors that config.json already contains.
 _IGNORED = (gguf_rope.FACTORS, ".attn_rot_embd.weight", ".attn_rot_embd", "rope.freqs")
 
@@ -61,6 +63,7 @@ class GgufModel:
         try:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
+            self._check_head()
             self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
             self._rows: dict[str, tuple[str, ...]] = {name: (name,) for name in self._tensors}
             if self._family.model_type == gpt_oss.MODEL_TYPE:
@@ -154,11 +157,25 @@ class GgufModel:
             if shapes[tensor.stored] != want:
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
         known = {tensor.stored for tensor in self._tensors.values()} | self._family.unread(self.config).keys()
+        known |= {_HEAD} if self._family.arch in _TIED else set()
         unknown = [name for name in shapes if name not in known and not name.endswith(_IGNORED)]
         if unknown:
             raise UserError(
                 f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"
             )
+
+
+    def _check_head(self) -> None:
+        """Raises if a model whose head is its embedding has another head; an equal one stands for the embedding."""
+        head, embedding = self._stored.get(_HEAD), self._stored.get("token_embd.weight")
+        if self._family.arch not in _TIED or head is None or embedding is None:
+            return
+        if head.tensor_type != embedding.tensor_type or not np.array_equal(head.data, embedding.data):
+            raise UserError(
+                f"{_HEAD} differs from token_embd.weight, and the head of {self._family.model_type} models is their "
+                "embedding: remove it, or take another file"
+            )
+        self.config["tie_word_embeddings"] = True
 
 
 def stored_shape(tensor: Tensor, experts: int) -> Shape:

@@ -73,6 +73,8 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
         raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
+    if family.kind == families.DECODER and "head_dim" not in fields and values.get("head_dim"):
+        fields["head_dim"] = values["head_dim"]  # no key of the family's class, and read where a file has it
     if (bias := families.bias(values, family)) is not None:
         fields["bias"] = bias
     if family.kind == families.ENCODER_DECODER and fields["head"] == "tied":
@@ -90,6 +92,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     if (message := str(error)).startswith("config.json"):
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
+    names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (families.DECODER, families.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
@@ -137,6 +140,8 @@ def text_part(values: Values) -> dict[str, Any]:
         model_type, tied = f"{model_type}_text", values.get("tie_word_embeddings", True)
         inner = {**_preserved_values(values), **(values.get("text_config") or {})}
         values = inner | {"tie_word_embeddings": tied, "model_type": model_type}  # transformers ties by the outer one
+        if model_type == "gemma3_text":
+            values["final_logit_softcapping"] = None  # only transformers' language model alone computes it
     names = values.get("architectures") or []
     own = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
     known = ", ".join([*own, *(f"{name} (its text)" for name in _SEEING)])
@@ -299,6 +304,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values |= {key: allowed[0] for key, allowed in family.only.items()}
     values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
+    if "head_dim" in family.read_keys and config.head_size * config.num_heads != config.embed_dim:
+        values["head_dim"] = config.head_size
     values |= families.write_head(config) | families.write_activation(config, family)
     if isinstance(config, EncoderDecoderConfig):
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}

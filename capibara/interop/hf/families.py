@@ -117,7 +117,7 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 _TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
-_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_PATTERN = ("sliding_window_pattern",)
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
 _T5S = ("t5", "umt5", T5X_DECODER_TYPE)
@@ -181,7 +181,7 @@ _LIST = (
     Family(
         model_type="gemma3_text",
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        keys=_KEYS | _CAPS,
+        keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"},  # that of attention is a key, and is not computed
         rope_by_layer=True,
         read_keys=_PATTERN,
         fixed=_GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
@@ -220,6 +220,7 @@ _LIST = (
         model_type="qwen2",
         architectures=("Qwen2ForCausalLM",),
         keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
+        read_keys=("head_dim",),
         fixed={"bias": "qkv"},
         defaults=_SILU | _QWEN_WINDOW,
         window="types",
@@ -273,6 +274,7 @@ _LIST = (
         model_type="phi3",
         architectures=("Phi3ForCausalLM",),
         keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
+        read_keys=("head_dim",),
         defaults=_SILU | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
         window="all",
         partial=True,
@@ -311,7 +313,7 @@ _LIST = (
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10_000.0, "attention_bias": True},
         theta="rotary_emb_base",
         share="rotary_pct",
-        read_keys=("use_parallel_residual",),
+        read_keys=("use_parallel_residual", "head_dim"),
         biases=_ATTENTION_BIAS,
         gated=False,
         fraction=0.25,
@@ -502,7 +504,7 @@ def _default_types(values: Values, family: Family, num_layers: int) -> list[str]
         first = values["max_window_layers"]
         return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     default = {"gemma3_text": 6, "gemma3n_text": 5}.get(family.model_type, 2)
-    every = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern") or default
+    every = values.get("sliding_window_pattern") or default
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
 
 

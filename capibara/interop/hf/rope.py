@@ -121,6 +121,8 @@ def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
                 f"{family.model_type} rotates whole heads: leave it out"
             )
         return 1.0
+    if family.model_type == "gpt_neox" and values.get("head_dim"):  # transformers rotates a share of it in other heads
+        raise UserError(f"config.json of a gpt_neox has head_dim = {values['head_dim']}, must be without: leave it out")
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if heads and width and (int(width // heads * fraction)) % 2:
         raise UserError(
