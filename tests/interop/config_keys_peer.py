@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -34,7 +33,9 @@ import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
 
-VISION = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
+VISION = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+)
 SEEING = dict(
     model_type="gemma3",
     architectures=["Gemma3ForConditionalGeneration"],
@@ -99,7 +100,13 @@ SCALINGS = (
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     {"rope_type": "default"},
     {"mrope_section": [2, 1, 1], "rope_type": "default"},
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
@@ -290,7 +297,15 @@ def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from rope_cases(values.get("rope_parameters"), inner)
     if inner:
         outer = fields_of(config)
-        for key in [*outer, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window", "rope_theta", "head_dim"]:
+        for key in [
+            *outer,
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "sliding_window",
+            "rope_theta",
+            "head_dim",
+        ]:
             for value in values_of(key, outer.get(key), layers):
                 if key not in base or base[key] != value:
                     yield key, value

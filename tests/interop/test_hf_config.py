@@ -232,9 +232,7 @@ REFUSED = {
         "llama2_7b"
     ]
     | dict(architectures=["LlamaForSequenceClassification"]),
-    "rope_type 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED[
-        "llama2_7b"
-    ]
+    "rope_type 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED["llama2_7b"]
     | dict(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
     "short_factor = None, must be a list of numbers": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
@@ -242,7 +240,9 @@ REFUSED = {
     | dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": ["x"]}),
     "Rope.short_factors has 1 numbers, must be one for each of 48 frequencies": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}, max_position_embeddings=131072),
-    "partial_rotary_factor = 0.5 with rope_type 'linear', and transformers' llama rotates whole heads": PUBLISHED["llama2_7b"]
+    "partial_rotary_factor = 0.5 with rope_type 'linear', and transformers' llama rotates whole heads": PUBLISHED[
+        "llama2_7b"
+    ]
     | dict(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "per_layer_config = {'0': {'intermediate_size': 40}}, must be without": PUBLISHED["llama2_7b"]
     | dict(per_layer_config={"0": {"intermediate_size": 40}}),

@@ -10,8 +10,8 @@ import logging
 import os
 import pathlib
 
-import ml_dtypes
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
@@ -30,13 +30,17 @@ SIZES = dict(vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4,
 LLAMA = DecoderConfig(**SIZES, num_kv_heads=2, norm_eps=1e-5, head="separate")
 GEMMA = dict(head="tied", head_dim=16, norm_scale="offset", activation="geglu", embedding_scale="sqrt_dim")
 T5 = EncoderDecoderConfig(**SIZES, num_encoder_layers=3, head_dim=16, relative_buckets=8, relative_distance=20)
-GPT2 = dict(norm="layer", bias="all", activation="gelu", positions="learned", max_length=64, head="tied", num_kv_heads=None)
+GPT2 = dict(
+    norm="layer", bias="all", activation="gelu", positions="learned", max_length=64, head="tied", num_kv_heads=None
+)
 FAMILIES = {
     "llama": LLAMA,
     "smollm2": dataclasses.replace(LLAMA, head="tied"),
     "qwen2": dataclasses.replace(LLAMA, bias="qkv", head="tied"),
     "gemma": dataclasses.replace(LLAMA, **GEMMA),
-    "gemma2": dataclasses.replace(LLAMA, **GEMMA, norm_placement="sandwich", layer_pattern=("local", "global"), window=8),
+    "gemma2": dataclasses.replace(
+        LLAMA, **GEMMA, norm_placement="sandwich", layer_pattern=("local", "global"), window=8
+    ),
     "gpt2": dataclasses.replace(LLAMA, **GPT2),
     "t5": dataclasses.replace(T5, activation="relu", head="tied"),
     "t5_1_1": T5,
@@ -81,7 +85,9 @@ def test_a_stored_head_is_the_embedding_or_is_not_tied(family, tmp_path):
     assert hf_config.from_hf(loaded(folder)[0].config).head == "tied"
     rewrite(folder, lambda tensors: tensors.update({head: tensors[embedding] + 1}))
     if model_type == "t5":
-        with pytest.raises(UserError, match=r"lm_head.weight differs from shared.weight, and config.json has tie_word_"):
+        with pytest.raises(
+            UserError, match=r"lm_head.weight differs from shared.weight, and config.json has tie_word_"
+        ):
             open_model.open_model(folder)
         return
     foreign, model, params = loaded(folder)
@@ -97,7 +103,9 @@ def test_a_tensor_that_stands_for_another_has_its_values(family, tmp_path):
         rewrite(folder, lambda tensors: tensors.update({alias: tensors[target].copy()}))  # noqa: B023
         loaded(folder)
         rewrite(folder, lambda tensors: tensors.update({alias: tensors[target] * 2}))  # noqa: B023
-        with pytest.raises(UserError, match=f"{alias} differs from {target}, and capibara's {model_type} has one for both"):
+        with pytest.raises(
+            UserError, match=f"{alias} differs from {target}, and capibara's {model_type} has one for both"
+        ):
             open_model.open_model(folder)
         rewrite(folder, lambda tensors: tensors.pop(alias))  # noqa: B023
 
@@ -174,11 +182,16 @@ def test_every_reader_of_weights_names_those_that_are_not_finite(tmp_path):
 
 def test_what_of_a_folder_is_not_read_is_said(tmp_path, caplog):
     _, folder = model_of("bert", tmp_path / "bert")
-    pooler = {"bert.pooler.dense.weight": np.zeros((32, 32), np.float32), "bert.pooler.dense.bias": np.zeros(32, np.float32)}
+    pooler = {
+        "bert.pooler.dense.weight": np.zeros((32, 32), np.float32),
+        "bert.pooler.dense.bias": np.zeros(32, np.float32),
+    }
     rewrite(folder, lambda tensors: tensors.update(pooler))
     config = json.loads((tmp_path / "bert" / "config.json").read_text())
     neutral = {"use_cache": True, "rope_interleaved": False, "torch_dtype": "float32", "hidden_dropout_prob": 0.1}
-    (tmp_path / "bert" / "config.json").write_text(json.dumps(config | neutral | {"use_qk_norm": True, "logit_scale": 2.0}))
+    (tmp_path / "bert" / "config.json").write_text(
+        json.dumps(config | neutral | {"use_qk_norm": True, "logit_scale": 2.0})
+    )
     with caplog.at_level(logging.WARNING):
         open_model.open_model(folder)
     keys, parts = (record.getMessage() for record in caplog.records)
@@ -189,6 +202,8 @@ def test_what_of_a_folder_is_not_read_is_said(tmp_path, caplog):
 @pytest.mark.parametrize("form", [form for form in conversion.FORMATS if not form.startswith("gguf")])
 @pytest.mark.parametrize("ending", [".onnx", ".PT", ".safetensors", ".bin", ".h5"])
 def test_a_folder_is_not_written_under_the_name_of_a_file(form, ending, tmp_path):
-    with pytest.raises(UserError, match=f"must not end in {ending.lower()}: it is a folder, try --to={tmp_path}/model$"):
+    with pytest.raises(
+        UserError, match=f"must not end in {ending.lower()}: it is a folder, try --to={tmp_path}/model$"
+    ):
         conversion.check_target(f"{tmp_path}/model{ending}", form, None)
     conversion.check_target(f"{tmp_path}/llama-3.1", form, None)

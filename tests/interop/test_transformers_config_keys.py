@@ -117,7 +117,9 @@ def test_every_key_means_what_transformers_says(family, sweep):
         try:
             logits = ours.logits(root / row["case"])
         except UserError as error:
-            if not (row["key"].startswith("-") or name in STRICTER or (name in read and is_named(name, row, str(error)))):
+            if not (
+                row["key"].startswith("-") or name in STRICTER or (name in read and is_named(name, row, str(error)))
+            ):
                 faults.append((row["key"], row["value"], str(error)))
             continue
         theirs = np.load(root / row["case"] / "logits.npy")

@@ -164,7 +164,6 @@ class GgufModel:
                 f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"
             )
 
-
     def _check_head(self) -> None:
         """Raises if a model whose head is its embedding has another head; an equal one stands for the embedding."""
         head, embedding = self._stored.get(_HEAD), self._stored.get("token_embd.weight")

@@ -13,7 +13,8 @@ Values = Mapping[str, Any]
 
 # Neutral for the model: bookkeeping, training, generation and heads that are not read. Keys with other values that no
 # family reads are reported.
-_NEUTRAL = frozenset("""
+_NEUTRAL = frozenset(
+    """
 _name_or_path _commit_hash architectures auto_map attention_dropout attention_probs_dropout_prob attn_implementation
 attn_pdrop bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout classifier_dropout_prob
 decoder_start_token_id directionality dropout_rate dtype embd_pdrop eos_token_id forced_bos_token_id forced_eos_token_id
@@ -25,7 +26,8 @@ problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict
 router_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
 unsloth_version use_cache vision_config audio_config
-""".split())
+""".split()
+)
 # transformers 5.24 computes layers that differ by it, in families that know it.
 _REFUSED = ("per_layer_config",)
 _ROPE = ("rope_parameters", "rope_scaling", "max_position_embeddings", "original_max_position_embeddings")
@@ -50,7 +52,14 @@ def canonical(values: Values, family: Family) -> dict[str, Any]:
 
 def read(family: Family) -> frozenset[str]:
     """The keys that a family reads."""
-    names = {*family.keys.values(), *family.defaults, *family.only, *family.biases, family.activation, *family.read_keys}
+    names = {
+        *family.keys.values(),
+        *family.defaults,
+        *family.only,
+        *family.biases,
+        family.activation,
+        *family.read_keys,
+    }
     names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()
     names |= {*_EXPERTS, family.experts} if family.experts else set()

@@ -107,7 +107,9 @@ def _kind(full: Values, family: Family) -> str:
     if family.model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # under its first names
     if kind not in _SCALINGS:
-        raise UserError(f"config.json has rope_type {kind!r}, must be one of {', '.join(_SCALINGS)}: take another model")
+        raise UserError(
+            f"config.json has rope_type {kind!r}, must be one of {', '.join(_SCALINGS)}: take another model"
+        )
     return kind
 
 
@@ -194,7 +196,9 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if kind == "longrope":
         assert rope.original_length is not None, "Rope sees to it"
         written["original_max_position_embeddings"] = rope.original_length
-        written["max_position_embeddings"] = round(rope.factor * rope.original_length)  # what its old form has as the factor
+        written["max_position_embeddings"] = round(
+            rope.factor * rope.original_length
+        )  # what its old form has as the factor
     if family.model_type == "gpt_neox":
         written = {"rotary_emb_base": rope.theta, "rotary_pct": rope.fraction}
         written |= {} if kind == "default" else {"rope_scaling": scaling}
