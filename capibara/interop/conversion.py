@@ -254,7 +254,13 @@ def _of_adapter(
     if form == "gguf_lora":
         _check_unquantized(how)
         of = _source(adapters.base_of(path, base), gin, runs)
-        return adapters.as_gguf(path, target, api.build(hf_config.from_hf(of.config)), of.config)
+        model = api.build(hf_config.from_hf(of.config))
+        model_type = hf_config.to_hf(model.config, of.config)["model_type"]
+        if isinstance(of, OurModel):
+            weight = adapters.weights(of.params, of.model, model_type)
+        else:
+            weight = adapters.foreign_weights(of, model, model_type)
+        return adapters.as_gguf(path, target, model, of.config, weight)
     return write(_adapted(path, base, gin, runs), target, form, dtype, runs.save, how, show)
 
 

@@ -80,7 +80,7 @@ def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
     model = loaded.model
     if adapters.is_adapter(path):
         model_type = hf_config.to_hf(model.config, loaded.like)["model_type"]
-        return peft.read_peft(path, model, model_type)
+        return peft.read_peft(path, model, model_type, adapters.weights(loaded.params, model, model_type))
     if not run_folder.is_run(path):
         raise UserError(f"it is neither a PEFT folder ({peft.CONFIG}) nor a run folder: name one of the two")
     how = config.build(Checkpointing) if loaded.training is None else loaded.training.checkpointing

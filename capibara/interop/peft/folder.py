@@ -6,10 +6,8 @@ handles those of experts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
@@ -25,16 +23,17 @@ from capibara.interop.hf import safetensors_header, tables
 from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.interop.peft import experts as peft_experts
 from capibara.interop.peft import modules as peft_modules
-from capibara.interop.peft import tokens
+from capibara.interop.peft import ends, fields, variants
 from capibara.interop.peft.modules import PARTS, PREFIX, Layer, Module, Values
+from capibara.interop.peft.variants import Weight
+from capibara.models import api
 from capibara.models.api import Lora, Model
 from capibara.storage import partial
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = fields.CONFIG, "adapter_model.safetensors"
 _TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
-_NOT_OURS = ("layer_replication",)
-
-_LARGEST, _PATTERNS, _CONFIG_VALUES, _RANK = 2**31, 4096, 200_000, 2**16
+_RANK = 2**16
+_ENDS = (f"{PARTS['magnitude']}.weight", *PARTS.values(), variants.BIAS, variants.DIAGONAL, *ends.EXTRA)
 
 
 class Pair(NamedTuple):
@@ -146,7 +145,7 @@ def write_peft(
     whole = [name for name in saved if name not in biases.names]
     config = _config(modules, rows, lora, model, base, fused_experts)
     config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole) or None}
-    of_tokens, option = tokens.written(values, rows, lora.trainable_tokens)
+    of_tokens, option = ends.written(values, rows, lora.trainable_tokens)
     saved, config = saved | of_tokens, config | option
     tensors = {name: value for module in modules for name, value in module.written()}
     tensors = peft_experts.wrapped(tensors) | {PREFIX + biases.written(name): x for name, x in saved.items()}
@@ -161,28 +160,71 @@ def write_peft(
         shutil.copymode(config_path, weights_path)  # safetensors makes files readable only by their owner
 
 
-def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]:
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A folder as it is read for a base.
+
+    Attributes:
+      model: the base, untied where the adapter changes only one of embedding and head.
+      lora: the adapters' TransformerConfig.lora; None: no layer has any.
+      values: float32 arrays on the host in the structure of Model.trained, and whole parameters.
+    """
+
+    model: Model
+    lora: Lora | None
+    values: Params
+
+
+def read_peft(folder: str, model: Model, model_type: str, weight: Weight | None = None) -> tuple[Lora, Params]:
     """The adapters of a folder, and the other parameters in it.
 
     Args:
       folder: with adapter_config.json and adapter_model.safetensors.
       model: without adapters, of the same sizes.
       model_type: as in `write_peft`.
+      weight: tensors of the base (variants.Weight), of which some adapters are a change; None: they are not here.
 
     Returns:
       Their TransformerConfig.lora, and float32 arrays on the host in the structure of Model.trained.
 
     Raises:
-      UserError: they cannot be read, are of another kind or of another model.
+      UserError: they cannot be read, are of another kind or of another model, or need another model than the base.
     """
     config = read_config(folder)
+    if config["layer_replication"]:
+        raise UserError(
+            f"{folder} has layer_replication = {limits.shortened(config['layer_replication'])}, which makes another model of "
+            "the base: merge it, capibara convert --format=hf"
+        )
+    adapted = read_adapted(folder, model, model_type, weight, config)
+    if adapted.model is not model:
+        field = next((name for name in ("modules_to_save", ends.OPTION) if config[name]), "target_modules")
+        raise UserError(
+            f"{folder} has {field} = {limits.shortened(config[field])}, which changes one of embedding and head where the base "
+            "ties them: merge it, capibara convert --format=hf"
+        )
+    if adapted.lora is None:
+        raise UserError(f"{folder}/{WEIGHTS} holds no adapter of a layer: merge it, capibara convert --format=hf")
+    return adapted.lora, adapted.values
+
+
+def read_adapted(
+    folder: str, model: Model, model_type: str, weight: Weight | None, config: Mapping[str, Any] | None = None
+) -> Adapted:
+    """A folder for a base that may become another one; the arguments and errors are those of `read_peft`.
+
+    Args:
+      model: with the folder's layer_replication in it (replication.replicated).
+      config: the result of `read_config`.
+    """
+    config = read_config(folder) if config is None else config
     _check_widths(model, folder)
     try:
-        return _read(folder, config, model, model_type)
+        return _read(folder, config, model, model_type, weight)
     except UserError:
         raise
     # Errors here are the file's fault: the code expects valid names and shapes.
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, re.error) as error:
         what = f"{type(error).__name__}: {limits.cause(error)}"
         raise UserError(
             f"{folder} is no adapter that can be read ({what}): name a folder that PEFT has written"
@@ -202,24 +244,41 @@ def _check_widths(model: Model, folder: str) -> None:
         )
 
 
-def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str) -> tuple[Lora, Params]:
+def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str, weight: Weight | None) -> Adapted:
     fused = peft_experts.is_fused(config, os.path.join(folder, CONFIG))
-    stored = _read_tensors(folder, tables.NAMES[model_type])
+    table = tables.NAMES[model_type]
+    stored, names = _read_tensors(folder, table, config)
     if fused:
         stored = peft_experts.named(stored, config["target_parameters"])
+    _check_targets(stored, names, config, folder)
+    factors = variants.as_pairs(stored, names, config, weight, folder)
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused)
-    found = (_read_module(row, stored, shapes, config, fused) for row in rows)
+    if model.config.data_kind == "encoder_decoder":
+        of_ends = ends.Read()
+        ends.read_shared(stored, "output" not in shapes, config, folder)
+    else:
+        both = ends.of_rows(rows, table.rows, names)
+        of_ends = ends.read(stored, both, config, shapes["embedding"][1], weight, folder)
+    if of_ends.untied:
+        model = untied(model)
+        shapes = _plain_shapes(model)
+        rows = tables.of(model_type, shapes, fused_experts=fused)
+    _check_complete(stored, names, rows, shapes, config, folder)
+    found = (_read_module(row, stored, shapes, _Alphas(config, names, factors, fused)) for row in rows)
     modules = [module for module in found if module is not None]
     saved: Values = {}
-    ids, of_tokens = tokens.read(stored, rows, config, shapes)
     for row in rows:
-        if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
-            saved |= _read_saved(row, stored, shapes)
+        if any(name in stored for name, _ in row.names(shapes)):
+            saved |= _read_saved(row, stored, shapes, None if of_ends.untied else weight)
     if stored:
         raise UserError(f"{folder}: {next(iter(stored))} belongs to no weight with adapters in this {model_type} model")
     if not modules:
-        raise UserError(f"{folder}/{WEIGHTS} holds no adapter")
+        if not saved and not of_ends.tokens:
+            raise UserError(f"{folder}/{WEIGHTS} holds no adapter")
+        if of_ends.tokens:
+            raise UserError(f"{folder} has {ends.OPTION} without adapters of layers: merge it with PEFT first")
+        return Adapted(model, None, tree.nested(saved))
     values = {
         f"{path}_lora/{part}": value
         for module in modules
@@ -227,8 +286,13 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         for part, value in parts.items()
         if part != "a" or path == min(module.row.ours)  # the others share it
     }
-    lora = dataclasses.replace(_lora_of(modules, saved, config), trainable_tokens=ids)
-    return lora, tree.nested(values | saved | of_tokens)
+    lora = dataclasses.replace(_lora_of(modules, saved, config), trainable_tokens=of_ends.tokens)
+    return Adapted(model, lora, tree.nested(values | saved | dict(of_ends.values)))
+
+
+def untied(model: Model) -> Model:
+    """The model with a head of its own."""
+    return api.build(dataclasses.replace(model.config, head="separate"))
 
 
 def _plain_shapes(model: Model) -> dict[str, Shape]:
@@ -348,70 +412,74 @@ def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> s
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The values of adapter_config.json.
+    """The fields of adapter_config.json, with PEFT's defaults; raises UserError as fields.read."""
+    return fields.read(folder)
+
+
+def _read_tensors(
+    folder: str, table: tables.Names, config: Mapping[str, Any]
+) -> tuple[Values, dict[str, str]]:
+    """The tensors by names of the table: a module's with the suffix of its part, or a parameter's.
+
+    Returns:
+      The tensors, and the modules of the table -> their names in PEFT's model.
+    """
+    stored: Values = {}
+    names: dict[str, str] = {}
+    for whole, value in variants.without_training(read_raw(folder), config).items():
+        name = whole.removeprefix(PREFIX)
+        end = next((end for end in _ENDS if name.endswith(end)), "")
+        name = name.removesuffix(".weight") if name.endswith(f"{PARTS['magnitude']}.weight") else name
+        name = name if end else re.sub(r"\.base_layer(?=\.(?:bias|weight)$)", "", name)  # if the module has an adapter
+        end = PARTS["magnitude"] if end.startswith(PARTS["magnitude"]) else end
+        module = name.removesuffix(end) if end else name.rpartition(".")[0]
+        weight = table.canonical(f"{module}.weight" if end else name)
+        key = weight.removesuffix(".weight") + end if end and weight else weight or name
+        if key in stored:
+            raise UserError(f"{folder} has {whole} twice, under two names: copy the adapter again")
+        stored[key] = value.astype(np.float32)
+        names[key.removesuffix(end) if end else key.rpartition(".")[0]] = module
+    return stored, names
+
+
+def _check_targets(stored: Values, names: Mapping[str, str], config: Mapping[str, Any], folder: str) -> None:
+    """Checks that PEFT gives every module of the file an adapter.
 
     Raises:
-      UserError: it cannot be read, is not PEFT's, or has an unsupported feature.
+      UserError: it would ignore one.
     """
-    path = os.path.join(folder, CONFIG)
-    try:
-        config = limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read (it does not exist): name a folder that PEFT has written") from error
-    wrong = [name for name in _NOT_OURS if config.get(name)]
-    biases = ("none", "all", "lora_only", None)
-    for name, allowed in (
-        ("peft_type", ("LORA",)),
-        ("bias", biases),
-        ("lora_bias", (False, None)),
-        ("use_bdlora", (None,)),
-    ):
-        wrong += [name] if config.get(name, allowed[0]) not in allowed else []
-    if wrong:
-        raise UserError(
-            f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, which is not supported: merge it with PEFT first"
-        )
-    for name, must, fine in (
-        ("r", "an integer of at least 1", lambda value: type(value) is int and 0 < value < _LARGEST),
-        ("lora_alpha", "a number", _is_number),
-        ("lora_dropout", "a number", lambda value: value is None or _is_number(value)),
-        ("alpha_pattern", "an object of regular expressions with numbers", _is_pattern),
-        ("base_model_name_or_path", "a name", lambda value: value is None or isinstance(value, str)),
-    ):
-        if not fine(config.get(name)):
+    for key in stored:
+        end = next((end for end in (variants.A, ends.EXTRA[0]) if key.endswith(end)), None)
+        module = names.get(key.removesuffix(end), "") if end else ""
+        if not module or (config["target_parameters"] and ".experts" in module):
+            continue
+        field = fields.targets(module, config)
+        tied = config["ensure_weight_tying"] and not re.search(r"\.\d+\.", module)  # one of both is enough
+        if field and not (config["target_parameters"] or tied):
             raise UserError(
-                f"{path} has {name} = {limits.shortened(config.get(name))}, must be {must}: name a folder that PEFT wrote"
+                f"{folder} has {field} = {limits.shortened(config[field])}, by which PEFT gives {module} no adapter, and the file "
+                "has one: copy the adapter again"
             )
-    return config
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < _LARGEST and math.isfinite(value)
+def _check_complete(
+    stored: Values, names: Mapping[str, str], rows: Sequence[Tensor], shapes: Mapping[str, Shape],
+    config: Mapping[str, Any], folder: str,
+) -> None:  # fmt: skip
+    """Checks that every module of the model that PEFT gives an adapter has one in the file.
 
-
-def _is_pattern(values: object) -> bool:
-    if values is None:
-        return True
-    if not isinstance(values, dict) or len(values) > _PATTERNS or not all(map(_is_number, values.values())):
-        return False
-    with contextlib.suppress(re.error, limits.Refused, RecursionError, OverflowError):
-        for pattern in values:
-            limits.check_pattern(pattern, most=512)
-            re.compile(pattern)
-        return True
-    return False
-
-
-def _read_tensors(folder: str, names: tables.Names) -> Values:
-    """The tensors by names of the table: a module's with the suffix of its part, or a parameter's."""
-    stored = {}
-    for name, value in read_raw(folder).items():
-        name = name.removeprefix(PREFIX)
-        end = next((end for end in (*PARTS.values(), tokens.END) if name.endswith(end)), "")
-        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # if the module has an adapter
-        weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
-        stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
-    return stored
+    Raises:
+      UserError: one has none; PEFT would give it one without effect, or with random values.
+    """
+    if config["target_modules"] in (None, "all-linear") or any(key != name for key, name in names.items()):
+        return
+    kinds = {re.sub(r"\.\d+\.", ".{}.", key) for key in names if key + variants.A in stored}
+    for row in rows:
+        for name, _ in row.names(shapes) if row.name.endswith(".weight") and len(row.dims.split()) == 2 else ():
+            module = name.removesuffix(".weight")
+            missing = re.sub(r"\.\d+\.", ".{}.", module) in kinds and module + variants.A not in stored
+            if missing and not fields.targets(module, config):
+                raise UserError(f"{folder} has no adapter of {module}, which target_modules names: copy the adapter again")
 
 
 def read_raw(folder: str) -> dict[str, np.ndarray]:
@@ -437,14 +505,28 @@ def read_raw(folder: str) -> dict[str, np.ndarray]:
         ) from error
 
 
-def _read_module(
-    row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any], fused: bool
-) -> Module | None:
+class _Alphas(NamedTuple):
+    """The alphas of modules, from the fields of a folder."""
+
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+    factors: Mapping[str, float]
+    fused: bool
+
+    def of(self, row: Tensor, layer: int) -> float:
+        """That of a module in a layer."""
+        module = row.name.format(l=layer, e=0).removesuffix(".weight")
+        name = self.names.get(module, module)
+        name = name.removesuffix(".weight") + (".weight" if self.fused and peft_experts.is_router(row) else "")
+        return fields.alpha_of(name, self.config) * self.factors.get(module, 1.0)
+
+
+def _read_module(row: Tensor, stored: Values, shapes: Mapping[str, Shape], alphas: _Alphas) -> Module | None:
     """The adapter of a module in every layer, popped from `stored`; None: it has none."""
     ranks = peft_modules.layers_of(row, stored, shapes)
     if not any(ranks):
         return None
-    layers = [Layer(rank, _alpha(row, number, config, fused) if rank else 0.0) for number, rank in enumerate(ranks)]
+    layers = [Layer(rank, alphas.of(row, number) if rank else 0.0) for number, rank in enumerate(ranks)]
     count, inputs, rank = peft_modules.stacked(row), len(peft_modules.groups(row)[0]), max(ranks)
     name = row.name.format(l=ranks.index(rank), e=0).removesuffix(".weight")
     if rank > _RANK:
@@ -464,20 +546,12 @@ def _read_module(
     return module
 
 
-def _alpha(row: Tensor, layer: int, config: Mapping[str, Any], fused: bool) -> float:
-    """The alpha of a module in a layer, from the first pattern that matches its name."""
-    name = row.name.format(l=layer, e=0).removesuffix(".weight")
-    return alpha_of(name + (".weight" if fused and peft_experts.is_router(row) else ""), config)
-
-
-def alpha_of(name: str, config: Mapping[str, Any]) -> float:
-    """The alpha of a module, from the result of `read_config`."""
-    patterns = config.get("alpha_pattern") or {}
-    found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
-    return float(next(found, config["lora_alpha"]))
-
-
-def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape]) -> Values:
+def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape], weight: Weight | None) -> Values:
+    """Our parameters of a tensor that is trained in full in some layers; the base's in the others."""
+    for name, _ in row.names(shapes) if weight is not None else ():
+        if name not in stored:
+            value = weight(name)
+            stored[name] = value if peft_modules.is_outputs_first(row) else value.T
     return _taken(row, "", stored, {path: shapes[path] for path in row.ours})
 
 

@@ -182,6 +182,11 @@ def groups(row: Tensor) -> tuple[str, str]:
     return letters[0], letters[1]
 
 
+def is_outputs_first(row: Tensor) -> bool:
+    """Whether the checkpoint's tensor has a weight's outputs before its inputs, unlike GPT-2's, or is no such weight."""
+    return len(row.dims.split()) != 2 or "l" not in row.numbered or row.dims.split()[0] != groups(row)[0]
+
+
 def stacked(row: Tensor) -> int:
     """Number of leading dimensions of our weights along which adapters are stacked: layers and experts."""
     return len(row.numbered) + peft_experts.is_stacked(row)

@@ -18,6 +18,9 @@ from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card
 from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
+from capibara.interop.peft import modules as peft_modules
+from capibara.interop.peft import replication
+from capibara.interop.peft.variants import Weight
 from capibara.models import api
 
 
@@ -50,12 +53,51 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
       model, params: the base, on one device.
       like: the model's config.json.
     """
-    lora, values = peft.read_peft(folder, model, hf_config.to_hf(model.config, like)["model_type"])
-    adapted = api.build(dataclasses.replace(model.config, lora=lora))
-    return model, jax.jit(adapted.merge)(tree.joined(values, params))
+    config = peft.read_config(folder)
+    model, params = replication.replicated(model, params, config["layer_replication"], folder)
+    model_type = hf_config.to_hf(model.config, like)["model_type"]
+    found = peft.read_adapted(folder, model, model_type, weights(params, model, model_type), config)
+    joined = tree.joined(found.values, params)
+    if found.lora is None:
+        return found.model, joined
+    adapted = api.build(dataclasses.replace(found.model.config, lora=found.lora))
+    return found.model, jax.jit(adapted.merge)(joined)
 
 
-def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any]) -> str:
+def weights(params: Params, model: api.Model, model_type: str) -> Weight:
+    """The tensors of a base by their names in a checkpoint, each joined when it is asked for.
+
+    Args:
+      params: of a model without adapters, on the host or on one device.
+      model, model_type: as in folder.write_peft.
+    """
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    shapes = {path: tuple(value.shape) for path, value in values.items()}
+    places = open_model.hf_rows(model, model_type)
+
+    def read(name: str) -> np.ndarray:
+        row, at = places[name]
+        parts = {path: np.asarray(values[path][at], np.float32) for path in row.ours}
+        value = row.join(parts, shapes)
+        return value if peft_modules.is_outputs_first(row) else value.T
+
+    return read
+
+
+def foreign_weights(foreign: open_model.ForeignModel, model: api.Model, model_type: str) -> Weight:
+    """The tensors of a foreign base by their names in a checkpoint, each read when it is asked for; see `weights`."""
+    named = open_model.NamedTensors(foreign, model, model_type)
+    places = open_model.hf_rows(model, model_type)
+
+    def read(name: str) -> np.ndarray:
+        row, _ = places[name]
+        value = np.asarray(named.read(name), np.float32)
+        return value if peft_modules.is_outputs_first(row) else value.T
+
+    return read
+
+
+def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any], weight: Weight) -> str:
     """Writes the adapters of a PEFT folder as a GGUF file; returns a line that describes the result.
 
     Args:
@@ -63,12 +105,13 @@ def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any])
       target: a new file.
       model: the base.
       like: the model's config.json.
+      weight: tensors of the base.
 
     Raises:
       UserError: they cannot be read, or llama.cpp does not support them.
     """
     config = hf_config.to_hf(model.config, like)
-    lora, values = peft.read_peft(folder, model, config["model_type"])
+    lora, values = peft.read_peft(folder, model, config["model_type"], weight)
     return _write_gguf(target, values, api.build(dataclasses.replace(model.config, lora=lora)), config)
 
 
@@ -134,7 +177,7 @@ def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loade
         )
     base = open_model.loader(base_of(path, None), model.plain)
     model_type = hf_config.to_hf(model.plain.config, base.foreign.config)["model_type"]
-    lora, values = peft.read_peft(path, model.plain, model_type)
+    lora, values = peft.read_peft(path, model.plain, model_type, foreign_weights(base.foreign, model.plain, model_type))
     if merge:
         return Loader(base, values, lora)
     _check_same(path, lora, model, values)

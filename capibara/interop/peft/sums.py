@@ -20,10 +20,14 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
+from capibara.interop.peft import fields, variants
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft.modules import PARTS
 from capibara.interop.peft.sum_options import Combination, Sum
 from capibara.storage import partial
+
+
+_NOT_SUMMED = ("layer_replication", "use_bdlora", "lora_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,11 @@ def _read(folder: str) -> _Read:
         raise UserError(
             f"{folder} has target_parameters (adapters of experts), which cannot be summed: merge it instead"
         )
-    tensors = peft.read_raw(folder)
+    if field := next((name for name in _NOT_SUMMED if config[name]), fields.change_of_base(config)):
+        raise UserError(
+            f"{folder} has {field} = {limits.shortened(config[field])}, and only pairs of matrices can be summed: merge it instead"
+        )
+    tensors = variants.without_training(peft.read_raw(folder), config)
     ends = PARTS["a"], PARTS["b"]
     other = next((name for name in tensors if not name.endswith(ends)), None)
     if other is not None:
@@ -100,8 +108,9 @@ def _read(folder: str) -> _Read:
             raise UserError(f"{folder} has no {name + ends[1]}: copy the adapter again")
         a, b = (np.asarray(tensors[name + end], np.float32) for end in ends)
         module = name.removeprefix(peft.PREFIX)
-        alpha = peft.alpha_of(module, config)
-        modules[module] = a, b, alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+        if len(a) != fields.rank_of(module, config):
+            raise UserError(f"{folder} has an adapter of {module} of rank {len(a)}, must be {fields.rank_of(module, config)}")
+        modules[module] = a, b, fields.scale_of(module, config)
     if not modules:
         raise UserError(f"{folder} has no adapter: name one of PEFT")
     return _Read(folder, config, modules)
