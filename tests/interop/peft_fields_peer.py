@@ -116,6 +116,7 @@ CASES: dict[str, Case] = {
     "init_lora_weights:unknown": Case("untied", {}, dict(init_lora_weights="new"), "init_lora_weights"),
     "layers_to_transform:list": Case("untied", dict(layers_to_transform=[0, 2])),
     "layers_to_transform:one": Case("untied", dict(layers_to_transform=1)),
+    "layers_pattern:other": Case("gpt2", dict(target_modules=["c_attn"], layers_to_transform=[0, 1], layers_pattern="h")),
     "layers_pattern": Case("untied", dict(layers_to_transform=[1], layers_pattern=["layers"])),
     "rank_pattern:regex": Case("untied", dict(rank_pattern={r".*\.v_\w+": 2, r"^model\.layers\.1\..*": 3})),
     "alpha_pattern:regex": Case("untied", dict(alpha_pattern={r"layers\.[01]\.self_attn\.q_proj": 3, "v_proj": 1.5})),
@@ -138,6 +139,15 @@ CASES: dict[str, Case] = {
     "lora_bias": Case("biased", dict(lora_bias=True)),
     "lora_bias:new": Case("untied", dict(lora_bias=True), {}, "lora_bias"),
     "target_parameters": Case("untied", dict(target_modules=["o_proj"], target_parameters=["mlp.up_proj.weight"])),
+    "target_parameters:patterns": Case(
+        "untied",
+        dict(
+            target_modules=["o_proj"],
+            target_parameters=["mlp.up_proj.weight", "mlp.down_proj.weight"],
+            rank_pattern={"down_proj.weight": 2, "o_proj": 3},
+            alpha_pattern={"up_proj": 3, r"\w+\.weight": 5},
+        ),
+    ),
     "target_parameters:experts": Case(
         "experts", dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     ),

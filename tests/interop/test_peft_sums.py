@@ -13,6 +13,7 @@ from capibara import config
 from capibara.cli import convert
 from capibara.core import exits
 from capibara.interop import open_model
+from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Combination, Sum
@@ -40,7 +41,7 @@ def deltas(folder):
         a, b = tensors[name + ".lora_A.weight"], tensors[name + ".lora_B.weight"]
         module = name.removeprefix(peft.PREFIX)
         assert len(a) == about["rank_pattern"].get(module, about["r"])
-        found[module] = peft.alpha_of(module, about) / len(a) * (b @ a)
+        found[module] = fields.scale_of(module, about) * (b @ a)
     return found
 
 

@@ -21,12 +21,13 @@ from capibara.interop.hf.tensors import Tensor
 from capibara.interop.peft import fields
 from capibara.interop.peft.modules import PARTS
 from capibara.interop.peft.variants import Weight
-from capibara.models.api import trainable_tokens
+from capibara.models.api import Model, trainable_tokens
 
 OPTION, END = "trainable_token_indices", ".token_adapter.trainable_tokens_delta"
 _A, _B = ".lora_embedding_A", ".lora_embedding_B"  # [r, vocabulary] and [embed, r]
 EXTRA = (_A, _B, END)  # parts of modules beside those of layers
 ROWS = trainable_tokens.NAME
+_RENAMED = {"embed_out.weight": "lm_head.weight"}
 _TIED_BY_NAME = ("embed_tokens", "lm_head")  # the names that ensure_weight_tying looks for in lists of modules
 
 
@@ -242,6 +243,35 @@ def read_shared(stored: dict[str, np.ndarray], tied: bool, config: Mapping[str, 
             f"{', '.join(using)}, as PEFT uses them and not shared.weight: merge it with PEFT first"
         )
     stored["shared.weight"] = first
+
+
+def sharing(saved: Mapping[str, np.ndarray], model: Model, rows: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    """The trained embedding under the names of the modules that share it, so that PEFT gives it to all of them.
+
+    The head of GPT-NeoX is there under both of its names, as transformers 5 has another than 4.
+
+    Args:
+      saved: the tensors that were trained in full.
+      model: of the run.
+      rows: the table of its architecture, with the head.
+
+    Raises:
+      UserError: PEFT cannot have it in all of them.
+    """
+    embedding = next(row.name for row in rows if row.ours == ("embedding",))
+    head = next(row.name for row in rows if row.ours == ("output",))
+    renamed = {_RENAMED[head]: saved[head]} if head in saved and head in _RENAMED else {}
+    if embedding not in saved:
+        return renamed
+    names = [head, *([_RENAMED[head]] if head in _RENAMED else [])] if "output" not in model.abstract_params else []
+    if names and model.config.data_kind == "masked":
+        raise UserError(
+            "Lora.modules_to_save has embedding, which the head shares, and PEFT gives a masked model's head one of its own: "
+            "set EncoderConfig.head = 'separate', or write the merged model"
+        )
+    if model.config.data_kind == "encoder_decoder":
+        names += [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    return dict.fromkeys(names, saved[embedding]) | renamed
 
 
 def written(

@@ -313,18 +313,24 @@ def change_of_base(config: Mapping[str, Any]) -> str:
 
 def rank_of(name: str, config: Mapping[str, Any]) -> int:
     """The rank of a module, by its name in PEFT's model."""
-    return int(_matched(name, config["rank_pattern"], config["r"]))
+    return int(_matched(_key(name, config), config["rank_pattern"], config["r"]))
 
 
 def alpha_of(name: str, config: Mapping[str, Any]) -> float:
     """The alpha of a module, by its name in PEFT's model."""
-    return float(_matched(name, config["alpha_pattern"], config["lora_alpha"]))
+    return float(_matched(_key(name, config), config["alpha_pattern"], config["lora_alpha"]))
 
 
 def scale_of(name: str, config: Mapping[str, Any]) -> float:
     """The factor of a module's product, by its name in PEFT's model."""
     rank = rank_of(name, config)
     return alpha_of(name, config) / (rank**0.5 if config["use_rslora"] else rank)
+
+
+def _key(name: str, config: Mapping[str, Any]) -> str:
+    """The name that patterns see: a parameter's for one of target_parameters."""
+    parameter = f"{name}.weight"
+    return parameter if _names(config["target_parameters"] or [], parameter) else name
 
 
 def _matched(name: str, patterns: Mapping[str, float] | None, otherwise: float) -> float:

@@ -142,9 +142,13 @@ def write_peft(
         modules = peft_experts.loadable(modules, rows, shapes, lora, Module)
     saved = dict(_saved(rows, values, shapes, lora))
     biases = _biases(modules, rows, saved)
+    shared = ends.sharing(saved, model, tables.NAMES[model_type].rows)
+    saved |= shared
     whole = [name for name in saved if name not in biases.names]
     config = _config(modules, rows, lora, model, base, fused_experts)
-    config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole) or None}
+    config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole, tables.NAMES[model_type].rows) or None}
+    tied = "output" not in model.abstract_params and model.config.data_kind != "encoder_decoder"
+    config |= {"ensure_weight_tying": bool(shared) and tied}
     of_tokens, option = ends.written(values, rows, lora.trainable_tokens)
     saved, config = saved | of_tokens, config | option
     tensors = {name: value for module in modules for name, value in module.written()}
@@ -265,7 +269,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
         shapes = _plain_shapes(model)
         rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_complete(stored, names, rows, shapes, config, folder)
-    found = (_read_module(row, stored, shapes, _Alphas(config, names, factors, fused)) for row in rows)
+    found = (_read_module(row, stored, shapes, _Alphas(config, names, factors)) for row in rows)
     modules = [module for module in found if module is not None]
     saved: Values = {}
     for row in rows:
@@ -354,9 +358,26 @@ def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[st
     )
 
 
-def _modules_of(saved: Iterable[str]) -> list[str]:
-    """PEFT's modules_to_save: the last component of every module's name."""
-    return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in saved})
+def _modules_of(saved: Iterable[str], rows: Sequence[Tensor]) -> list[str]:
+    """PEFT's modules_to_save: ends of the modules' names with which no other module's name ends.
+
+    Raises:
+      UserError: PEFT cannot name a module without others.
+    """
+    modules = {re.sub(r"\.\d+\.", ".{}.", name.rpartition(".")[0]) for name in saved}
+    every = {re.sub(r"\{\w\}", "{}", row.name.rpartition(".")[0]) for row in rows}
+    found = set()
+    for module in modules:
+        parts, others = module.split("."), every - modules
+        ways = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        end = next((way for way in ways if "{}" not in way and not any(x.endswith(way) for x in others)), None)
+        if end is None:
+            raise UserError(
+                f"PEFT cannot name {module} without others of its modules: add these to Lora.modules_to_save, or write the "
+                "merged model"
+            )
+        found.add(end)
+    return sorted(found)
 
 
 def _config(
@@ -435,7 +456,7 @@ def _read_tensors(
         module = name.removesuffix(end) if end else name.rpartition(".")[0]
         weight = table.canonical(f"{module}.weight" if end else name)
         key = weight.removesuffix(".weight") + end if end and weight else weight or name
-        if key in stored:
+        if key in stored and not np.array_equal(stored[key], value.astype(np.float32)):
             raise UserError(f"{folder} has {whole} twice, under two names: copy the adapter again")
         stored[key] = value.astype(np.float32)
         names[key.removesuffix(end) if end else key.rpartition(".")[0]] = module
@@ -506,19 +527,22 @@ def read_raw(folder: str) -> dict[str, np.ndarray]:
 
 
 class _Alphas(NamedTuple):
-    """The alphas of modules, from the fields of a folder."""
+    """The alphas of modules, from the fields of a folder.
+
+    Attributes:
+      config: the fields.
+      names: of modules in the table -> in PEFT's model.
+      factors: by module, where a rank has become larger (variants.as_pairs).
+    """
 
     config: Mapping[str, Any]
     names: Mapping[str, str]
     factors: Mapping[str, float]
-    fused: bool
 
     def of(self, row: Tensor, layer: int) -> float:
         """That of a module in a layer."""
         module = row.name.format(l=layer, e=0).removesuffix(".weight")
-        name = self.names.get(module, module)
-        name = name.removesuffix(".weight") + (".weight" if self.fused and peft_experts.is_router(row) else "")
-        return fields.alpha_of(name, self.config) * self.factors.get(module, 1.0)
+        return fields.alpha_of(self.names.get(module, module), self.config) * self.factors.get(module, 1.0)
 
 
 def _read_module(row: Tensor, stored: Values, shapes: Mapping[str, Shape], alphas: _Alphas) -> Module | None:
