@@ -521,11 +521,16 @@ def _odd_files(maker: _Maker) -> None:
 
 
 def _adapters(maker: _Maker) -> None:
-    good = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(maker.good / "hf")}
+    good = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    good["base_model_name_or_path"] = str(maker.good / "hf")
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     weights = safetensors({name: {"dtype": "F32", "shape": [4, 32], "data_offsets": [0, 512]}}, bytes(512))
     cases = {
         "a pattern of exponential time": (good | {"alpha_pattern": {"(a+)+$": 8}}, weights),
+        "targets of exponential time": (good | {"target_modules": "(a+)+$"}, weights),
+        "layers of exponential time": (good | {"layers_to_transform": [0], "layers_pattern": "(a+)+$"}, weights),
+        "layers without end": (good | {"layer_replication": [[0, 2**30]] * 4000}, weights),
+        "blocks without end": (good | {"use_bdlora": {"target_modules_bd_a": ["q"], "nblocks": 2**30}}, weights),
         "a rank of 1e12": (good | {"r": 10**12}, weights),
         "an alpha of 1e400": (good | {"lora_alpha": 10**400}, weights),
         "a rank of 2**30 in no bytes": (

@@ -1,6 +1,7 @@
 """Writes peft_fields.json: PEFT's fields, and what PEFT answers when it loads adapters that use them on a fresh base.
 
 PYTHON_WITH_PEFT tests/interop/peft_fields_peer.py record FILE    (peft 0.21.2, transformers 5.24 made the committed one)
+PYTHON_WITH_PEFT tests/interop/peft_fields_peer.py sweep FOLDER  adapters of fields drawn at random in FOLDER/NUMBER
 PYTHON_WITH_PEFT tests/interop/peft_fields_peer.py read FOLDER    logits of FOLDER/*/adapter on FOLDER/*/base, in
                                                                   FOLDER/*/logits.json
 """
@@ -313,6 +314,7 @@ def record(file: pathlib.Path) -> None:
         "peft": peft.__version__,
         "transformers": transformers.__version__,
         "fields": fields_of(peft.LoraConfig),
+        "types": {field.name: str(field.type) for field in dataclasses.fields(peft.LoraConfig)},
         "configs": {name: fields_of(kind) for name, kind in kinds.items() if name not in ("LoraConfig", "PeftConfig")},
         "bases": BASES,
         "tokens": TOKENS.tolist(),
@@ -322,6 +324,87 @@ def record(file: pathlib.Path) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines.append('"cases": {\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(x)}" for key, x in answers.items()) + "}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+MODULES = {
+    "gpt2": ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
+    "neox": ("query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h"),
+}
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SWEPT = ("untied", "tied", "biased", "gemma", "gpt2", "neox")
+
+
+def drawn_options(rng: np.random.Generator, base: str) -> dict[str, Any]:
+    """Options of LoraConfig at random, also some that PEFT refuses."""
+    modules = MODULES.get(base, LAYERS)
+    ends = {"gpt2": ("wte", "lm_head"), "neox": ("embed_in", "lm_head")}.get(base, ("embed_tokens", "lm_head"))
+    norms = {"gpt2": ("ln_1", "ln_f"), "neox": ("input_layernorm",)}.get(base, ("input_layernorm", "model.norm"))
+    layer = {"gpt2": r"h\.", "neox": r"layers\."}.get(base, r"layers\.")
+    some = lambda values, most: [str(x) for x in rng.permutation(values)[: rng.integers(1, most + 1)]]  # noqa: E731
+    maybe = lambda share: rng.random() < share  # noqa: E731
+    options: dict[str, Any] = dict(r=int(rng.integers(1, 6)), lora_alpha=round(float(rng.uniform(1, 9)), 2))
+    options["target_modules"] = some(modules, 4) + (some(ends, 2) if maybe(0.3) else [])
+    if maybe(0.1):
+        options["target_modules"] = rf".*\.{layer}[02]\..*\.({'|'.join(x.replace('.', '[.]') for x in some(modules, 3))})"
+    keys = [rf".*{layer}[01]\..*", *some(modules, 2), *ends, rf"{layer}\d\.\w+\.{modules[0]}"]
+    if maybe(0.4):
+        options["rank_pattern"] = {key: int(rng.integers(1, 6)) for key in some(keys, 2)}
+    if maybe(0.4):
+        options["alpha_pattern"] = {key: round(float(rng.uniform(1, 9)), 2) for key in some(keys, 3)}
+    if maybe(0.2) and isinstance(options["target_modules"], list):
+        options["layers_to_transform"] = [[0, 2], 1, [2]][rng.integers(3)]
+    if maybe(0.15):
+        options["exclude_modules"] = [some(modules, 1), rf".*{layer}1\..*"][rng.integers(2)]
+    if maybe(0.3):
+        options["modules_to_save"] = some([*norms, *ends], 2)
+    if maybe(0.3):
+        options["ensure_weight_tying"] = True
+    if maybe(0.2):
+        ids = [int(x) for x in rng.permutation(24)[:3]]
+        options["trainable_token_indices"] = [ids, {ends[0]: ids}, {ends[1]: ids}, {ends[0]: ids, ends[1]: ids[:2]}][rng.integers(4)]
+    options |= dict(use_rslora=maybe(0.3), bias=str(rng.choice(["none", "none", "all", "lora_only"])))
+    if maybe(0.4):
+        options["init_lora_weights"] = [False, "gaussian", "pissa", "pissa", "olora", "olora", "mica", "orthogonal"][rng.integers(8)]
+    variant = rng.integers(12)
+    if variant < 3:
+        options["use_dora"] = True
+    elif variant == 3:
+        options["kasa_config"] = lora_configs.KasaConfig()
+    elif variant == 4:
+        options["monteclora_config"] = lora_configs.MontecloraConfig(num_samples=2)
+    elif variant == 5:
+        options["velora_config"] = lora_configs.VeloraConfig(num_groups=4)
+    elif variant == 6:
+        blocks = [BD(target_modules_bd_a=[modules[0]], nblocks=1, match_strict=False)]
+        blocks.append(BD(target_modules_bd_b=[modules[-1]], target_modules_bd_a=[modules[1]], nblocks=2, match_strict=False))
+        options["use_bdlora"] = blocks[rng.integers(2)]
+    elif variant == 7:
+        options["lora_bias"] = True
+    if maybe(0.08):
+        options["layer_replication"] = [(0, 2), (1, 3)]
+    return options
+
+
+def sweep(folder: pathlib.Path, seed: int = 0, count: int = 250) -> None:
+    """Writes adapters with fields at random, as far as PEFT has them, and its logits."""
+    rng, made = np.random.default_rng(seed), 0
+    while made < count:
+        base = str(rng.choice(SWEPT))
+        options = drawn_options(rng, base)
+        path = folder / str(made) / "adapter"
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            config = peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(options))
+            peft.get_peft_model(model_of(base), config).save_pretrained(path)
+            shapes = {key: tuple(value.shape) for key, value in safetensors.torch.load_file(path / WEIGHTS).items()}
+            drawn = {key: torch.from_numpy(draw(key, shape)) for key, shape in shapes.items()}
+            safetensors.torch.save_file(drawn, path / WEIGHTS, metadata={"format": "pt"})
+            got = logits_of(peft.PeftModel.from_pretrained(model_of(base), path).eval(), base)
+        except Exception:  # PEFT has no such adapter, or cannot load it
+            continue
+        answer = {"base": base, "logits": got[-1][np.ix_(POSITIONS, ENTRIES)].astype(float).tolist()}
+        (folder / str(made) / "answer.json").write_text(json.dumps(answer))
+        made += 1
 
 
 def read(folder: pathlib.Path) -> None:
@@ -335,4 +418,4 @@ def read(folder: pathlib.Path) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    {"record": record, "read": read}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"record": record, "sweep": sweep, "read": read}[sys.argv[1]](pathlib.Path(sys.argv[2]))

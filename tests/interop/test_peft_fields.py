@@ -7,6 +7,7 @@ on a fresh base. The lists of fields are PEFT's own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -34,6 +35,7 @@ CASES = RECORDED["cases"]
 TOLERANCE = dict(rtol=0, atol=5e-5)
 
 
+@functools.cache
 def base_of(name):
     """config.json, model and parameters of a base with drawn weights."""
     like = RECORDED["bases"][name] | {"transformers_version": "5.24.0"}
@@ -60,13 +62,18 @@ def folder_of(case, path, changes=()):
     return str(path)
 
 
+@functools.cache
+def compiled(config):
+    return jax.jit(api.build(config).logits)
+
+
 def logits(model, params):
     """Those of the last row, at the recorded positions and entries."""
     tokens = np.array(RECORDED["tokens"], np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
     batch |= {f"encoder_{key}": value for key, value in batch.items()}
-    got = np.asarray(jax.jit(model.logits)(params, batch))[-1]
+    got = np.asarray(compiled(model.config)(params, batch))[-1]
     return got[np.ix_(RECORDED["positions"], RECORDED["entries"])]
 
 

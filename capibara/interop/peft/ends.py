@@ -164,8 +164,13 @@ def _rows(
 
 def _ties(field: str, ends: Ends, config: Mapping[str, Any]) -> bool:
     """Whether PEFT ties what a field adds to the embedding and the head."""
+    return ends.tied and ensures(field, config)
+
+
+def ensures(field: str, config: Mapping[str, Any]) -> bool:
+    """Whether ensure_weight_tying holds for what a field names."""
     names = config[field] or ()
-    if not (config["ensure_weight_tying"] and ends.tied):
+    if not config["ensure_weight_tying"]:
         return False
     if isinstance(names, str):
         return any(re.fullmatch(names, name) for name in _TIED_BY_NAME)

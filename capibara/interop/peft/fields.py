@@ -287,10 +287,9 @@ def _check_together(path: str, config: Mapping[str, Any]) -> None:
     if len(names) > 1 or (config["kasa_config"] is not None and changing == "init_lora_weights"):
         names = names if len(names) > 1 else ["kasa_config", changing]
         raise UserError(f"{path} has {' and '.join(names)}, which PEFT does not have together: name a folder that PEFT wrote")
-    if changing and config["target_parameters"]:
-        raise UserError(
-            f"{path} has {_shown(changing, config[changing])} and target_parameters, which is not supported: {_FIX}"
-        )
+    for other in ("target_parameters", "layer_replication") if changing else ():
+        if config[other]:
+            raise UserError(f"{path} has {_shown(changing, config[changing])} and {other}, which is not supported: {_FIX}")
     if config["lora_bias"] and (config["use_dora"] or config["use_bdlora"] is not None):
         raise UserError(f"{path} has lora_bias and {names[0]}, which is not supported: {_FIX}")
     if config["target_modules"] is None and not config["target_parameters"]:

@@ -269,12 +269,14 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
         shapes = _plain_shapes(model)
         rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_complete(stored, names, rows, shapes, config, folder)
+    if config["use_dora"] and weight is not None:
+        _fill_magnitudes(stored, rows, shapes, weight)
     found = (_read_module(row, stored, shapes, _Alphas(config, names, factors)) for row in rows)
     modules = [module for module in found if module is not None]
     saved: Values = {}
     for row in rows:
         if any(name in stored for name, _ in row.names(shapes)):
-            saved |= _read_saved(row, stored, shapes, None if of_ends.untied else weight)
+            saved |= _read_saved(row, stored, shapes, weight)
     if stored:
         raise UserError(f"{folder}: {next(iter(stored))} belongs to no weight with adapters in this {model_type} model")
     if not modules:
@@ -449,6 +451,8 @@ def _read_tensors(
     names: dict[str, str] = {}
     for whole, value in variants.without_training(read_raw(folder), config).items():
         name = whole.removeprefix(PREFIX)
+        if re.search(r"\.(modules_to_save|original_module)\.bias$", name):  # what `bias` has of modules_to_save, again
+            continue
         end = next((end for end in _ENDS if name.endswith(end)), "")
         name = name.removesuffix(".weight") if name.endswith(f"{PARTS['magnitude']}.weight") else name
         name = name if end else re.sub(r"\.base_layer(?=\.(?:bias|weight)$)", "", name)  # if the module has an adapter
@@ -475,7 +479,7 @@ def _check_targets(stored: Values, names: Mapping[str, str], config: Mapping[str
         if not module or (config["target_parameters"] and ".experts" in module):
             continue
         field = fields.targets(module, config)
-        tied = config["ensure_weight_tying"] and not re.search(r"\.\d+\.", module)  # one of both is enough
+        tied = ends.ensures("target_modules", config) and not re.search(r"\.\d+\.", module)  # one of both is enough
         if field and not (config["target_parameters"] or tied):
             raise UserError(
                 f"{folder} has {field} = {limits.shortened(config[field])}, by which PEFT gives {module} no adapter, and the file "
@@ -524,6 +528,18 @@ def read_raw(folder: str) -> dict[str, np.ndarray]:
         raise UserError(
             f"{path} cannot be read ({limits.cause(error)}): name a folder that PEFT has written"
         ) from error
+
+
+def _fill_magnitudes(stored: Values, rows: Sequence[Tensor], shapes: Mapping[str, Shape], weight: Weight) -> None:
+    """Gives modules that have DoRA in some layers one without effect in the others: Lora has it in all or none."""
+    for row in rows:
+        modules = [name.removesuffix(".weight") for name, _ in row.names(shapes)] if row.numbered == "l" else []
+        like = next((module for module in modules if module + PARTS["magnitude"] in stored), None)
+        for module in modules if like is not None else ():
+            if module + variants.A not in stored:
+                for part in (variants.A, variants.B):
+                    stored[module + part] = np.zeros_like(stored[like + part])
+                stored[module + PARTS["magnitude"]] = np.linalg.norm(weight(f"{module}.weight"), axis=1)
 
 
 class _Alphas(NamedTuple):

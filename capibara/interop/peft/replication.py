@@ -35,9 +35,9 @@ def replicated(
     shown = f"{folder} has layer_replication = {limits.shortened(list(ranges))}"
     if not isinstance(config, api.DecoderConfig) or len(set(config.layer_pattern)) > 1:
         raise UserError(f"{shown}, which is for decoders whose layers are alike: merge it with PEFT first")
-    layers = [layer for first, end in ranges for layer in range(first, min(end, first + _MOST_LAYERS))]
-    if max(layers) >= config.num_layers or len(layers) > _MOST_LAYERS:
+    if max(end for _, end in ranges) > config.num_layers or sum(end - first for first, end in ranges) > _MOST_LAYERS:
         raise UserError(f"{shown}, must be ranges of the base's {config.num_layers} layers: name its base with --base")
+    layers = [layer for first, end in ranges for layer in range(first, end)]
     index = np.asarray(layers)
 
     def taken(name: str, value: jax.Array) -> jax.Array:
