@@ -298,7 +298,9 @@ def shares(model: torch.nn.Module, drawn: dict[str, torch.Tensor]) -> dict[str, 
             continue
         for other, theirs in drawn.items():
             for turned in (False, True):
-                if (theirs.T if turned else theirs).shape == value.shape and torch.equal(theirs.T if turned else theirs, value):
+                if (theirs.T if turned else theirs).shape == value.shape and torch.equal(
+                    theirs.T if turned else theirs, value
+                ):
                     found[key] = [other, turned]
         assert key in found, key
     return found
@@ -308,7 +310,13 @@ def record(file: pathlib.Path) -> None:
     answers = {}
     for name, case in CASES.items():
         answers[name] = answer(case)
-        print(name, answers[name].get("refused", ""), answers[name].get("peft", ""), answers[name].get("shared", ""), flush=True)
+        print(
+            name,
+            answers[name].get("refused", ""),
+            answers[name].get("peft", ""),
+            answers[name].get("shared", ""),
+            flush=True,
+        )
     kinds = {name: kind for name, kind in vars(lora_configs).items() if dataclasses.is_dataclass(kind)}
     head = {
         "peft": peft.__version__,
@@ -345,7 +353,9 @@ def drawn_options(rng: np.random.Generator, base: str) -> dict[str, Any]:
     options: dict[str, Any] = dict(r=int(rng.integers(1, 6)), lora_alpha=round(float(rng.uniform(1, 9)), 2))
     options["target_modules"] = some(modules, 4) + (some(ends, 2) if maybe(0.3) else [])
     if maybe(0.1):
-        options["target_modules"] = rf".*\.{layer}[02]\..*\.({'|'.join(x.replace('.', '[.]') for x in some(modules, 3))})"
+        options["target_modules"] = (
+            rf".*\.{layer}[02]\..*\.({'|'.join(x.replace('.', '[.]') for x in some(modules, 3))})"
+        )
     keys = [rf".*{layer}[01]\..*", *some(modules, 2), *ends, rf"{layer}\d\.\w+\.{modules[0]}"]
     if maybe(0.4):
         options["rank_pattern"] = {key: int(rng.integers(1, 6)) for key in some(keys, 2)}
@@ -361,10 +371,14 @@ def drawn_options(rng: np.random.Generator, base: str) -> dict[str, Any]:
         options["ensure_weight_tying"] = True
     if maybe(0.2):
         ids = [int(x) for x in rng.permutation(24)[:3]]
-        options["trainable_token_indices"] = [ids, {ends[0]: ids}, {ends[1]: ids}, {ends[0]: ids, ends[1]: ids[:2]}][rng.integers(4)]
+        options["trainable_token_indices"] = [ids, {ends[0]: ids}, {ends[1]: ids}, {ends[0]: ids, ends[1]: ids[:2]}][
+            rng.integers(4)
+        ]
     options |= dict(use_rslora=maybe(0.3), bias=str(rng.choice(["none", "none", "all", "lora_only"])))
     if maybe(0.4):
-        options["init_lora_weights"] = [False, "gaussian", "pissa", "pissa", "olora", "olora", "mica", "orthogonal"][rng.integers(8)]
+        options["init_lora_weights"] = [False, "gaussian", "pissa", "pissa", "olora", "olora", "mica", "orthogonal"][
+            rng.integers(8)
+        ]
     variant = rng.integers(12)
     if variant < 3:
         options["use_dora"] = True
@@ -376,7 +390,9 @@ def drawn_options(rng: np.random.Generator, base: str) -> dict[str, Any]:
         options["velora_config"] = lora_configs.VeloraConfig(num_groups=4)
     elif variant == 6:
         blocks = [BD(target_modules_bd_a=[modules[0]], nblocks=1, match_strict=False)]
-        blocks.append(BD(target_modules_bd_b=[modules[-1]], target_modules_bd_a=[modules[1]], nblocks=2, match_strict=False))
+        blocks.append(
+            BD(target_modules_bd_b=[modules[-1]], target_modules_bd_a=[modules[1]], nblocks=2, match_strict=False)
+        )
         options["use_bdlora"] = blocks[rng.integers(2)]
     elif variant == 7:
         options["lora_bias"] = True

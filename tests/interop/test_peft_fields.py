@@ -11,19 +11,26 @@ import functools
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from capibara.core import tree
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits, tree
 from capibara.core.types import UserError
+from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import tables, tensors
 from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import runs as adapters
+from capibara.loading import adapters as beside
 from capibara.models import api
+from capibara.models.api import Lora
 
 safetensors = pytest.importorskip("safetensors.numpy")
 HERE = pathlib.Path(__file__).resolve().parent
@@ -41,7 +48,11 @@ def base_of(name):
     like = RECORDED["bases"][name] | {"transformers_version": "5.24.0"}
     model = api.build(dataclasses.replace(hf_config.from_hf(like), dtype="float32"))
     shapes = dict(
-        zip(tree.path_names(model.abstract_params), (x.shape for x in jax.tree.leaves(model.abstract_params)), strict=True)
+        zip(
+            tree.path_names(model.abstract_params),
+            (x.shape for x in jax.tree.leaves(model.abstract_params)),
+            strict=True,
+        )
     )
     table = tables.of(hf_config.to_hf(model.config, like)["model_type"], shapes, fused_experts=name == "experts")
     values = tensors.read(table, shapes, draw)
@@ -77,7 +88,21 @@ def logits(model, params):
     return got[np.ix_(RECORDED["positions"], RECORDED["entries"])]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those of make test beside what is refused.
+QUICK = (
+    "init_lora_weights:pissa", "kasa_config", "use_bdlora", "layer_replication", "target_parameters:patterns",
+    "modules_to_save:tied_embedding", "ensure_weight_tying:target_ends", "trainable_token_indices:ends",
+    "target_modules:ends_dora",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK or "refused" in case else pytest.param(name, marks=pytest.mark.heavy)
+        for name, case in CASES.items()
+    ],
+)
 def test_an_adapter_answers_as_in_peft_or_its_field_is_named(name, tmp_path):
     case = CASES[name]
     like, model, params = base_of(case["base"])
@@ -89,3 +114,215 @@ def test_an_adapter_answers_as_in_peft_or_its_field_is_named(name, tmp_path):
         return
     found, merged = adapters.merged(folder, model, params, like)
     np.testing.assert_allclose(logits(found, merged), case["logits"], **TOLERANCE)
+
+
+def test_no_field_of_peft_is_unknown():
+    assert RECORDED["peft"].startswith("0.21.")
+    assert {name: field.default for name, field in fields.FIELDS.items()} == RECORDED["fields"]
+    names = {field.partition(":")[0] for field in CASES}
+    assert names == fields.FIELDS.keys()
+    of_fields = {CONFIGS[kind]: tuple(values) for kind, values in RECORDED["configs"].items() if CONFIGS[kind]}
+    assert of_fields == fields.PARTS
+
+
+# PEFT's configurations inside of LoraConfig, and the fields that they are of; "": its field is refused.
+CONFIGS = {
+    "ArrowConfig": "",
+    "BdLoraConfig": "use_bdlora",
+    "CordaConfig": "corda_config",
+    "EvaConfig": "eva_config",
+    "KasaConfig": "kasa_config",
+    "LoftQConfig": "loftq_config",
+    "LoraGAConfig": "lora_ga_config",
+    "LoraRuntimeConfig": "runtime_config",
+    "MontecloraConfig": "monteclora_config",
+    "VeloraConfig": "velora_config",
+}
+GOOD = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+GARBAGE = [
+    True,
+    0,
+    1,
+    -3,
+    0.5,
+    2**40,
+    1e30,
+    "",
+    "8",
+    "(a+)+$",
+    "(",
+    [],
+    [1],
+    ["a"],
+    [None],
+    [[0, 1]],
+    [[1]],
+    {},
+    {"a": 1},
+]
+GARBAGE += [{"a": "b"}, {"a": [1]}, {"a": [-1]}, {"(": 1}, {"a": True}, {"nblocks": "2"}, {"new": 1}, [{}], [True]]
+JSON_TYPES = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "Literal": str,
+    "Config": dict,
+}
+
+
+def read_with(tmp_path, changes):
+    (tmp_path / peft.CONFIG).write_text(json.dumps(GOOD | changes))
+    return fields.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", fields.FIELDS)
+def test_values_of_other_types_are_refused_by_name(name, tmp_path):
+    """A value that has none of the JSON types of PEFT's annotation is refused; so is any that fields.read does not expect."""
+    annotation = RECORDED["types"][name]
+    allowed = tuple(kind for word, kind in JSON_TYPES.items() if word in annotation)
+    allowed += (str,) if "Type" in annotation else ()
+    refused = 0
+    for value in GARBAGE:
+        fits = any(type(value) is kind for kind in allowed) or (type(value) is float and name == "lora_alpha")
+        try:
+            found = read_with(tmp_path, {name: value})
+        except UserError as error:
+            refused += 1
+            assert name in str(error) and "\n" not in str(error), (value, str(error))
+        else:
+            assert fits or (name in ("lora_dropout",) and value == 0), (value, found[name])
+    assert refused >= 10
+
+
+def test_unknown_fields_are_refused_unless_they_have_no_effect(tmp_path):
+    for value in (None, False, 0, "", [], {}):
+        read_with(tmp_path, {"new": value, "eva_config": {"new": value}})
+    for value in (True, 1, 0.5, "a", [0], {"a": None}):
+        with pytest.raises(UserError, match="has new = .*, which PEFT 0.21's LoraConfig does not have"):
+            read_with(tmp_path, {"new": value})
+        with pytest.raises(UserError, match="has eva_config.new = "):
+            read_with(tmp_path, {"eva_config": {"new": value}})
+    read_with(tmp_path, {})
+    for missing in GOOD:
+        (tmp_path / peft.CONFIG).write_text(json.dumps({key: value for key, value in GOOD.items() if key != missing}))
+        with pytest.raises(UserError, match=missing):
+            fields.read(str(tmp_path))
+
+
+def test_the_documentation_has_every_field():
+    text = (HERE.parents[1] / "docs" / "fine_tuning.md").read_text()
+    lines = [f"| `{name}` | {field.use} | {field.about} |\n" for name, field in fields.FIELDS.items()]
+    assert all(line in text for line in lines), [line for line in lines if line not in text]
+
+
+def saved_base(name, path):
+    """A Hugging Face folder of a base."""
+    like, model, params = base_of(name)
+    values = hf_config.to_hf(model.config, like, dtype="float32")
+    shapes = open_model.hf_shapes(model, values["model_type"])
+    tensors_of = open_model.hf_tensors(params, model, values["model_type"])
+    hf_folder.save_hf(str(path), values, shapes, tensors_of, {}, dtype="float32")
+    return str(path)
+
+
+def converted(*argv):
+    config.reset()
+    return exits.run_verb(convert.main, list(argv))
+
+
+def answers_of(path):
+    foreign = open_model.open_model(str(path))
+    model = api.build(dataclasses.replace(hf_config.from_hf(foreign.config), dtype="float32"))
+    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
+    return logits(model, open_model.load_params(foreign, model, here)), foreign.config
+
+
+def test_convert_unties_what_an_adapter_makes_different(tmp_path, capsys):
+    case = CASES["modules_to_save:tied_embedding"]
+    base = saved_base("tied", tmp_path / "base")
+    folder = folder_of(case, tmp_path / "adapter", {"base_model_name_or_path": base})
+    assert converted(f"--from={folder}", f"--to={tmp_path}/merged") == 0
+    got, written = answers_of(tmp_path / "merged")
+    assert written["tie_word_embeddings"] is False
+    np.testing.assert_allclose(got, case["logits"], **TOLERANCE)
+    like, model, params = base_of("tied")
+    loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
+    with pytest.raises(UserError, match="has modules_to_save = .*, which changes one of embedding and head"):
+        beside._values(folder, loaded)
+    with pytest.raises(UserError, match="has modules_to_save = .*, which changes one of embedding and head"):
+        adapters.loader(folder, model, merge=True)
+
+
+@pytest.mark.parametrize("name", ["alora_invocation_tokens", "init_lora_weights:lora_ga", "use_qalora"])
+def test_every_reader_refuses_what_a_field_means(name, tmp_path, capsys):
+    base = saved_base("untied", tmp_path / "base")
+    folder = folder_of(CASES[name], tmp_path / "adapter", {"base_model_name_or_path": base})
+    field = CASES[name]["refused"]
+    like, model, params = base_of("untied")
+    for argv in ([], [f"--plus={folder}"], ["--format=gguf_lora"]):
+        target = "new.gguf" if "--format=gguf_lora" in argv else "new"
+        assert converted(f"--from={folder}", f"--to={tmp_path}/{target}", *argv) == 2
+        assert f"has {field} = " in capsys.readouterr().err
+    loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
+    for read in (lambda: beside._values(folder, loaded), lambda: adapters.loader(folder, model, merge=True)):
+        with pytest.raises(UserError, match=f"has {field} = "):
+            read()
+
+
+def test_a_part_of_the_base_is_in_the_adapter_wherever_it_is_read(tmp_path, capsys):
+    """PiSSA beside a base, and as initial weights: the adapter has further ranks, and answers as in PEFT."""
+    case = CASES["init_lora_weights:pissa"]
+    like, model, params = base_of("untied")
+    base = saved_base("untied", tmp_path / "base")
+    folder = folder_of(case, tmp_path / "adapter", {"base_model_name_or_path": base})
+    loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
+    lora, values = beside._values(folder, loaded)
+    assert set(lora.of_layers("layers/attention/query", 3)[0]) == {8}
+    adapted = api.build(dataclasses.replace(model.config, lora=lora))
+    np.testing.assert_allclose(logits(adapted, tree.joined(values, params)), case["logits"], **TOLERANCE)
+    loader = adapters.loader(folder, model, merge=True)
+    jax.tree.map(np.testing.assert_array_equal, loader.values, values)
+    assert converted(f"--from={folder}", f"--plus={folder}", f"--to={tmp_path}/sum", "--format=peft") == 2
+    assert "has init_lora_weights = 'pissa', and only pairs" in capsys.readouterr().err
+
+
+def written(name, path, **options):
+    """An adapter with drawn values that we write, and its logits."""
+    like, model, params = base_of(name)
+    adapted = api.build(dataclasses.replace(model.config, lora=Lora(rank=2, alpha=4.0, **options)))
+    new = jax.jit(adapted.adapt)(params, jax.random.key(0))
+    drawn = tree.map_with_names(lambda path, x: draw(path, x.shape), adapted.trained(new))
+    whole = tree.joined(drawn, new)
+    model_type = hf_config.to_hf(model.config, like)["model_type"]
+    peft.write_peft(str(path), whole, adapted, model_type, "base")
+    return whole, adapted, model_type
+
+
+def test_a_trained_embedding_is_written_for_all_modules_that_share_it(tmp_path):
+    """As PEFT writes it with ensure_weight_tying, and for T5 with all three modules named."""
+    for case, options in (
+        ("ensure_weight_tying:ends", dict(modules_to_save=("embedding",))),
+        ("modules_to_save:t5", dict(targets=("query",), modules_to_save=("embedding",))),
+    ):
+        path, name = tmp_path / case, CASES[case]["base"]
+        whole, adapted, model_type = written(name, path, **options)
+        values = json.loads((path / peft.CONFIG).read_text())
+        wanted = {key for key in CASES[case]["tensors"] if ".lora_" not in key}
+        stored = safetensors.load_file(path / peft.WEIGHTS)
+        assert wanted == {key for key in stored if ".lora_" not in key}
+        assert sorted(values["modules_to_save"]) == sorted({key.split(".")[-2] for key in wanted})
+        assert values["ensure_weight_tying"] == (name == "tied")
+        read = adapters.merged(str(path), base_of(name)[1], base_of(name)[2], base_of(name)[0])
+        assert read[0].config == base_of(name)[1].config  # still tied
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), read[1], jax.jit(adapted.merge)(whole))
+
+
+def test_names_that_peft_takes_for_others_are_not_written(tmp_path):
+    """PEFT's modules_to_save "norm" is input_layernorm too."""
+    written("untied", tmp_path / "adapter", modules_to_save=("final_norm/scale",))
+    assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["modules_to_save"] == ["model.norm"]
+    with pytest.raises(UserError, match=r"PEFT cannot name encoder.block.\{l\}.layer.0.layer_norm without others"):
+        written("t5", tmp_path / "t5", targets=("query",), modules_to_save=("encoder/layers/attention_norm/scale",))

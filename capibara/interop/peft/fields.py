@@ -160,7 +160,9 @@ def _refused(neutral: tuple[Any, ...], about: str) -> Field:
 
 _TASKS = Kind(
     "CAUSAL_LM, SEQ_2_SEQ_LM or FEATURE_EXTRACTION (others have a head of their own)",
-    lambda value: value in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION") if isinstance(value, str) else value is None,
+    lambda value: (
+        value in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION") if isinstance(value, str) else value is None
+    ),
 )
 _TRAINING = "of training"
 
@@ -175,7 +177,9 @@ FIELDS: dict[str, Field] = {
     "use_dora": _computed(FLAG, False, "magnitudes, of the embedding and the head too"),
     "lora_bias": _computed(FLAG, False, "added to the module's bias; refused where it has none"),
     "bias": _computed(_one_of("none", "all", "lora_only"), "none", "trained biases"),
-    "target_modules": _computed(NAMES.or_null(), None, "must name the modules of the file; the embedding and the head too"),
+    "target_modules": _computed(
+        NAMES.or_null(), None, "must name the modules of the file; the embedding and the head too"
+    ),
     "exclude_modules": _computed(NAMES.or_null(), None, "must not name a module of the file"),
     "layers_to_transform": _computed(LAYERS, None, "must be the layers of the file"),
     "layers_pattern": _computed(PATTERNS, None, "where the layer's number is in a name"),
@@ -286,10 +290,14 @@ def _check_together(path: str, config: Mapping[str, Any]) -> None:
     changing = change_of_base(config)
     if len(names) > 1 or (config["kasa_config"] is not None and changing == "init_lora_weights"):
         names = names if len(names) > 1 else ["kasa_config", changing]
-        raise UserError(f"{path} has {' and '.join(names)}, which PEFT does not have together: name a folder that PEFT wrote")
+        raise UserError(
+            f"{path} has {' and '.join(names)}, which PEFT does not have together: name a folder that PEFT wrote"
+        )
     for other in ("target_parameters", "layer_replication") if changing else ():
         if config[other]:
-            raise UserError(f"{path} has {_shown(changing, config[changing])} and {other}, which is not supported: {_FIX}")
+            raise UserError(
+                f"{path} has {_shown(changing, config[changing])} and {other}, which is not supported: {_FIX}"
+            )
     if config["lora_bias"] and (config["use_dora"] or config["use_bdlora"] is not None):
         raise UserError(f"{path} has lora_bias and {names[0]}, which is not supported: {_FIX}")
     if config["target_modules"] is None and not config["target_parameters"]:

@@ -21,9 +21,9 @@ from capibara.core import extras, limits, tree
 from capibara.core.types import Params, UserError
 from capibara.interop.hf import safetensors_header, tables
 from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.peft import ends, fields, variants
 from capibara.interop.peft import experts as peft_experts
 from capibara.interop.peft import modules as peft_modules
-from capibara.interop.peft import ends, fields, variants
 from capibara.interop.peft.modules import PARTS, PREFIX, Layer, Module, Values
 from capibara.interop.peft.variants import Weight
 from capibara.models import api
@@ -366,13 +366,16 @@ def _modules_of(saved: Iterable[str], rows: Sequence[Tensor]) -> list[str]:
     Raises:
       UserError: PEFT cannot name a module without others.
     """
-    modules = {re.sub(r"\.\d+\.", ".{}.", name.rpartition(".")[0]) for name in saved}
-    every = {re.sub(r"\{\w\}", "{}", row.name.rpartition(".")[0]) for row in rows}
-    found = set()
+    numbered = {re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(row.name)): row.name.rpartition(".")[0] for row in rows}
+    modules = {
+        next((module for pattern, module in numbered.items() if re.fullmatch(pattern, name)), name.rpartition(".")[0])
+        for name in saved
+    }
+    every, found = set(numbered.values()), set()
     for module in modules:
         parts, others = module.split("."), every - modules
         ways = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        end = next((way for way in ways if "{}" not in way and not any(x.endswith(way) for x in others)), None)
+        end = next((way for way in ways if "{" not in way and not any(x.endswith(way) for x in others)), None)
         if end is None:
             raise UserError(
                 f"PEFT cannot name {module} without others of its modules: add these to Lora.modules_to_save, or write the "
@@ -439,9 +442,7 @@ def read_config(folder: str) -> dict[str, Any]:
     return fields.read(folder)
 
 
-def _read_tensors(
-    folder: str, table: tables.Names, config: Mapping[str, Any]
-) -> tuple[Values, dict[str, str]]:
+def _read_tensors(folder: str, table: tables.Names, config: Mapping[str, Any]) -> tuple[Values, dict[str, str]]:
     """The tensors by names of the table: a module's with the suffix of its part, or a parameter's.
 
     Returns:
@@ -504,7 +505,9 @@ def _check_complete(
             module = name.removesuffix(".weight")
             missing = re.sub(r"\.\d+\.", ".{}.", module) in kinds and module + variants.A not in stored
             if missing and not fields.targets(module, config):
-                raise UserError(f"{folder} has no adapter of {module}, which target_modules names: copy the adapter again")
+                raise UserError(
+                    f"{folder} has no adapter of {module}, which target_modules names: copy the adapter again"
+                )
 
 
 def read_raw(folder: str) -> dict[str, np.ndarray]:

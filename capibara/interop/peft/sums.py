@@ -26,7 +26,6 @@ from capibara.interop.peft.modules import PARTS
 from capibara.interop.peft.sum_options import Combination, Sum
 from capibara.storage import partial
 
-
 _NOT_SUMMED = ("layer_replication", "use_bdlora", "lora_bias")
 
 
@@ -109,7 +108,9 @@ def _read(folder: str) -> _Read:
         a, b = (np.asarray(tensors[name + end], np.float32) for end in ends)
         module = name.removeprefix(peft.PREFIX)
         if len(a) != fields.rank_of(module, config):
-            raise UserError(f"{folder} has an adapter of {module} of rank {len(a)}, must be {fields.rank_of(module, config)}")
+            raise UserError(
+                f"{folder} has an adapter of {module} of rank {len(a)}, must be {fields.rank_of(module, config)}"
+            )
         modules[module] = a, b, fields.scale_of(module, config)
     if not modules:
         raise UserError(f"{folder} has no adapter: name one of PEFT")

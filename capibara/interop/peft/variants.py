@@ -35,7 +35,11 @@ def without_training(stored: Mapping[str, np.ndarray], config: Mapping[str, Any]
 
 
 def as_pairs(
-    stored: dict[str, np.ndarray], names: Mapping[str, str], config: Mapping[str, Any], weight: Weight | None, folder: str
+    stored: dict[str, np.ndarray],
+    names: Mapping[str, str],
+    config: Mapping[str, Any],
+    weight: Weight | None,
+    folder: str,
 ) -> dict[str, float]:
     """Replaces the adapters in `stored` by plain ones.
 
@@ -76,7 +80,9 @@ def as_pairs(
         if module + BIAS in stored:
             _add_bias(stored, module, scale, weight, folder)
         if changing:
-            a, b = _taken_from_base(_of_base(weight, module, config, changing, folder), len(stored[module + A]), scale, config)
+            a, b = _taken_from_base(
+                _of_base(weight, module, config, changing, folder), len(stored[module + A]), scale, config
+            )
             stored[module + A] = np.concatenate([stored[module + A], a])
             stored[module + B] = np.concatenate([stored[module + B], -b], axis=1)
             factors[module] = 2**0.5 if config["use_rslora"] else 2.0
@@ -90,12 +96,12 @@ def _check_rank(
     if ".experts" in module or found == rank:  # a layer's experts can be in one tensor, or several in one adapter
         return
     field = "r" if rank == config["r"] else "rank_pattern"
-    raise UserError(f"{folder} has {field} = {rank} for {name}, whose adapter is of rank {found}: copy the adapter again")
+    raise UserError(
+        f"{folder} has {field} = {rank} for {name}, whose adapter is of rank {found}: copy the adapter again"
+    )
 
 
-def _fill_blocks(
-    stored: dict[str, np.ndarray], module: str, name: str, config: Mapping[str, Any], folder: str
-) -> None:
+def _fill_blocks(stored: dict[str, np.ndarray], module: str, name: str, config: Mapping[str, Any], folder: str) -> None:
     count = config.get("nblocks") or 1
     lists = [config.get(f"target_modules_bd_{part}") or [] for part in "ab"]
     of_a, of_b = (any(pattern in name for pattern in patterns) for patterns in lists)
