@@ -55,6 +55,7 @@ __all__ = [
     "EncoderDecoderConfig",
     "Gemma3n",
     "Gemma3nConfig",
+    "Head",
     "LayerKind",
     "Lora",
     "Model",

@@ -185,12 +185,11 @@ def _stored(
     given = {module: value for module in modules if (value := stored.pop(f"{module}.weight", None)) is not None}
     saved = {module: value for module, value in given.items() if fields.saves(ends.name(module), config)}
     if _ties("modules_to_save", ends, config) and given:
-        return dict.fromkeys(modules, given.get(ends.head, given.get(ends.embedding)))
+        return dict.fromkeys(modules, given[ends.head if ends.head in given else ends.embedding])
     based = {module: value for module, value in given.items() if module not in saved}
-    if ends.tied:  # the last one that PEFT loads is in both
+    if ends.tied and len(saved) < len(modules):  # the last one that PEFT loads is in both
         base = based.get(ends.head, based.get(ends.embedding))
-        if base is None and len(saved) < len(modules):
-            base = weight(f"{ends.embedding}.weight")
+        base = weight(f"{ends.embedding}.weight") if base is None else base
         return {module: saved.get(module, base) for module in modules}
     return {module: given[module] if module in given else weight(f"{module}.weight") for module in modules}
 
@@ -203,7 +202,7 @@ def _deltas(stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, Any]
             product = stored.pop(module + b) @ stored.pop(module + a)
             products[module] = product.T if module == ends.embedding else product
     if products and not _ties("modules_to_save", ends, config) and _ties("target_modules", ends, config):
-        product = products.get(ends.head, products.get(ends.embedding))
+        product = products[ends.head if ends.head in products else ends.embedding]
         products = {ends.embedding: product, ends.head: product}
     return {module: np.float32(fields.scale_of(ends.name(module), config)) * x for module, x in products.items()}
 

@@ -298,7 +298,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
 
 def untied(model: Model) -> Model:
     """The model with a head of its own."""
-    return api.build(dataclasses.replace(model.config, head="separate"))
+    return api.build(dataclasses.replace(model.config, head=api.Head.SEPARATE))
 
 
 def _plain_shapes(model: Model) -> dict[str, Shape]:
@@ -475,7 +475,7 @@ def _check_targets(stored: Values, names: Mapping[str, str], config: Mapping[str
       UserError: it would ignore one.
     """
     for key in stored:
-        end = next((end for end in (variants.A, ends.EXTRA[0]) if key.endswith(end)), None)
+        end = next((end for end in (variants.A, ends.EXTRA[0]) if key.endswith(end)), "")
         module = names.get(key.removesuffix(end), "") if end else ""
         if not module or (config["target_parameters"] and ".experts" in module):
             continue
@@ -538,7 +538,9 @@ def _fill_magnitudes(stored: Values, rows: Sequence[Tensor], shapes: Mapping[str
     for row in rows:
         modules = [name.removesuffix(".weight") for name, _ in row.names(shapes)] if row.numbered == "l" else []
         like = next((module for module in modules if module + PARTS["magnitude"] in stored), None)
-        for module in modules if like is not None else ():
+        if like is None:
+            continue
+        for module in modules:
             if module + variants.A not in stored:
                 for part in (variants.A, variants.B):
                     stored[module + part] = np.zeros_like(stored[like + part])
@@ -591,8 +593,8 @@ def _read_module(row: Tensor, stored: Values, shapes: Mapping[str, Shape], alpha
 
 def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape], weight: Weight | None) -> Values:
     """Our parameters of a tensor that is trained in full in some layers; the base's in the others."""
-    for name, _ in row.names(shapes) if weight is not None else ():
-        if name not in stored:
+    for name, _ in row.names(shapes):
+        if weight is not None and name not in stored:
             value = weight(name)
             stored[name] = value if peft_modules.is_outputs_first(row) else value.T
     return _taken(row, "", stored, {path: shapes[path] for path in row.ours})
