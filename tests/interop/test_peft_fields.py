@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from capibara import config
-from capibara.cli import convert
+from capibara.cli import convert, merge
 from capibara.core import exits, tree
 from capibara.core.types import UserError
 from capibara.interop import open_model
@@ -326,3 +326,19 @@ def test_names_that_peft_takes_for_others_are_not_written(tmp_path):
     assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["modules_to_save"] == ["model.norm"]
     with pytest.raises(UserError, match=r"PEFT cannot name encoder.block.\{l\}.layer.0.layer_norm without others"):
         written("t5", tmp_path / "t5", targets=("query",), modules_to_save=("encoder/layers/attention_norm/scale",))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("modules_to_save:tied_embedding", "head"), ("layer_replication", "num_layers")]
+)
+def test_a_merge_does_not_take_another_model_for_the_base(name, field, tmp_path, capsys):
+    case = CASES[name]
+    base = saved_base(case["base"], tmp_path / "base")
+    changes = {"base_model_name_or_path": base} | ({"layer_replication": [[0, 1]]} if field == "num_layers" else {})
+    if field == "num_layers":
+        case = case | {"tensors": {key: x for key, x in case["tensors"].items() if ".layers.0." in key}}
+    folder = folder_of(case, tmp_path / "adapter", changes)
+    config.reset()
+    argv = [folder, base, "--method=linear", "--weights=0.5,0.5", f"--to={tmp_path}/new"]
+    assert exits.run_verb(merge.main, argv) == 2
+    assert f"adapter with which its base has another {field}" in capsys.readouterr().err

@@ -144,6 +144,13 @@ def read_whole(one: Described, target: str, runs: RunFolders, show: Show) -> For
     """Writes a run, or an adapter merged into its base, to a new folder in float32, to be read tensor by tensor."""
     show("reading", one.path)
     source = conversion.opened(one.path, one.base, runs)
+    if isinstance(source, OurModel) and one.base is not None:
+        for field in ("head", "num_layers"):
+            if getattr(source.model.config, field, None) != getattr(one.model.config, field, None):
+                raise UserError(
+                    f"{one.path} is an adapter with which its base has another {field}: write that model first, capibara "
+                    f"convert --from={one.path}, and name it"
+                )
     conversion.write(source, target, "hf", "f32", runs.save)
     return open_model.open_model(target)
 

@@ -193,7 +193,7 @@ FIELDS: dict[str, Field] = {
         "true, false, gaussian, eva, orthogonal, mica: no effect; pissa, olora: what PEFT takes from the base is taken; "
         "pissa_niter_N, corda, loftq, lora_ga: refused",
     ),
-    "layer_replication": _computed(RANGES, None, "by `convert` and `merge`, of decoders whose layers are alike"),
+    "layer_replication": _computed(RANGES, None, "by `convert`, of decoders whose layers are alike"),
     "use_bdlora": _computed(OBJECT, None, "block-diagonal matrices are filled up with zeros"),
     "kasa_config": _computed(OBJECT, None, "KaSA: the smallest singular values are taken from the base"),
     "monteclora_config": _ignored(OBJECT, None, f"noise {_TRAINING}"),
