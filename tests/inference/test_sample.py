@@ -100,6 +100,21 @@ def test_impossible_tokens_are_never_drawn():
         assert set(draws(masked, **{"temperature": 1.0, **limits}).tolist()) <= {0, 1}
 
 
+@pytest.mark.parametrize("distinct", [1, 2, 4, 12])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(distinct):
+    """Of equal probabilities too: a sort in float64 says how many, and top_p lies between two of its sums."""
+    rng = np.random.default_rng(distinct)
+    for _ in range(12):
+        logits = rng.choice(rng.normal(size=distinct), size=12).astype(np.float32)
+        p = np.exp(logits.astype(np.float64))
+        order = np.argsort(-p, kind="stable")
+        sums = np.concatenate([[0], np.cumsum(p[order] / p.sum())])
+        count = int(rng.integers(1, 8))
+        allowed = set(order[:count].tolist())
+        top_p = float((sums[count - 1] + sums[count]) / 2)
+        assert set(draws(logits, temperature=1.0, top_p=top_p).tolist()) == allowed, (logits, top_p)
+
+
 def test_every_row_has_its_own_settings():
     each = [dict(temperature=0), dict(top_k=3), dict(top_p=0.5, seed=5), dict(min_p=0.3), dict(seed=7), dict(seed=8)]
     each = [Sampling(**{"temperature": 1.0, **one}) for one in each]

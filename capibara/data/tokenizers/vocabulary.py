@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -27,8 +26,10 @@ from capibara.config import configurable
 from capibara.core import limits, user_modules
 from capibara.core.fields import short
 from capibara.core.types import UserError
+from capibara.data.tokenizers import decoding
 from capibara.data.tokenizers import limits as tokenizer_limits
 from capibara.data.tokenizers.files import (
+    CONFIG_FILE,
     FILES,
     GENERATION_FILE,
     OWN,
@@ -43,6 +44,7 @@ from capibara.data.tokenizers.files import (
     one_line,
     place_of,
     read_bytes,
+    read_json,
     special_tokens,
 )
 
@@ -113,7 +115,7 @@ class Vocabulary(abc.ABC):
       path_fields: fields whose values are paths; a run reads the copies in its folder if the originals are gone.
       size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
       extra_ids: number of ids without text that are added at the end; `size` includes them.
-      pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
+      pad_id, eos_id, bos_id: padding, end of a document, and its beginning (see `begin_ids`).
     """
 
     path_fields: ClassVar[tuple[str, ...]] = ()
@@ -131,6 +133,15 @@ class Vocabulary(abc.ABC):
 
         @property
         def bos_id(self) -> int: ...
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The ids before every text that a decoder reads; none if the tokenizer adds none."""
+        return (self.bos_id,)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The ids of a prompt for a decoder: those of its beginning and its text; the beginning token if there are none."""
+        return [*self.begin_ids, *self.encode(text)] or [self.bos_id]
 
     @property
     def size(self) -> int:
@@ -198,6 +209,14 @@ class Vocabulary(abc.ABC):
         """Text of `ids`, without special and unused ids; invalid UTF-8 becomes U+FFFD."""
         return self.bytes_of(ids).decode("utf-8", errors="replace")
 
+    def stream(self) -> decoding.TokenStream:
+        """Decodes tokens one by one: what it returns joins to the text of `decode`."""
+        return decoding.ByteStream(self.bytes_of)
+
+    def spelling(self, token: int) -> str:
+        """How the tokenizer spells an id that has no text, such as "</s>"; empty for other and unused ids."""
+        return ""
+
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`, without special and unused ids; a single id may be incomplete UTF-8."""
         pieces = self.pieces
@@ -211,11 +230,12 @@ class Vocabulary(abc.ABC):
         return lengths
 
     def fingerprint(self) -> str:
-        """A hash that changes if any id has other bytes."""
+        """A hash that changes if any id has other bytes, or if texts begin with other ids."""
         digest = hashlib.blake2b(digest_size=8)
         for piece in self.pieces:
             digest.update(len(piece).to_bytes(4, "little") + piece)
-        return f"{self.size}:{self.pad_id}:{self.eos_id}:{self.bos_id}:{digest.hexdigest()}"
+        begin = "" if self.begin_ids == (self.bos_id,) else f":{','.join(map(str, self.begin_ids))}"
+        return f"{self.size}:{self.pad_id}:{self.eos_id}:{self.bos_id}:{digest.hexdigest()}{begin}"
 
     @property
     @abc.abstractmethod
@@ -271,6 +291,9 @@ class ByteVocabulary(Vocabulary):
             for text in texts
         ]
 
+    def spelling(self, token: int) -> str:
+        return ("<pad>", "</s>", "<unk>")[token] if 0 <= token < self._OFFSET else ""
+
     @functools.cached_property
     def pieces(self) -> Sequence[bytes]:
         return [b""] * self._OFFSET + [bytes([i]) for i in range(256)]
@@ -283,6 +306,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     Attributes:
       path: the .model file, a folder with tokenizer.model or spiece.model, or a run folder with such a tokenizer.
+      add_bos_token: whether texts begin with the beginning token; None: as add_bos_token of tokenizer_config.json in the
+        folder says, or else they do.
       size_multiple: the size is rounded up to a multiple of this.
       extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
     """
@@ -290,6 +315,7 @@ class SentencePieceVocabulary(Vocabulary):
     path_fields = ("path",)
 
     path: str
+    add_bos_token: bool | None = None
     size_multiple: int = 128
     extra_ids: int = 0
 
@@ -338,13 +364,20 @@ class SentencePieceVocabulary(Vocabulary):
         bos = self.processor.bos_id()
         return bos if bos >= 0 else self.pad_id
 
+    @functools.cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        adds = self.add_bos_token
+        if adds is None:
+            adds = (read_json(os.path.join(folder_of(self.path), CONFIG_FILE)) or {}).get("add_bos_token")
+        return () if adds is False else (self.bos_id,)
+
     @property
     def mask_id(self) -> int:
         found = map(self.processor.piece_to_id, ("[MASK]", "<mask>"))
         return next((i for i in found if i != self.processor.unk_id()), None) or super().mask_id
 
     def encode(self, text: str) -> list[int]:
-        if _SPACE not in text:
+        if _SPACE not in text or self._adds_space:
             return self.processor.encode(text)
         # The model would read this character as a space: encode it as bytes instead, if the model has them.
         mark = [self._byte_ids[byte] for byte in _SPACE.encode() if byte in self._byte_ids]
@@ -354,15 +387,35 @@ class SentencePieceVocabulary(Vocabulary):
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if any(_SPACE in text for text in texts):
+        if any(_SPACE in text for text in texts) and not self._adds_space:
             return super().encode_batch(texts)
         return [np.asarray(ids, np.int32) for ids in self.processor.encode(list(texts), num_threads=1)]
 
     @functools.cached_property
+    def _adds_space(self) -> bool:
+        """Whether the model puts a space before a text, so that parts of one cannot be encoded on their own."""
+        return self.processor.encode("a", out_type=str)[0].startswith(_SPACE)
+
+    @functools.cached_property
     def _byte_ids(self) -> dict[int, int]:
         processor = self.processor
-        pieces = ((processor.id_to_piece(i), i) for i in range(len(processor)) if processor.is_byte(i))
-        return {int(piece[3:5], 16): i for piece, i in pieces if _BYTE_PIECE.fullmatch(piece)}
+        pieces = (
+            (decoding.byte_piece(processor.id_to_piece(i)), i) for i in range(len(processor)) if processor.is_byte(i)
+        )
+        return {byte: i for byte, i in pieces if byte is not None}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.processor.decode([i for i in map(int, ids) if self._is_decoded(i)])
+
+    def stream(self) -> decoding.TokenStream:
+        runs = frozenset(self._byte_ids.values())
+        return decoding.WindowStream(self.decode, self._is_decoded, decoding.Lookahead(runs))
+
+    def _is_decoded(self, token: int) -> bool:
+        return 0 <= token < len(self.processor)
+
+    def spelling(self, token: int) -> str:
+        return self.processor.id_to_piece(token) if self._is_decoded(token) and not self.pieces[token] else ""
 
     @functools.cached_property
     def pieces(self) -> Sequence[bytes]:
@@ -380,6 +433,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         files.special_tokens), or else one with a common name. If `path` is a file, only common names are tried. The same
         holds for the tokens below.
       bos_token: the beginning token; None: as for eos_token, or else the end token (as in GPT-2).
+      add_bos_token: whether texts begin with the beginning token; None: as the tokenizer.json says (its post-processor).
       pad_token: the padding token; None: as for eos_token, or else the end token.
       mask_token: the mask token of a masked language model; None: as for eos_token, or else an unused id.
       size_multiple: the size is rounded up to a multiple of this.
@@ -391,6 +445,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     path: str
     eos_token: str | None = None
     bos_token: str | None = None
+    add_bos_token: bool | None = None
     pad_token: str | None = None
     mask_token: str | None = None
     size_multiple: int = 128
@@ -436,6 +491,18 @@ class TokenizerJsonVocabulary(Vocabulary):
     def bos_id(self) -> int:
         found = self._special("bos_token", self.bos_token, ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"))
         return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        if self.add_bos_token is not None:
+            return (self.bos_id,) * self.add_bos_token
+        for text in ("a", "0", "."):
+            if plain := self.encode(text):
+                whole = self.tokenizer.encode(text).ids
+                starts = range(len(whole) - len(plain) + 1)
+                start = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+                return tuple(whole[:start])
+        return ()
 
     @functools.cached_property
     def pad_id(self) -> int:
@@ -509,27 +576,49 @@ class TokenizerJsonVocabulary(Vocabulary):
                 token["normalized"] = False  # search for it in the original text, with guards
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
+    def decode(self, ids: Iterable[int]) -> str:
+        with _panics_as_user_errors(self.path):
+            return self.tokenizer.decode([i for i in map(int, ids) if self._is_decoded(i)])
+
+    def stream(self) -> decoding.TokenStream:
+        if decoding.is_byte_level(self._parts["decoder"]):
+            return decoding.ByteStream(self.bytes_of)
+        return decoding.WindowStream(self.decode, self._is_decoded, self._lookahead)
+
+    def _is_decoded(self, token: int) -> bool:
+        return token in self._spelled and token not in self._special_ids
+
+    def spelling(self, token: int) -> str:
+        return self._spelled.get(token, "") if token in self._special_ids else ""
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Any]:
+        """The tokenizer.json, without its model."""
+        spec = json.loads(self.tokenizer.to_str())
+        return {name: part for name, part in spec.items() if name != "model"}
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(token["id"] for token in self._parts["added_tokens"] if token["special"])
+
+    @functools.cached_property
+    def _spelled(self) -> dict[int, str]:
+        """The token of every id, as the tokenizer.json spells it."""
+        tokens = {i: token for token, i in self.tokenizer.get_vocab(with_added_tokens=False).items()}
+        return tokens | {token["id"]: token["content"] for token in self._parts["added_tokens"]}
+
+    @functools.cached_property
+    def _lookahead(self) -> decoding.Lookahead:
+        return decoding.lookahead_of(self._parts["decoder"], self.tokenizer.get_vocab(with_added_tokens=True))
+
     @functools.cached_property
     def pieces(self) -> Sequence[bytes]:
-        tokenizer = self.tokenizer
-        spec = json.loads(tokenizer.to_str())
-        special = {token["id"] for token in spec.get("added_tokens", []) if token.get("special")}
-        added = {token["id"]: token["content"] for token in spec.get("added_tokens", [])}
-        byte_level = '"ByteLevel"' in json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
-        pieces = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
-        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
-            if i in special:
-                continue
-            if i in added:
-                pieces[i] = added[i].encode()
-            elif byte_level:
-                pieces[i] = bytes(_BYTE_OF_CHARACTER.get(c, 0x3F) for c in token)
-            elif _BYTE_PIECE.fullmatch(token):
-                pieces[i] = bytes([int(token[3:5], 16)])
-            elif token.startswith("##"):
-                pieces[i] = token[2:].encode()
-            else:
-                pieces[i] = token.replace(_SPACE, " ").encode()
+        decoder, special = self._parts["decoder"], self._special_ids
+        byte_level = '"ByteLevel"' in json.dumps([decoder, self._parts["pre_tokenizer"]])
+        pieces = [b""] * (max(self._spelled) + 1)
+        for i, token in self._spelled.items():
+            if i not in special:
+                pieces[i] = decoding.token_bytes(token, decoder, byte_level=byte_level)
         return pieces
 
 
@@ -540,24 +629,11 @@ def sentencepiece_pieces(processor: Any) -> list[bytes]:
         piece = processor.id_to_piece(i)
         if processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i):
             pieces.append(b"")
-        elif processor.is_byte(i) and _BYTE_PIECE.fullmatch(piece):
-            pieces.append(bytes([int(piece[3:5], 16)]))
+        elif processor.is_byte(i) and (byte := decoding.byte_piece(piece)) is not None:
+            pieces.append(bytes([byte]))
         else:
             pieces.append(piece.replace(_SPACE, " ").encode())
     return pieces
-
-
-def _byte_of_character() -> dict[str, int]:
-    # GPT-2's byte-level alphabet: printable Latin-1 is itself, the other bytes are U+0100 and up, in order.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
-
-
-_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _content(path: str, name: str) -> bytes:

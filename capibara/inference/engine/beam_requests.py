@@ -13,6 +13,7 @@ from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.inference.engine import beam_search
 from capibara.inference.engine.batching import bucket
+from capibara.inference.engine.faults import contained, is_of_request
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner import prefill, programs
 from capibara.inference.engine.stream import Decode, Finish, Piece
@@ -53,7 +54,7 @@ class BeamSearcher:
         if request in self._waiting:
             self._waiting.remove(request)
 
-    def run(self, params: Params) -> jax.Array | None:
+    def run(self, params: Params) -> list[jax.Array] | None:
         """Searches for the first similar requests and ends them; returns the tokens found, None if nothing waits."""
         if not self._waiting:
             return None
@@ -61,12 +62,27 @@ class BeamSearcher:
         assert how is not None, "only beam searches wait here"
         most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
         together = [request for request in self._waiting if request.sampling.beams == how][:most]
-        found = self._found(params, together, how, most)
-        for index, request in enumerate(together):
-            self._waiting.remove(request)
-            of_prompt = beam_search.BeamResults(*(x[index] for x in found))
-            _end(request, self._decodes(request, of_prompt), how)
-        return found.texts
+        tokens = self._search(params, together, how, most)
+        self._waiting = [request for request in self._waiting if request not in together]
+        return tokens
+
+    def _search(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> list[jax.Array]:
+        """Searches for requests together, or one by one if that fails, and ends them; returns the tokens found."""
+        try:
+            found = self._found(params, requests, how, rows)
+        except BaseException as error:
+            if not is_of_request(error):
+                raise
+            if len(requests) > 1 and not isinstance(error, UserError):  # that is the error of each
+                return [tokens for one in requests for tokens in self._search(params, [one], how, rows)]
+            for request in requests:
+                request.fail(error)
+            return []
+        for index, request in enumerate(requests):
+            with contained(request):
+                of_prompt = beam_search.BeamResults(*(x[index] for x in found))
+                _end(request, self._decodes(request, of_prompt), how)
+        return [found.texts]
 
     def _found(
         self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int

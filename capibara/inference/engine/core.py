@@ -12,6 +12,7 @@ from capibara.inference.engine.batching import EngineConfig
 from capibara.inference.engine.beam_requests import BeamSearcher
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
+from capibara.inference.engine.faults import contained
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.parameters import ServedParams, donated
 from capibara.inference.engine.request import Request
@@ -121,24 +122,28 @@ class EngineCore:
     def _search(self) -> bool:
         """Runs requested beam searches; returns whether there were any."""
         found = self._searcher.run(self.params.current)
-        if found is not None:
-            self.runner.checksum.add(found)
+        for tokens in found or ():
+            self.runner.checksum.add(tokens)
         return found is not None
 
     def _read_prompts(self) -> bool:
         """Reads parts of the prompts of admitted requests; returns whether there were any."""
         pending = self.prefill.pending
         for prefilled in self.prefill.run(self.params.current):
-            self._begin(prefilled)
+            with contained(prefilled.request):
+                self._begin(prefilled)
+        self.scheduler.free_failed()
         return pending
 
     def _refill(self) -> bool:
         """Rereads the last tokens of full rows, for one more token each; returns whether there were any."""
         full = [request for _, request in self.scheduler.active if request.row_length > self._length]
         for request in full:
-            tokens = request.tokens[-self._length :]
-            logits, row = self.prefill.extend(self.params.current, request, tokens, None, 0, len(tokens))
-            self._begin(Prefilled(request, row, logits))
+            with contained(request):
+                tokens = request.tokens[-self._length :]
+                logits, row = self.prefill.extend(self.params.current, request, tokens, None, 0, len(tokens))
+                self._begin(Prefilled(request, row, logits))
+        self.scheduler.free_failed()
         return bool(full)
 
     def _begin(self, prefilled: Prefilled) -> None:
@@ -146,7 +151,11 @@ class EngineCore:
         self._free(self.runner.admit(prefilled))
 
     def _decode(self, active: Sequence[tuple[int, Request]], count: int) -> None:
-        guesses = {slot: self._guess(request) for slot, request in active} if self._draft_tokens else {}
+        guesses: dict[int, list[int]] = {}
+        for slot, request in active if self._draft_tokens else ():
+            guesses[slot] = []
+            with contained(request):
+                guesses[slot] = self._guess(request)
         if any(guesses.values()):
             self._free(self.runner.verify(self.params.current, active, guesses))
         else:

@@ -57,7 +57,7 @@ class Request:
         ends: Sequence[int],
         likeliest: int = 0,
         encoder: Batch | None = None,
-        names: Mapping[int, bytes] | None = None,
+        names: Mapping[int, str] | None = None,
         submission: Submission,
         adapter: int = 0,
     ):
@@ -116,6 +116,12 @@ class Request:
         if rest := self._text.close():
             self.stream.put(Piece(rest, None))
         self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream with an error of this request; nothing that was read for it is kept."""
+        if not self.finished:
+            self.finished = self.cancelled = True
+            self.stream.fail(error)
 
     def _open_in_prompt(self) -> bool:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)

@@ -12,6 +12,7 @@ from capibara.inference.engine.batching import EngineConfig, bucket
 from capibara.inference.engine.beam_requests import BeamSearcher
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
+from capibara.inference.engine.faults import contained
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.prefill import PrefillQueue
@@ -101,8 +102,9 @@ class Scheduler:
         dropped += [request for request in self.slots if request is not None and request.number in numbers]
         for request in dropped:
             request.cancelled = True
-            if not request.finished:
-                request.finish(Finish.CANCELLED)
+            with contained(request):
+                if not request.finished:
+                    request.finish(Finish.CANCELLED)
             self._searcher.drop(request)
             self.free(request)
 
@@ -117,8 +119,16 @@ class Scheduler:
                     break
                 self.slots[slot] = self._waiting.popleft()
             request.slot, request.generation = slot, self._generation
-            self._runner.assign(slot, request)
-            self._prefill.add(request)
+            with contained(request):
+                self._runner.assign(slot, request)
+                self._prefill.add(request)
+        self.free_failed()
+
+    def free_failed(self) -> None:
+        """Frees the slots of requests that have failed."""
+        for request in self.slots:
+            if request is not None and request.finished:
+                self.free(request)
 
     def reserve(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
         """Allocates pages for the next `count` steps, for earlier requests first; returns remaining slots and steps.

@@ -111,7 +111,7 @@ def log_probability(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 
 def _likeliest(logits_BV: jax.Array, settings: Settings) -> jax.Array:
-    """The logits of the tokens that pass top_k and then top_p; -inf for the others."""
+    """The logits of the tokens that pass top_k, then those of the smallest set that reaches top_p; -inf for the others."""
     V = logits_BV.shape[-1]
     k_B = jnp.where(settings.top_k > 0, settings.top_k, V)
     # A token passes if fewer than k are likelier.
@@ -121,7 +121,14 @@ def _likeliest(logits_BV: jax.Array, settings: Settings) -> jax.Array:
     top_p_B = jnp.where(settings.top_p < 1, settings.top_p, jnp.inf)
     # A token passes if the likelier ones together are below top_p: the first always passes.
     mass = lambda larger: jnp.sum(jnp.where(larger, probability_BV, 0.0), axis=-1) < top_p_B  # noqa: E731
-    return jnp.where(_from_smallest(logits_BV, mass), logits_BV, -jnp.inf)
+    passes_BV = _from_smallest(logits_BV, mass)
+    # Of the least likely ones that pass, which are equal, only as many as the smallest set needs: the lowest ids.
+    least_B1 = jnp.min(jnp.where(passes_BV, logits_BV, jnp.inf), axis=-1, keepdims=True)
+    ties_BV = passes_BV & (logits_BV == least_B1)
+    above_B1 = jnp.sum(jnp.where(passes_BV & ~ties_BV, probability_BV, 0.0), axis=-1, keepdims=True)
+    before_BV = (jnp.cumsum(ties_BV, axis=-1, dtype=jnp.int32) - 1).astype(jnp.float32)
+    passes_BV &= ~ties_BV | (above_B1 + before_BV * probability_BV < top_p_B[:, None])
+    return jnp.where(passes_BV, logits_BV, -jnp.inf)
 
 
 def _from_smallest(x_BV: jax.Array, fits: Callable[[jax.Array], jax.Array]) -> jax.Array:

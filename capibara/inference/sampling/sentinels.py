@@ -14,9 +14,9 @@ _DIGITS = 9
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
-def names(vocabulary: Vocabulary) -> dict[int, bytes]:
+def names(vocabulary: Vocabulary) -> dict[int, str]:
     """The spelling of each sentinel, by id."""
-    return {token: b"<extra_id_%d>" % number for number, token in enumerate(vocabulary.sentinel_ids)}
+    return {token: f"<extra_id_{number}>" for number, token in enumerate(vocabulary.sentinel_ids)}
 
 
 def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:

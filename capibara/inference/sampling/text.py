@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
@@ -12,7 +11,8 @@ class TextStream:
     """Incremental decoding: the pieces concatenate to what `Vocabulary.decode` returns for all tokens.
 
     A character may take several tokens (an emoji in a byte-level vocabulary takes four): it is emitted with the last
-    one. Text that may be the beginning of a stop string is held back until that is decided.
+    one. Text that may be the beginning of a stop string is held back until that is decided. Stop strings also match
+    special tokens as the tokenizer spells them ("<|im_end|>"), which are no part of the text.
 
     Args:
       vocabulary: of the tokens.
@@ -23,36 +23,49 @@ class TextStream:
       stopped: whether a stop string occurred; the text ends before it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, bytes] | None = None):
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, str] | None = None):
         self._vocabulary, self._stop, self._names = vocabulary, tuple(stop), names or {}
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stream = vocabulary.stream()
         self._held = ""
+        self._hidden: set[int] = set()  # indices in what is held of the characters of special tokens
         self.stopped = False
 
     def feed(self, token: int) -> str:
         """The text that this token completes."""
-        spelled = self._names.get(token)
-        return self._take(self._decoder.decode(self._vocabulary.bytes_of([token]) if spelled is None else spelled))
+        if (name := self._names.get(token)) is not None:
+            return self._take(self._stream.close() + name)
+        if self._stop and (special := self._vocabulary.spelling(token)):
+            return self._take(self._stream.close(), special)
+        return self._take(self._stream.feed(token))
 
     def close(self) -> str:
         """The rest of the text after the last token; an incomplete character becomes U+FFFD."""
-        text = self._take(self._decoder.decode(b"", final=True))
-        if self.stopped:
-            return text
-        held, self._held = self._held, ""
-        return text + held
+        text = self._take(self._stream.close())
+        return text if self.stopped else text + self._release(len(self._held))
 
-    def _take(self, new: str) -> str:
+    def _take(self, new: str, special: str = "") -> str:
+        """Adds text, and the spelling of a special token after it; returns what no stop string can begin in."""
         if self.stopped:
             return ""
-        text = self._held + new
-        found = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+        start = len(self._held) + len(new)
+        self._held += new + special
+        self._hidden.update(range(start, start + len(special)))
+        found = [start for start in map(self._held.find, self._stop) if start >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_stop_prefix_length(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            self.stopped = True
+            text, self._held = self._release(min(found)), ""
+            return text
+        keep = max((_stop_prefix_length(self._held, stop) for stop in self._stop), default=0)
+        return self._release(len(self._held) - keep)
+
+    def _release(self, count: int) -> str:
+        """Takes the first characters of what is held; returns those of the text."""
+        text = self._held[:count]
+        if self._hidden:
+            text = "".join(character for index, character in enumerate(text) if index not in self._hidden)
+            self._hidden = {index - count for index in self._hidden if index >= count}
+        self._held = self._held[count:]
+        return text
 
 
 def _stop_prefix_length(text: str, stop: str) -> int:

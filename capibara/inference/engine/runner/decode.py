@@ -14,6 +14,7 @@ from capibara.core.types import Params
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.faults import contained
 from capibara.inference.engine.following import TokenChecksum
 from capibara.inference.engine.request import LIKELIEST, Request
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
@@ -163,7 +164,8 @@ class DecodeRunner:
             self._schedule.record(at_s, int(sampled.counts[0]))
             self.checksum.add(sampled.tokens)
             for row, request in rows:
-                _deliver(request, sampled, row)
+                with contained(request):
+                    _deliver(request, sampled, row)
                 if request.finished:
                     yield request
             self._pending.popleft()

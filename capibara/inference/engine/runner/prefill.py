@@ -12,6 +12,7 @@ from capibara.core.types import Params, PyTree
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
+from capibara.inference.engine.faults import contained, is_of_request
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner.programs import Programs
 
@@ -91,9 +92,12 @@ class PrefillQueue:
             row, known = self._part or (None, 0)
             tokens = first.tokens[: known + self._most]
             left -= bucket(len(tokens) - known, self._length)
-            logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
-            self._part = row, len(tokens)
-            if len(tokens) == len(first.tokens):
+            with contained(first):
+                logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
+                self._part = row, len(tokens)
+            if first.finished:
+                self.drop(first)
+            elif len(tokens) == len(first.tokens):
                 self._waiting.pop(0)
                 self._part = None
                 self._cache_prefix(first, row)
@@ -153,20 +157,35 @@ class PrefillQueue:
         return self.prefixes is not None and self.prefixes.find(request.tokens, request.adapter) is not None
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
-        size = bucket(len(group[0].tokens), self._length)
-        batch = self._batch(prompts, [request.tokens for request in prompts], size)
-        logits, rows = self._programs.prefill(params, batch)
         self._waiting = [request for request in self._waiting if request not in group]
-        read: list[tuple[Any, jax.Array]] = []
+        read = self._read_together(params, prompts)
+        for request in group:
+            index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
+            row = read[index]
+            if isinstance(row, BaseException):
+                request.fail(row)
+                continue
+            if request is not prompts[index]:
+                self._count_cached(request, len(request.tokens))
+            yield Prefilled(request, *row)
+
+    def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
+        """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
+        size = bucket(len(prompts[0].tokens), self._length)
+        try:
+            batch = self._batch(prompts, [request.tokens for request in prompts], size)
+            logits, rows = self._programs.prefill(params, batch)
+        except BaseException as error:
+            if not is_of_request(error):
+                raise
+            # One by one, to find out whose error it is.
+            return [error] if len(prompts) == 1 else [self._read_together(params, [one])[0] for one in prompts]
+        read: list[tuple[Any, jax.Array] | BaseException] = []
         for index, request in enumerate(prompts):
             row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(index))
             self._cache_prefix(request, row[0])
             read.append(row)
-        for request in group:
-            index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
-            if request is not prompts[index]:
-                self._count_cached(request, len(request.tokens))
-            yield Prefilled(request, *read[index])
+        return read
 
     def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
         beside = self._adapters.of([request.adapter for request in requests])
