@@ -71,6 +71,8 @@ def run(args: flags.Arguments) -> None:
     of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), chat.of_run(data) if args.chat else None
     config.check_used()
+    if lengths[1] is None and not args.chat and (note := vocabulary.beginning()):
+        print(f"note: {note}", file=sys.stderr)
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]

@@ -98,7 +98,7 @@ def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence
         return subject.chat.ids(text), subject.chat.ends
     if subject.trainer.dataset.encoder_length is not None:
         return text, ()
-    return [subject.vocabulary.bos_id, *subject.vocabulary.encode(text)], ()
+    return subject.vocabulary.prompt_ids(text), ()
 
 
 def ranked(
@@ -138,5 +138,6 @@ def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:
             yield Pair(prompt, vocabulary.encode(choice))
         else:
             # Tokenize both together, as in training: separately, words at the boundary may be split differently.
-            whole = [vocabulary.bos_id, *vocabulary.encode(item.prompt + task.before_choice + choice)]
+            begin = prompt[: len(prompt) - len(vocabulary.encode(item.prompt))]
+            whole = [*begin, *vocabulary.encode(item.prompt + task.before_choice + choice)]
             yield Pair(whole[: len(prompt)], whole[len(prompt) :])

@@ -42,15 +42,12 @@ class Harness:
       chat: put prompts into the model's chat template.
       system: the system message of the chat; None: none.
       num_fewshot: examples before each question; None: the task's own number.
-      begin_token: put the beginning token before every text that is not a chat, as in training here. Hugging Face's
-        tokenizers of some models (GPT-2, Qwen, SmolLM) do not add it, and their published results are without it.
       unsafe_code: run tasks that execute a model's programs (with the harness's own code, without our sandbox).
     """
 
     chat: bool = False
     system: str | None = None
     num_fewshot: int | None = None
-    begin_token: bool = True
     unsafe_code: bool = False
 
 
@@ -97,14 +94,14 @@ class CapibaraLM(TemplateLM):
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Encodes a text, including special tokens in it; adds the beginning token if it is missing and wanted."""
+        """Encodes a text, including special tokens in it; begins it as the tokenizer does, if that is missing and wanted."""
         if self._reads is not None:
             read = sentinels.ids_of(string, self._vocabulary)
             return read[:-1] if add_special_tokens is False else read
-        ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
-        begins = self._options.begin_token and not self._options.chat  # a chat template writes the beginning token
+        ids, begin = self._vocabulary.encode(string), list(self._vocabulary.begin_ids)
+        begins = not self._options.chat  # a chat template writes the beginning token
         with_begin = begins if add_special_tokens is None else add_special_tokens
-        return [begin, *ids] if with_begin and ids[:1] != [begin] else ids
+        return [*begin, *ids] if with_begin and ids[: len(begin)] != begin else ids
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations after their contexts."""

@@ -237,8 +237,10 @@ class _Asking:
 
     def _prompt(self, inputs: Sequence[int]) -> list[int]:
         """Inputs as in training: a decoder reads the beginning token first."""
-        begins = [] if self.subject.trainer.dataset.encoder_length is not None else [self.subject.vocabulary.bos_id]
-        prompt = [*begins, *map(int, inputs)]
+        vocabulary, reads = self.subject.vocabulary, self.subject.trainer.dataset.encoder_length is not None
+        prompt = [*(() if reads else vocabulary.begin_ids), *map(int, inputs)]
+        if not prompt and not reads:
+            prompt = [vocabulary.bos_id]
         if not prompt:
             raise UserError(f"SeqIO task {self.name!r} has an example without inputs, which an encoder-decoder needs")
         return prompt

@@ -13,6 +13,7 @@ import jax
 
 from capibara import config
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.files import MODEL_FILE, TOKENIZER_FILE
 from capibara.interop import gin_of, open_model
 from capibara.interop.hf import config as hf_config
@@ -172,6 +173,8 @@ def _foreign(
     trainer = config.build(Trainer)
     model = api.build(dataclasses.replace(trainer.model, lora=None))
     shardings = placed(trainer.plan, model)
+    if foreign.tokenizer:
+        model_rows.check_vocabulary(trainer.dataset.get_vocabulary(), model.config.vocab_size, path)
     params = open_model.load_params(foreign, model, shardings, dtype=jax.numpy.dtype(model.config.dtype))
     return trainer, LoadedModel(model, params, trainer.dataset, path, None, "stored", like=foreign.config)
 

@@ -70,7 +70,8 @@ def _windows(parts: Sequence[ShardPart], settings: CorpusPreparation) -> Iterato
     domains: dict[int, str] = {}
     tokens = 0
     for number, document, ids in _tokenized(parts, settings):
-        documents.append(packing.Document(ids, None, settings.vocabulary.bos_id, position=(number,)))
+        text = packing.Document.begun(ids, None, settings.vocabulary.begin_ids)
+        documents.append(text._replace(position=(number,)))
         tokens += len(ids)
         if document.domain:
             domains[number] = document.domain

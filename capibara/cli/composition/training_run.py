@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from capibara.core.multihost import joining
 from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
+    from capibara.data.dataset import Dataset
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -101,7 +103,7 @@ def run(
         judging.of_run(trainer, model),
     )
     notes = [
-        *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later))),
+        *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))),
         *run_folder.changes(trainer.model_dir),
     ]
     print(*(f"{line}\n" for line in notes if jax.process_index() == 0), sep="", end="")
@@ -116,6 +118,16 @@ def run(
         config=config.operative(),
         load=lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged"),
     )
+
+
+def _beginning(dataset: Dataset) -> list[str]:
+    """How texts begin, if the tokenizer decides it, and not a chat template or an encoder-decoder's inputs."""
+    rendered = getattr(dataset.source, "template", None) is not None
+    if rendered or dataset.vocabulary is None or dataset.encoder_length is not None:
+        return []
+    with contextlib.suppress(UserError):  # a tokenizer that cannot be read is an error of the checks that follow
+        return [note] if (note := dataset.vocabulary.beginning()) else []
+    return []
 
 
 def _of_devices(

@@ -112,9 +112,9 @@ class Assembler:
         if self.dataset.kind in (Kind.CAUSAL, Kind.PREFIX):
             prefix = 0
             if self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs):
-                prefix = len(inputs) + 1  # the beginning token comes before the inputs
-            ids, weights = self._joined(self._ended(ids), inputs)
-            return Document(ids, weights, self._vocabulary.bos_id, number, position=position, prefix=prefix)
+                prefix = len(inputs) + len(self._vocabulary.begin_ids)  # which come before the inputs
+            document = Document.begun(*self._joined(self._ended(ids), inputs), self._vocabulary.begin_ids)
+            return document._replace(domain=number, position=position, prefix=prefix)
         seeds = (self.dataset.seed, *position)
         if self.dataset.kind is Kind.MASKED:
             document = self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
@@ -234,7 +234,8 @@ class Assembler:
     def _masked(self, ids: np.ndarray, domain: int, seeds: tuple[int, ...]) -> Document:
         vocabulary = self._vocabulary
         special = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
-        if len(ids) and vocabulary.bos_id != vocabulary.pad_id and ids[0] != vocabulary.bos_id:
+        begins = vocabulary.bos_id in vocabulary.begin_ids and vocabulary.bos_id != vocabulary.pad_id
+        if len(ids) and begins and ids[0] != vocabulary.bos_id:
             ids = np.insert(ids, 0, np.int32(vocabulary.bos_id))  # BERT's [CLS]
         read, weights = self.dataset.masking.apply(
             ids, special=special, mask_id=vocabulary.mask_id, random_ids=self._text_ids, seeds=seeds

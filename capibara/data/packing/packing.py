@@ -58,6 +58,16 @@ class Document(NamedTuple):
     number: int = 0
     prefix: int = 0
 
+    @classmethod
+    def begun(cls, ids: np.ndarray, weights: np.ndarray | None, begin: Sequence[int]) -> Document:
+        """A text after the ids that begin it; without any, the text's first token is only an input."""
+        if len(begin) != 1:
+            weights = np.ones(len(ids), np.float32) if weights is None and begin else weights
+            weights = None if weights is None else np.concatenate([np.zeros(len(begin), np.float32), weights])[1:]
+            ids = np.concatenate([np.array(begin, np.int32), ids])
+            begin, ids = ids[:1], ids[1:]
+        return cls(ids, weights, int(begin[0]) if len(begin) else 0)
+
     def cut(self, start: int, stop: int | None = None) -> Document:
         """The document's tokens from `start` to `stop` as a document."""
         if not start and stop is None:

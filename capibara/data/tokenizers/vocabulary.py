@@ -139,6 +139,20 @@ class Vocabulary(abc.ABC):
         """The ids before every text that a decoder reads; none if the tokenizer adds none."""
         return (self.bos_id,)
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids that were added to the tokenizer: plain text never becomes one of them."""
+        return frozenset()
+
+    def beginning(self) -> str:
+        """How texts begin and what sets it, in one line; empty for a vocabulary without such a setting."""
+        name = "add_bos_token"
+        if name not in self.__dataclass_fields__:
+            return ""
+        begin = "".join(self.spelling(i) or f"token {i}" for i in self.begin_ids)
+        why = ", as the tokenizer says" if getattr(self, name) is None else ""
+        return f"texts begin with {begin or 'no beginning token'} ({type(self).__name__}.{name} = {getattr(self, name)}{why})"
+
     def prompt_ids(self, text: str) -> list[int]:
         """The ids of a prompt for a decoder: those of its beginning and its text; the beginning token if there are none."""
         return [*self.begin_ids, *self.encode(text)] or [self.bos_id]
@@ -600,6 +614,11 @@ class TokenizerJsonVocabulary(Vocabulary):
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(token["id"] for token in self._parts["added_tokens"] if token["special"])
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        plain = self.tokenizer.get_vocab(with_added_tokens=False).values()
+        return frozenset(token["id"] for token in self._parts["added_tokens"]) - frozenset(plain)
 
     @functools.cached_property
     def _spelled(self) -> dict[int, str]:

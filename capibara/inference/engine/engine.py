@@ -72,9 +72,14 @@ class Engine:
         self._core = EngineCore(model, *options)
         self._loop = EngineLoop(self._core)
         of_slots = vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters
-        self._inputs = InputProcessor(*of_slots)
+        self._inputs = InputProcessor(*of_slots, model.config.vocab_size)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the model's embedding: requests may have ids below it."""
+        return self._vocab_size
 
     @property
     def slots(self) -> int:

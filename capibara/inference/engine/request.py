@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.core.types import Batch, UserError
+from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import EngineConfig, WhenFull
@@ -119,9 +120,8 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream with an error of this request; nothing that was read for it is kept."""
-        if not self.finished:
-            self.finished = self.cancelled = True
-            self.stream.fail(error)
+        self.finished = self.cancelled = True
+        self.stream.fail(error)
 
     def _open_in_prompt(self) -> bool:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)
@@ -157,6 +157,7 @@ class InputProcessor:
       encoder_length: most tokens that an encoder reads; None: there is none.
       pages: shared by the slots; None: each slot has memory for its whole length.
       adapters: that requests may use.
+      rows: of the model's embedding.
     """
 
     def __init__(
@@ -167,7 +168,9 @@ class InputProcessor:
         encoder_length: int | None,
         pages: Pages | None,
         adapters: Adapters,
+        rows: int,
     ):
+        self._rows = rows
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._encoder_length, self._pages, self._adapters = encoder_length, pages, adapters
         self._names = None if encoder_length is None else sentinels.names(vocabulary)
@@ -203,7 +206,7 @@ class InputProcessor:
         """A request for the arguments of `Engine.submit`; `drive` is for its stream.
 
         Raises:
-          UserError: the prompt does not fit in a slot, or the adapter does not exist.
+          UserError: the prompt does not fit in a slot, a token has no row in the model, or the adapter does not exist.
         """
         vocabulary, encoder = self._vocabulary, None
         if self._encoder_length is not None:
@@ -211,9 +214,13 @@ class InputProcessor:
             encoder = sentinels.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)
             ids = [vocabulary.pad_id]
         else:
-            ids = [vocabulary.bos_id, *vocabulary.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+            ids = vocabulary.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("the prompt is empty, must have at least one token")
+        model_rows.check_ids(spelled if encoder else ids, self._rows, vocabulary, "the prompt")
+        if sampling.thinking_tokens is not None:
+            for tag in sampling.thinking_tags:
+                model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
         submission = Submission(spelled if encoder else ids, sampling, tuple(ends), likeliest, adapter)
         if self._config.when_full is WhenFull.SLIDE:
             ids = ids[-self._length :]

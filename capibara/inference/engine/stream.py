@@ -129,7 +129,7 @@ class Stream:
         self._pieces: list[Piece] = []
         self._end: Completion | BaseException | None = None
         self._began_s = time.monotonic()
-        self.cancelled = self._failed = False
+        self.cancelled = self._ended = False
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
@@ -209,6 +209,7 @@ class Stream:
 
     def _deliver(self, item: Item) -> None:
         with self._giving:
-            if not self._failed:
-                self._failed = isinstance(item, BaseException)
+            if not self._ended:
+                self._ended = isinstance(item, BaseException)
                 self._give(item)
+                self._ended = not isinstance(item, Piece)  # only then: if that raises, the error is delivered

@@ -5,9 +5,10 @@ Parameters beyond OpenAI's: top_k, min_p, repetition_penalty and thinking_tokens
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -16,6 +17,7 @@ from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Format, read_conversation
 from capibara.data.chat.template import TemplateFails
+from capibara.data.tokenizers import model_rows
 from capibara.inference.engine.request import LIKELIEST
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
@@ -308,15 +310,19 @@ def _is_id(value: object) -> bool:
 def _prompt_ids(prompt: str | list[int], served: Served) -> list[int]:
     vocabulary = served.vocabulary
     if isinstance(prompt, list):
-        wrong = next((token for token in prompt if not 0 <= token < vocabulary.size), None)
-        if wrong is not None:
-            raise Refusal(
-                400, f"prompt has token {short(wrong)}, must be from 0 to {vocabulary.size - 1}", param="prompt"
-            )
+        with _invalid_prompt():
+            model_rows.check_ids(prompt, served.engine.rows, vocabulary, "prompt")
         return prompt
+    with _invalid_prompt():
+        reads = served.encoder_length is not None
+        ids = sentinels.ids_of(prompt, vocabulary) if reads else vocabulary.prompt_ids(prompt)
+        model_rows.check_ids(ids, served.engine.rows, vocabulary, "prompt")
+    return ids
+
+
+@contextlib.contextmanager
+def _invalid_prompt() -> Iterator[None]:
     try:
-        if served.encoder_length is not None:
-            return sentinels.ids_of(prompt, vocabulary)
-        return [vocabulary.bos_id, *vocabulary.encode(prompt)]
+        yield
     except UserError as error:
         raise Refusal(400, str(error), param="prompt", code="invalid_value") from None

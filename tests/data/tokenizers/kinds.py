@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 
@@ -58,10 +59,7 @@ def _sentencepiece_like(byte_fallback: bool = True) -> Tokenizer:
     made.normalizer = normalizers.Replace(" ", MARK)
     special = SPECIAL + (BYTES if byte_fallback else [])
     made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
-    spec = made.to_str()
-    import json
-
-    values = json.loads(spec)  # the bytes are tokens of the model, not added ones
+    values = json.loads(made.to_str())  # the bytes are tokens of the model, not added ones
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] in SPECIAL]
     return Tokenizer.from_str(json.dumps(values))
 
@@ -128,8 +126,6 @@ def _unigram(scheme: str, byte_fallback: bool, mark: str = MARK) -> Tokenizer:
     pieces = SPECIAL + (BYTES if byte_fallback else [])
     trainer = trainers.UnigramTrainer(vocab_size=260, special_tokens=pieces, unk_token="<unk>", show_progress=False)
     made.train_from_iterator(CORPUS, trainer)
-    import json
-
     values = json.loads(made.to_str())
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] in SPECIAL]
     values["model"]["byte_fallback"] = byte_fallback
@@ -213,7 +209,7 @@ def accents_stripped() -> Tokenizer:
 def joined_and_replaced() -> Tokenizer:
     """Its text is only certain at the end: a pattern runs over the text of all tokens."""
     made = _sentencepiece_like()
-    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(Regex(f"{MARK}+"), " ")]
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(Regex(f"{MARK}[#.,v]"), "!")]
     made.decoder = decoders.Sequence(steps)
     return made
 
