@@ -71,8 +71,6 @@ def run(args: flags.Arguments) -> None:
     of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), chat.of_run(data) if args.chat else None
     config.check_used()
-    if lengths[1] is None and not args.chat and (note := vocabulary.beginning()):
-        print(f"note: {note}", file=sys.stderr)
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
@@ -81,6 +79,8 @@ def run(args: flags.Arguments) -> None:
     prompts = files.read_prompts(args.prompts, sampling, [*loaded.paths]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
+    if lengths[1] is None and not args.chat and (note := vocabulary.beginning()):
+        print(f"note: {note}", file=sys.stderr)
     with channel.leading(line, {"how": how}) as send:
         engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters)
         engine.lead(send)

@@ -68,7 +68,8 @@ class Generator:
         """
         length, encoder_length = self._lengths
         engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)
-        return engine.submit(prompt, self._sampling, ends=ends).result().text
+        result = engine.submit(prompt, self._sampling, ends=ends).result()
+        return result.lead + result.text
 
 
 def sampler(

@@ -223,6 +223,12 @@ class Vocabulary(abc.ABC):
         """Text of `ids`, without special and unused ids; invalid UTF-8 becomes U+FFFD."""
         return self.bytes_of(ids).decode("utf-8", errors="replace")
 
+    def gap(self, before: Sequence[int], after: Sequence[int]) -> str:
+        """The white space between two parts of a text that decoding each of them alone leaves out."""
+        both, first, second = map(self.decode, ([*before, *after], before, after))
+        middle = both.removeprefix(first).removesuffix(second)
+        return middle if middle.isspace() and first + middle + second == both else ""
+
     def stream(self) -> decoding.TokenStream:
         """Decodes tokens one by one: what it returns joins to the text of `decode`."""
         return decoding.ByteStream(self.bytes_of)

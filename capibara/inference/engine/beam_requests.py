@@ -145,16 +145,16 @@ def _decode(request: Request, tokens: list[int], score: float) -> Decode:
     for count, token in enumerate(tokens[:at], 1):
         pieces.append(text.feed(token))
         if text.stopped:
-            return Decode("".join(pieces), tuple(tokens[:count]), score, Finish.STOP)
+            return Decode("".join(pieces), tuple(tokens[:count]), score, Finish.STOP, request.lead(tokens[:count]))
     finish = Finish.LENGTH if at is None else Finish.STOP
-    return Decode("".join(pieces) + text.close(), tuple(tokens[:at]), score, finish)
+    return Decode("".join(pieces) + text.close(), tuple(tokens[:at]), score, finish, request.lead(tokens[:at]))
 
 
 def _end(request: Request, decodes: list[Decode], how: BeamSearch) -> None:
     """Passes the best texts to the request's stream."""
     best, text = decodes[-1], request.text_stream()
-    for token in best.tokens:
-        request.stream.put(Piece(text.feed(token), token))
+    for index, token in enumerate(best.tokens):
+        request.stream.put(Piece(text.feed(token), token, lead="" if index else best.lead))
     if rest := text.close():
         request.stream.put(Piece(rest, None))
     request.finished = True

@@ -64,6 +64,6 @@ class BestOf(Stream):
         best = each[order[-1]]
         for piece in best.pieces:
             self.put(piece)
-        decodes = [Decode(each[i].text, tuple(each[i].tokens), scores[i], each[i].finish) for i in order]
+        decodes = [Decode(each[i].text, tuple(each[i].tokens), scores[i], each[i].finish, each[i].lead) for i in order]
         kept = tuple(decodes[-self._sampling.num_return :])
         self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.end, best.end_drawn, kept)

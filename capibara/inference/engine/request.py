@@ -19,6 +19,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
 
 LIKELIEST = 20  # most likeliest tokens per piece
+_CONTEXT = 16  # tokens on both sides of the end of the prompt that decide about white space there
 
 
 class Request:
@@ -75,6 +76,7 @@ class Request:
         self.ends = frozenset(ends)
         self._of_text = vocabulary, sampling.stop, names
         self._text = self.text_stream()
+        self._has_text = False
         self._tags: tuple[list[int], list[int]] = ([], [])
         if sampling.thinking_tokens is not None:
             opened, closed = map(vocabulary.encode, sampling.thinking_tags)
@@ -103,7 +105,7 @@ class Request:
             return
         self.tokens.append(token)
         self.received += 1
-        self.stream.put(Piece(self._text.feed(token), token, log_probability, likeliest, drawn))
+        self._put(self._text.feed(token), token, log_probability, likeliest, drawn)
         if self._text.stopped:
             self.finish(Finish.STOP)
         elif self.received == self.limit:
@@ -115,12 +117,23 @@ class Request:
         """Ends the stream; `end` is the token that ended the text, `drawn` its log probability."""
         self.finished = True
         if rest := self._text.close():
-            self.stream.put(Piece(rest, None))
+            self._put(rest, None)
         self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
+
+    def _put(self, text: str, token: int | None, *rest: Any) -> None:
+        begins, self._has_text = bool(text) and not self._has_text, self._has_text or bool(text)
+        self.stream.put(Piece(text, token, *rest, lead=self.lead(self.tokens[self.prompt_tokens :]) if begins else ""))
+
+    def lead(self, tokens: Sequence[int]) -> str:
+        """The white space between the prompt and a text with these tokens that is in neither of them."""
+        before = self.tokens[: self.prompt_tokens][-_CONTEXT:]
+        return self._of_text[0].gap(before, tokens[:_CONTEXT])
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream with an error of this request; nothing that was read for it is kept."""
         self.finished = self.cancelled = True
+        if not isinstance(error, Exception):  # a panic of a library in Rust, which servers take for the process's end
+            error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
         self.stream.fail(error)
 
     def _open_in_prompt(self) -> bool:

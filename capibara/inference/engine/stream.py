@@ -30,6 +30,8 @@ class Piece:
       likeliest: (id, log probability) of the likeliest tokens, as many as requested.
       drawn: log probability under the distribution it was drawn from: after temperature, limits and penalty; 0 for
         greedy.
+      lead: white space between the prompt and a text that begins with this piece; tokenizers drop it at the beginning of
+        a text.
       at_s: time of arrival, by time.monotonic.
     """
 
@@ -38,6 +40,7 @@ class Piece:
     log_probability: float = 0.0
     likeliest: tuple[tuple[int, float], ...] = ()
     drawn: float = 0.0
+    lead: str = ""
     at_s: float = dataclasses.field(default_factory=time.monotonic, compare=False)
 
 
@@ -50,12 +53,14 @@ class Decode:
       tokens: its tokens, without the end token.
       score: its rank.
       finish: why it ended.
+      lead: white space between the prompt and the text, as in `Piece`.
     """
 
     text: str
     tokens: tuple[int, ...]
     score: float
     finish: Finish
+    lead: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +95,11 @@ class Completion:
     @property
     def tokens(self) -> list[int]:
         return [piece.token for piece in self.pieces if piece.token is not None]
+
+    @property
+    def lead(self) -> str:
+        """White space between the prompt and the text, as in `Piece`."""
+        return "".join(piece.lead for piece in self.pieces)
 
     @property
     def drawn(self) -> list[float]:

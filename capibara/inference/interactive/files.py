@@ -126,8 +126,8 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Se
 def shown(result: Completion, prompt: str) -> str:
     """A prompt with its text; if several texts were requested, one per line after its score."""
     if len(result.decodes) < 2:
-        return prompt + result.text
-    return "\n".join(f"{one.score:.6f}\t{prompt}{one.text}" for one in result.decodes)
+        return (prompt and prompt + result.lead) + result.text
+    return "\n".join(f"{one.score:.6f}\t{prompt and prompt + one.lead}{one.text}" for one in result.decodes)
 
 
 def complete(

@@ -190,6 +190,12 @@ def _check_arguments(value: dict[str, Any], param: str) -> None:
             )
 
 
+def quoted(message: str) -> str:
+    """An error's message that may quote the request, of which clients get back at most 200 characters."""
+    return message if len(message) <= _MOST_QUOTED else message[: _MOST_QUOTED - 3] + "..."
+
+
+_MOST_QUOTED = 200
 _brief = reprlib.Repr()
 _brief.maxstring = 200
 

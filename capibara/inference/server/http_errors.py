@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST_PARAM = 60
+_LONGEST_MESSAGE = 600  # of our own words and values, which are each shortened where they are quoted
+
 
 class Refusal(Exception):
     """An error response in the format of OpenAI's API; also ends a stream.
@@ -25,8 +28,10 @@ class Refusal(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
+        message = message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = param if param is None else param[:_LONGEST_PARAM]
         self.headers = headers or {}
 
     @property

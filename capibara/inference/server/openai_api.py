@@ -22,7 +22,7 @@ from capibara.inference.engine.request import LIKELIEST
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import bounds
-from capibara.inference.server.bounds import brief
+from capibara.inference.server.bounds import brief, quoted
 from capibara.inference.server.http_errors import Refusal
 from capibara.inference.server.service import RequestedText, Served, ServerConfig
 
@@ -31,6 +31,7 @@ T = TypeVar("T", bound="ApiRequest")
 _GREEDY_BELOW = 1e-4  # dividing the logits by less may overflow
 _SEEDS = 2**31
 _LONGEST_STOP = 1000
+_LONGEST_NAME = 60  # characters of a parameter's name in an error
 _OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
 # Unsupported parameters -> their values that request nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -140,7 +141,7 @@ def read(kind: type[T], body: bytes, most_tokens: int) -> T:
 
 
 def _explained(error: Any, kind: type[ApiRequest]) -> Refusal:
-    name = ".".join(map(str, error["loc"])) or "the body"
+    name = ".".join(map(str, error["loc"]))[:_LONGEST_NAME] or "the body"
     param = str(error["loc"][0]) if error["loc"] else None
     if error["type"] == "missing":
         return Refusal(400, f"{name} is missing", param=param, code="missing_required_parameter")
@@ -210,13 +211,13 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
         record = {"messages": request.messages, "tools": tools}
         conversation = read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
-        raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
+        raise Refusal(400, quoted(str(error)), param="messages", code="invalid_messages") from None
     except RecursionError:  # JSON within JSON
         raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
     try:
         text = talk.text_after(conversation, "the request")
     except UserError as error:  # its message may have local paths, which clients must not see
-        why = f": {error.why}" if isinstance(error, TemplateFails) else ""
+        why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
     bounds.check_characters(len(text), served, config, "messages", own=True)
     ids = talk.ids_of(text)
@@ -325,4 +326,4 @@ def _invalid_prompt() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise Refusal(400, str(error), param="prompt", code="invalid_value") from None
+        raise Refusal(400, quoted(str(error)), param="prompt", code="invalid_value") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -39,6 +40,7 @@ from capibara.inference.server.service import (
 )
 from capibara.inference.server.visitors import Guarded, Visitors
 
+_log = logging.getLogger("uvicorn.error")  # where errors of whole responses go
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499  # nginx's status for it; only metrics see it
 _DISCARDED = 8  # times the largest body: the most that is read and discarded, so that the client reads the error
@@ -253,8 +255,8 @@ async def _events(answers: Answers, reply: Reply) -> AsyncIterator[str]:
     except Refusal as refusal:
         yield _event(refusal.body)
     except Exception as error:
+        _log.error("A stream of texts ended with an error", exc_info=error)  # raising it would cut the response off
         yield _event(_fault(error).body)
-        raise
     yield "data: [DONE]\n\n"
 
 
@@ -271,13 +273,13 @@ async def _refused(_: Request, refusal: Exception) -> Response:
 
 
 async def _invalid_request(_: Request, error: Exception) -> Response:
-    return JSONResponse(Refusal(400, str(error), code="invalid_value").body, 400)
+    return JSONResponse(Refusal(400, bounds.quoted(str(error)), code="invalid_value").body, 400)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     refusal = Refusal(
-        error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}", code="no_such_url"
+        error.status_code, f"{request.method[:20]} {request.scope['path'][:160]}: {error.detail}", code="no_such_url"
     )
     return JSONResponse(refusal.body, error.status_code, error.headers)
 

@@ -42,7 +42,7 @@ class Reply(abc.ABC):
     def whole(self, completions: Sequence[Completion]) -> Json:
         """The complete response."""
         choices = [
-            self._choice(index, completion.text, completion.pieces, str(completion.finish))
+            self._choice(index, self._text_of(completion), completion.pieces, str(completion.finish))
             for index, completion in enumerate(completions)
         ]
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
@@ -54,7 +54,7 @@ class Reply(abc.ABC):
     def piece(self, index: int, piece: Piece) -> Json | None:
         """The chunk for one piece of a text; None: the piece adds nothing yet."""
         named = self._names_tokens and piece.token is not None
-        return self._chunk(index, piece.text, [piece], None) if piece.text or named else None
+        return self._chunk(index, self._text_of(piece), [piece], None) if piece.text or named else None
 
     def end(self, index: int, completion: Completion) -> Json:
         """The last chunk of a text."""
@@ -69,6 +69,9 @@ class Reply(abc.ABC):
     @property
     def _names_tokens(self) -> bool:
         return False
+
+    def _text_of(self, part: Piece | Completion) -> str:
+        return part.text
 
     @abc.abstractmethod
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
@@ -108,6 +111,9 @@ class CompletionReply(Reply):
         self._offsets = [0] * len(asks)
         self._echoed = [served.vocabulary.decode(ask.ids) if request.echo else "" for ask in asks]
 
+    def _text_of(self, part: Piece | Completion) -> str:
+        return part.lead + part.text  # it continues the prompt
+
     def begin(self) -> list[Json]:
         return [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]
 
@@ -130,7 +136,7 @@ class CompletionReply(Reply):
                 best = {_named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
                 found["top_logprobs"].append({token: max(_LEAST_LOGPROB, value) for token, value in best.items()})
                 found["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(piece.text)
+            self._offsets[index] += len(self._text_of(piece))
         return found
 
 
@@ -172,10 +178,10 @@ class ChatReply(Reply):
         }
 
     def _token(self, token: int, log_probability: float) -> Json:
-        vocabulary = self._served.vocabulary
+        spelled = self._served.vocabulary.bytes_of([token])
         return {
-            "token": _spelled(vocabulary, token),
-            "bytes": [*vocabulary.bytes_of([token])],
+            "token": spelled.decode("utf-8", "replace") or _without_text(self._served.vocabulary, token),
+            "bytes": [*spelled] or None,
             "logprob": max(_LEAST_LOGPROB, log_probability),
         }
 
@@ -184,10 +190,11 @@ def _named(vocabulary: Vocabulary, token: int) -> str:
     """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name."""
     spelled = vocabulary.bytes_of([token])
     try:
-        return spelled.decode()
+        return spelled.decode() or _without_text(vocabulary, token)
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def _spelled(vocabulary: Vocabulary, token: int) -> str:
-    return vocabulary.decode([token])
+def _without_text(vocabulary: Vocabulary, token: int) -> str:
+    """The spelling of a special token, or the id of one that the tokenizer does not have."""
+    return vocabulary.spelling(token) or f"<id {token}>"

@@ -114,11 +114,11 @@ def test_a_completion_is_the_engines(running, served):
     (choice,) = found.choices
     assert (choice.text, choice.finish_reason) == (want.text, want.finish) and len(want.text) > 3
     assert (found.model, found.object, found.id[:5]) == ("tiny", "text_completion", "cmpl-")
-    assert found.usage.prompt_tokens == 10 and found.usage.completion_tokens == len(want.tokens)
-    assert found.usage.total_tokens == 10 + len(want.tokens)
+    assert found.usage.prompt_tokens == 9 and found.usage.completion_tokens == len(want.tokens)
+    assert found.usage.total_tokens == 9 + len(want.tokens)
     echoed = running.client().completions.create(prompt="The river", echo=True, **GREEDY)
     assert echoed.choices[0].text == "The river" + want.text
-    ids = [served.vocabulary.bos_id, *served.vocabulary.encode("The river")]
+    ids = served.vocabulary.encode("The river")  # its tokenizer.json adds no beginning token
     assert running.client().completions.create(prompt=ids, **GREEDY).choices[0].text == want.text
 
 
@@ -127,7 +127,7 @@ def test_many_prompts_and_texts_come_in_their_order(running, served):
     found = running.client().completions.create(prompt=["a", "b"], **asked)
     want = [expected(served, prompt, temperature=1.5, seed=7 + k).text for prompt in ("a", "b") for k in range(3)]
     assert [choice.text for choice in found.choices] == want and len(set(want)) == 6
-    assert found.usage.prompt_tokens == 4
+    assert found.usage.prompt_tokens == 2
     chunks = list(running.client().completions.create(prompt=["a", "b"], stream=True, **asked))
     texts = [""] * 6
     for chunk in chunks:
@@ -210,9 +210,9 @@ def test_stop_strings_and_our_own_parameters(running, served):
     assert text_after == expected(served, "<think>a", max_new_tokens=30, thinking_tokens=2).text
     assert "</think>" in text_after[:12]
     assert running.client().completions.create(prompt="a", model="tiny").usage.completion_tokens <= 8
-    greedy = dict(GREEDY, temperature=2.0)
+    greedy, text = dict(GREEDY, temperature=2.0), expected(served, "The river").text
     for near in ({"temperature": 1e-30}, {"top_p": 0}):
-        assert running.client().completions.create(prompt="The river", **greedy | near).choices[0].text == text[:12]
+        assert running.client().completions.create(prompt="The river", **greedy | near).choices[0].text == text
 
 
 def test_models_are_listed(running):
@@ -232,9 +232,9 @@ REFUSED = {
     "an empty list": ({"prompt": []}, "prompt", "must be a string, a list"),
     "a token that is not there": ({"prompt": [5, 10**12]}, "prompt", "must be from 0 to 259"),
     "a negative token": ({"prompt": [-1]}, "prompt", "must be from 0 to 259"),
-    "a prompt too long": ({"prompt": "x" * 300}, "prompt", "has 301 tokens, must have at most 256"),
-    "too many tokens": ({"prompt": "abc", "max_tokens": 254}, "max_tokens", "at most 253"),
-    "tokens beyond number": ({"prompt": "abc", "max_tokens": 10**30}, "max_tokens", "at most 253"),
+    "a prompt too long": ({"prompt": "x" * 300}, "prompt", "has 300 tokens, must have at most 256"),
+    "too many tokens": ({"prompt": "abc", "max_tokens": 255}, "max_tokens", "at most 254"),
+    "tokens beyond number": ({"prompt": "abc", "max_tokens": 10**30}, "max_tokens", "at most 254"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     "a string for a number": ({"prompt": "a", "temperature": "0.5"}, "temperature", "should be a valid number"),
     "a truth for a number": ({"prompt": "a", "n": True}, "n", "should be a valid integer"),

@@ -162,6 +162,8 @@ class PrefillQueue:
         for request in group:
             index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
             row = read[index]
+            if isinstance(row, BaseException) and request is not prompts[index]:
+                (row,) = self._read_together(params, [request])
             if isinstance(row, BaseException):
                 request.fail(row)
                 continue

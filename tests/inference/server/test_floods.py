@@ -1,0 +1,148 @@
+"""Requests that raise inside the engine, and requests that are all wrong: others are answered, and little is echoed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from capibara.inference.engine.request import Request
+from capibara.inference.engine.runner import decode, prefill
+from capibara.inference.sampling.text import TextStream
+from tests.inference.server.test_server import GREEDY, Running
+
+STOP = "\x07planted"
+
+
+@pytest.fixture(scope="module")
+def running(served):
+    with Running(served) as running:
+        yield running
+
+
+def asked(prompt="The river", **options):
+    return json.dumps({"prompt": prompt, **GREEDY, **options})
+
+
+def is_bad(request):
+    return STOP in request.sampling.stop
+
+
+FAULTS = {
+    "prefill": (prefill, "batch_of", lambda requests, *_: any(map(is_bad, requests))),
+    "sampling": (decode, "settings_of", lambda samplings: STOP in samplings[0].stop),
+    "decoding": (Request, "receive", lambda request, *_: is_bad(request) and request.received == 2),
+    "detokenizing": (TextStream, "feed", lambda stream, *_: STOP in stream._stop),
+    "the end of a text": (TextStream, "close", lambda stream: STOP in stream._stop),
+}
+
+
+def flood(running, count):
+    """Statuses of `count` good requests, and of as many whose handling raises, whole or streamed."""
+
+    def send(number):
+        if number % 2:
+            return running.http("POST", "/v1/completions", asked("Planted", stop=[STOP], stream=number % 4 == 1))[:2]
+        return running.http("POST", "/v1/completions", asked())[:2]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(send, range(2 * count)))
+    return answers[::2], answers[1::2]
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("count", [8, pytest.param(400, marks=pytest.mark.heavy)])
+def test_a_flood_of_requests_that_raise_leaves_the_others_alone(running, served, monkeypatch, where, count):
+    want = json.loads(running.http("POST", "/v1/completions", asked())[1])["choices"]
+    owner, name, concerns = FAULTS[where]
+    real = getattr(owner, name)
+
+    def planted(*args, **kwargs):
+        if concerns(*args):
+            raise FloatingPointError("planted")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, planted)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "disabled", True)  # pytest keeps what is logged
+    sizes = []
+    for _ in range(3):
+        good, bad = flood(running, count)
+        for status, body in good:
+            assert status == 200 and json.loads(body)["choices"] == want
+        for index, (status, body) in enumerate(bad):  # a stream has begun with 200, and ends with the error
+            assert status == (200 if not index % 2 else 500) and b"internal error (FloatingPointError)" in body
+        assert running.http("GET", "/health")[0] == 200
+        gc.collect()
+        kept = sum(isinstance(one, Request) for one in gc.get_objects())
+        sizes.append((kept, len(jax.live_arrays()), served.engine.load, running.service.texts))
+    assert sizes[-1] == sizes[0] and sizes[-1][2:] == ((0, 0), 0)
+
+
+LONG = "Q" * 5000
+WRONG = {
+    "an unknown parameter": asked(**{LONG: 1}),
+    "an unknown option of streams": asked(stream=True, stream_options={LONG: 1}),
+    "model": asked(model=LONG),
+    "a number": asked(temperature=LONG),
+    "an integer": asked(seed=LONG),
+    "a number with many digits": asked(max_tokens=0).replace('"max_tokens": 0', f'"max_tokens": {"7" * 4000}'),
+    "stop": asked(stop=[LONG]),
+    "a stop that is no text": asked(stop={LONG: LONG}),
+    "prompt": asked(prompt={LONG: LONG}),
+    "prompts": asked(prompt=[LONG, 1]),
+    "ids": asked(prompt=[1, 2, LONG]),
+    "an id with many digits": asked(prompt=[7]).replace("[7]", f"[{'7' * 4000}]"),
+    "a prompt that is too long": asked(prompt=LONG),
+    "no JSON": LONG,
+    "a text alone": json.dumps(LONG),
+    "JSON with an end": asked() + LONG,
+    "tool_choice": {"tool_choice": LONG},
+    "a role": {"messages": [{"role": LONG, "content": "a"}]},
+    "a role that a template rejects": {"messages": [{"role": "Q" * 250, "content": "a"}]},
+    "a message": {"messages": [LONG]},
+    "a message's parameter": {"messages": [{"role": "user", "content": "a", LONG: LONG}]},
+    "content": {"messages": [{"role": "user", "content": {LONG: LONG}}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": LONG, "text": "a"}]}]},
+    "tool calls": {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": LONG, "arguments": LONG}}]}]
+    },
+    "tools": {"tools": [{"type": LONG, "function": LONG}]},
+    "tools without a function": {"tools": [LONG]},
+    "response_format": {"response_format": {"type": LONG}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_at_most_200_characters_of_a_request_come_back(running, name):
+    body, path = WRONG[name], "/v1/completions"
+    if isinstance(body, dict):
+        path, about = "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+        body = json.dumps(about | body)
+    status, answer, _ = running.http("POST", path, body)
+    assert 400 <= status < 500, answer[:300]
+    assert sum(map(len, re.findall(rb"Q{5,}|7{5,}", answer))) <= 200, answer
+
+
+@pytest.mark.parametrize(
+    "method, path, headers",
+    [
+        ("GET", f"/{LONG}", {}),
+        ("Q" * 900, "/v1/models", {}),
+        ("GET", f"/v1/models/{LONG}", {}),
+        ("POST", "/v1/completions", {"Content-Type": LONG}),
+        ("GET", "/v1/models", {"Host": LONG}),
+        ("GET", "/v1/models", {"Origin": f"https://{LONG}"}),
+        ("OPTIONS", "/v1/models", {"Origin": "http://localhost", "Access-Control-Request-Method": LONG}
+         | {"Access-Control-Request-Headers": LONG}),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_at_most_200_characters_of_a_request_line_and_headers_come_back(running, method, path, headers):
+    status, answer, found = running.http(method, path, None, headers)
+    everything = answer + str(found).encode()
+    assert sum(map(len, re.findall(rb"Q{5,}", everything))) <= 200, (status, everything)
