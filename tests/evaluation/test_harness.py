@@ -171,8 +171,6 @@ def test_mistakes(subject, tmp_path):
 
 
 def test_begin_tokens(subject):
-    bare = CapibaraLM(subject, Harness(begin_token=False))
-    assert bare.tok_encode("a") == [100] and bare.tok_encode("a", add_special_tokens=True) == [0, 100]
     chat = CapibaraLM(subject, Harness(chat=True))
     assert chat.tok_encode("a") == [100] and chat.tok_encode("a", add_special_tokens=True) == [0, 100]
     with_begin = CapibaraLM(subject)

@@ -431,7 +431,7 @@ def test_other_vocabularies_cannot_read_templates():
 def spaces_as_marks(kind: str):
     """A tokenizer that writes spaces as ▁, as Llama 2 does: by its normalizer, or before it cuts text into words."""
     import tokenizers
-    from tokenizers import models, normalizers, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     if kind == "normalizer":
@@ -440,6 +440,7 @@ def spaces_as_marks(kind: str):
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     fallback = [f"<0x{i:02X}>" for i in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *fallback])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.train_from_iterator("It is 4. [INST] What is 2+2? [/INST] 6, of course".split() * 5, trainer)
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]

@@ -80,7 +80,8 @@ def test_a_flood_of_requests_that_raise_leaves_the_others_alone(running, served,
         gc.collect()
         kept = sum(isinstance(one, Request) for one in gc.get_objects())
         sizes.append((kept, len(jax.live_arrays()), served.engine.load, running.service.texts))
-    assert sizes[-1] == sizes[0] and sizes[-1][2:] == ((0, 0), 0)
+    assert max(kept for kept, *_ in sizes) <= 4 < count  # those that local variables hold
+    assert sizes[-1][1] <= sizes[0][1] and sizes[-1][2:] == ((0, 0), 0)
 
 
 LONG = "Q" * 5000
