@@ -32,7 +32,7 @@ def fed(vocabulary, ids, stop):
 def test_a_stop_string_ends_the_text_where_it_is_spelled(vocabulary):
     """Any part of the text with its special tokens spelled: the text is what is before it, without special tokens."""
     rng, special = random.Random(0), 0
-    for text in kinds.texts(60, seed=3):
+    for text in kinds.texts(120, seed=3):
         ids = vocabulary.encode(text + "<|im_end|> and</tool_call>x")
         whole, shown, before = "", [], ""
         for end in range(1, len(ids) + 1):

@@ -12,7 +12,6 @@ from capibara.data.chat import template_process
 from capibara.data.tokenizers.files import (
     CONFIG_FILE,
     MAP_FILE,
-    TEMPLATE_FILE,
     TOKENIZER_FILE,
     folder_of,
     is_folder,
@@ -20,6 +19,7 @@ from capibara.data.tokenizers.files import (
     one_line,
     read_json,
     special_tokens,
+    template_paths,
 )
 
 _NAMED = ("name", "template")
@@ -89,11 +89,12 @@ class TemplateFiles:
             if "{" in self._template:
                 return {"default": ("ChatTemplate.template", self._template)}
             return {"default": (self._template, _read(local(self._template), "ChatTemplate.template"))}
-        path = os.path.join(self._folder, TEMPLATE_FILE)
-        if os.path.isfile(path):
-            return {"default": (path, _read(path, TEMPLATE_FILE))}
+        if paths := template_paths(self._folder):
+            return {name: (path, _read(path, os.path.basename(path))) for name, path in paths.items()}
         path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
         templates = found.get("chat_template")
+        if isinstance(templates, dict):
+            templates = [{"name": name, "template": text} for name, text in templates.items()]
         if isinstance(templates, str):
             return {"default": (f"the template of {path}", templates)}
         if isinstance(templates, list) and templates:

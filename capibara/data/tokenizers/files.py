@@ -17,6 +17,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"  # special tokens of older tokenizers
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # folder of further templates, NAME.jinja
 GENERATION_FILE = "generation_config.json"  # end tokens and sampling options
 MODEL_FILE = "config.json"  # config of a transformers model; its token ids are used if there is no GENERATION_FILE
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
@@ -27,6 +28,7 @@ FILES = (
 )  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_ENDS = 1024
+_MOST_TEMPLATES = 64
 OWN = "tokenizer"  # folder in a run folder: the run's tokenizer
 ORIGIN = "origin"  # folder in a run folder: files that came with the pretrained weights
 PATHS = "paths.json"  # file in a run folder: {path in the Gin configuration: path of the copy in the run folder}
@@ -54,7 +56,8 @@ def local(path: str) -> str:
     if any(entry.url == remote.address(path) for entry in remote.listed(path)):  # a file, not a folder
         folder, _, name = path.rpartition("/")
         return os.path.join(copies.local_folder(folder, {name, *FILES}), name)
-    return copies.local_folder(path, {*FILES, *(f"{OWN}/{name}" for name in FILES)})
+    further = {f"{TEMPLATES}/{entry.url.rpartition('/')[2]}" for entry in remote.listed(f"{path}/{TEMPLATES}/*.jinja")}
+    return copies.local_folder(path, {*FILES, *further, *(f"{OWN}/{name}" for name in FILES)})
 
 
 def is_folder(tokenizer: str) -> bool:
@@ -87,14 +90,50 @@ def file_of(tokenizer: str, *names: str) -> str:
 
 
 def carried(folder: str) -> dict[str, bytes]:
-    """The contents of a folder's tokenizer files, by name; config.json's token ids become a generation_config.json."""
+    """The contents of a folder's tokenizer files, by name.
+
+    config.json's token ids become a generation_config.json, and several templates a list in tokenizer_config.json.
+    """
     files = {}
     for name in FILES:
         with contextlib.suppress(FileNotFoundError):
             files[name] = limits.read(limits.own_file(folder, name))
+    if several := _named_templates(folder, files):
+        files.pop(TEMPLATE_FILE, None)  # it would be the only one
+        files |= several
     if GENERATION_FILE not in files and (made := generation(read_json(os.path.join(folder, MODEL_FILE)) or {})):
         files[GENERATION_FILE] = made
     return files
+
+
+def template_paths(folder: str) -> dict[str, str]:
+    """The paths of a folder's files with chat templates by the templates' names, as transformers 5 saves them.
+
+    Raises:
+      UserError: there are too many.
+    """
+    default, further = os.path.join(folder, TEMPLATE_FILE), os.path.join(folder, TEMPLATES)
+    paths = {"default": default} if os.path.isfile(default) else {}
+    if os.path.isdir(further):
+        names = sorted(name for name in os.listdir(further) if name.endswith(".jinja"))
+        if len(names) > _MOST_TEMPLATES:
+            raise UserError(f"{further} has {len(names)} templates, must have at most {_MOST_TEMPLATES}: remove some")
+        paths |= {name.removesuffix(".jinja"): os.path.join(further, name) for name in names}
+    return paths
+
+
+def _named_templates(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A tokenizer_config.json with all templates of a folder; empty if there are no further ones beside the default."""
+    paths = template_paths(folder)
+    if not paths.keys() - {"default"}:
+        return {}
+    texts = {name: limits.read(limits.own_file(folder, os.path.relpath(path, folder))) for name, path in paths.items()}
+    try:
+        each = [{"name": name, "template": text.decode()} for name, text in texts.items()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"a chat template of {folder} is not text in UTF-8 ({error}): convert it") from None
+    config = {**(limits.parse_json(files[CONFIG_FILE]) if CONFIG_FILE in files else {}), "chat_template": each}
+    return {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def beside(tokenizer: str) -> dict[str, bytes]:
