@@ -122,6 +122,7 @@ def render_example(
     chosen = _counting(conversation, train_on, where)
     conversation = template.guarded(conversation)
     rendered = template.render(conversation, where, guard=False)
+    template.dropped_parts.check(conversation, rendered.text, where)
     if train_on is TrainOn.ALL:
         ranges = [(0, len(rendered.text))]
     else:

@@ -265,7 +265,8 @@ def _message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
         shown = _keys(value) if isinstance(value, Mapping) else _short(value)
         raise UserError(f"{where} must have role and content, or from and value (it has: {shown})")
-    role = value["role"] if "role" in value else value["from"]
+    value = {key: item for key, item in value.items() if item is not None}  # Arrow fills in the keys of other messages
+    role = value["role"] if "role" in value else value.get("from")
     if not isinstance(role, str):
         raise UserError(f"{where}: the role must be text, not {_short(role)}")
     message = {key: item for key, item in value.items() if key not in ("role", "from", "content", "value")}
@@ -338,7 +339,17 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     value = value if isinstance(value, list) else [value]
     if not all(isinstance(tool, Mapping) and ("function" in tool or "name" in tool) for tool in value):
         raise UserError(f"{where}: tools must be a list of functions with a name, not {_short(value)}")
-    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in value]
+    tools = [_without_nulls(tool) for tool in value]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A tool without the null keys that Arrow fills in; a default may be null."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None or key in ("default", "const")}
 
 
 def _json(text: object, where: str, what: str) -> Any:

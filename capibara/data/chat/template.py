@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.chat import template_process
+from capibara.data.chat.dropped import Dropped, DroppedParts
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template_files import TemplateFiles
 from capibara.data.chat.template_process import Template, TemplateError
@@ -96,6 +97,8 @@ class ChatTemplate:
       spelled_tokens: whether a message that spells a special token, such as "</s>", shall have its id. By default it
         is text, as everything that a user writes.
       variables: more of what the template may ask for, such as {"enable_thinking": False}.
+      dropped: what happens if the template leaves out a part of a conversation that is trained on: a thought, tools, a
+        system message.
     """
 
     tokenizer: str
@@ -106,6 +109,7 @@ class ChatTemplate:
     after_turn: AfterTurn = AfterTurn.NOTHING
     spelled_tokens: bool = False
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dropped: Dropped = Dropped.WARN
 
     def __post_init__(self) -> None:
         try:
@@ -221,6 +225,11 @@ class ChatTemplate:
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, longest first."""
         return self._files.special_tokens
+
+    @functools.cached_property
+    def dropped_parts(self) -> DroppedParts:
+        """Counts what this template leaves out."""
+        return DroppedParts(self.dropped)
 
     @functools.cached_property
     def _files(self) -> TemplateFiles:

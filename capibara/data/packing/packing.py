@@ -65,8 +65,8 @@ class Document(NamedTuple):
             weights = np.ones(len(ids), np.float32) if weights is None and begin else weights
             weights = None if weights is None else np.concatenate([np.zeros(len(begin), np.float32), weights])[1:]
             ids = np.concatenate([np.array(begin, np.int32), ids])
-            begin, ids = ids[:1], ids[1:]
-        return cls(ids, weights, int(begin[0]) if len(begin) else 0)
+            return cls(ids[1:], weights, int(ids[0]) if len(ids) else 0)
+        return cls(ids, weights, begin[0])
 
     def cut(self, start: int, stop: int | None = None) -> Document:
         """The document's tokens from `start` to `stop` as a document."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ class Request:
             return
         self.tokens.append(token)
         self.received += 1
-        self._put(self._text.feed(token), token, log_probability, likeliest, drawn)
+        self._put(Piece(self._text.feed(token), token, log_probability, likeliest, drawn))
         if self._text.stopped:
             self.finish(Finish.STOP)
         elif self.received == self.limit:
@@ -117,12 +118,14 @@ class Request:
         """Ends the stream; `end` is the token that ended the text, `drawn` its log probability."""
         self.finished = True
         if rest := self._text.close():
-            self._put(rest, None)
+            self._put(Piece(rest, None))
         self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
 
-    def _put(self, text: str, token: int | None, *rest: Any) -> None:
-        begins, self._has_text = bool(text) and not self._has_text, self._has_text or bool(text)
-        self.stream.put(Piece(text, token, *rest, lead=self.lead(self.tokens[self.prompt_tokens :]) if begins else ""))
+    def _put(self, piece: Piece) -> None:
+        if piece.text and not self._has_text:
+            self._has_text = True
+            piece = dataclasses.replace(piece, lead=self.lead(self.tokens[self.prompt_tokens :]))
+        self.stream.put(piece)
 
     def lead(self, tokens: Sequence[int]) -> str:
         """The white space between the prompt and a text with these tokens that is in neither of them."""

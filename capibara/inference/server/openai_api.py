@@ -15,6 +15,7 @@ import pydantic
 
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
+from capibara.data.chat.dropped import dropped
 from capibara.data.chat.formats import Format, read_conversation
 from capibara.data.chat.template import TemplateFails
 from capibara.data.tokenizers import model_rows
@@ -219,6 +220,13 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
     except UserError as error:  # its message may have local paths, which clients must not see
         why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
+    if conversation.tools and "the tools" in dropped(conversation, text):
+        raise Refusal(
+            400,
+            "the model's chat template leaves out tools: leave them out",
+            param="tools",
+            code="unsupported_parameter",
+        )
     bounds.check_characters(len(text), served, config, "messages", own=True)
     ids = talk.ids_of(text)
     return _asks(request, ids, talk.ends, served, config, "messages")

@@ -1,0 +1,79 @@
+"""Finds the parts of a conversation that a chat template leaves out of its text."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation
+
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+class Dropped(enum.StrEnum):
+    """What happens if a template leaves out a part of a conversation: a warning with counts, or an error."""
+
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
+class DroppedParts:
+    """Counts the conversations of which a template has left out parts, and warns of the 1st, 10th, 100th, ...
+
+    Args:
+      policy: what happens then.
+    """
+
+    def __init__(self, policy: Dropped):
+        self._policy = policy
+        self._rendered, self._counts = 0, collections.Counter[str]()
+
+    def check(self, conversation: Conversation, text: str, where: str) -> None:
+        """Compares a conversation with its rendered text.
+
+        Raises:
+          UserError: a part is not in the text, and that is refused.
+        """
+        self._rendered += 1
+        for part in dict.fromkeys(dropped(conversation, text)):
+            self._counts[part] += 1
+            if self._policy is Dropped.REFUSE:
+                raise UserError(
+                    f"{where}: the chat template leaves out {part}: use a template with it, remove it from the data, or "
+                    "set ChatTemplate.dropped = 'warn'"
+                )
+            if (count := self._counts[part]) == 10 ** (len(str(count)) - 1):
+                line = "%s: the chat template leaves out %s; so far of %d conversations of %d rendered ones"
+                logging.getLogger(__name__).warning(
+                    f"{line} (ChatTemplate.dropped)", where, part, count, self._rendered
+                )
+
+
+def dropped(conversation: Conversation, text: str) -> Iterator[str]:
+    """The parts of a conversation that are not in its text, which may have other white space or JSON's escapes."""
+    text = _plain(text)
+    if conversation.tools and not any(_names(tool) in text for tool in conversation.tools):
+        yield "the tools"
+    for message in conversation.messages:
+        role, content = message["role"], message["content"]
+        thoughts = [*_THOUGHT.findall(content), *filter(None, [message.get("reasoning_content")])]
+        if not all(_plain(thought) in text for thought in thoughts):
+            yield f"a thought (<think>) of a message of the {role}"
+        if not all(_plain(part) in text for part in _THOUGHT.split(content)[::2]):
+            yield f"the content of a message of the {role}"
+        if not all(_names(call) in text for call in message.get("tool_calls", ())):
+            yield f"a tool call of a message of the {role}"
+
+
+def _names(tool: Mapping[str, Any]) -> str:
+    return _plain(str((tool.get("function") or tool).get("name", "")))
+
+
+def _plain(text: str) -> str:
+    """Without white space, backslashes and their n and t: equal for a text and its spelling in JSON or HTML's quotes."""
+    return re.sub(r'\\[nt]|[\s\\"]', "", text)
