@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
 from capibara.cli.arguments import flags, multihost
@@ -81,8 +80,7 @@ def run(args: argparse.Namespace) -> None:
         show = line.show if jax.process_index() == 0 else lambda *_: None
         show("reading", source[0])
         subject = open_subject(*source, step=args.step, weights=args.weights, trust=args.trust_config)
-        if jax.process_index() == 0 and (note := subject.vocabulary.beginning()):
-            print(f"note: {note}", file=sys.stderr)
+        subject.vocabulary.tell_beginning()
         if args.harness:
             from capibara.evaluation import harness
 

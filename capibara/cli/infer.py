@@ -79,8 +79,6 @@ def run(args: flags.Arguments) -> None:
     prompts = files.read_prompts(args.prompts, sampling, [*loaded.paths]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
-    if lengths[1] is None and not args.chat and (note := vocabulary.beginning()):
-        print(f"note: {note}", file=sys.stderr)
     with channel.leading(line, {"how": how}) as send:
         engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters)
         engine.lead(send)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -93,8 +92,6 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     check_streams(sampling)
     data, vocabulary, talk = loaded.dataset, loaded.tokenizer, chat.of_served(loaded.dataset) if first else None
     config.check_used()
-    if first and data.encoder_length is None and (note := vocabulary.beginning()):
-        print(f"note: completions: {note}", file=sys.stderr, flush=True)
     lengths, of = (data.length, data.encoder_length), (loaded.model, loaded.params, vocabulary, data.length)
     engine = Engine(*of, batching, data.encoder_length, donate=True, adapters=loaded.adapters)
     if takes.warm_up:

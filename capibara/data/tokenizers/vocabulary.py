@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -153,6 +154,11 @@ class Vocabulary(abc.ABC):
         why = ", as the tokenizer says" if getattr(self, name) is None else ""
         return f"texts begin with {begin or 'no beginning token'} ({type(self).__name__}.{name} = {getattr(self, name)}{why})"
 
+    def tell_beginning(self) -> None:
+        """Prints `beginning` on standard error, once in a process."""
+        if note := self.beginning():
+            _tell(f"note: {note}")
+
     def prompt_ids(self, text: str) -> list[int]:
         """The ids of a prompt for a decoder: those of its beginning and its text; the beginning token if there are none."""
         return [*self.begin_ids, *self.encode(text)] or [self.bos_id]
@@ -276,6 +282,11 @@ class Vocabulary(abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _check_sizes(vocabulary: Vocabulary) -> None:

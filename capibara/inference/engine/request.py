@@ -231,6 +231,8 @@ class InputProcessor:
             ids = [vocabulary.pad_id]
         else:
             ids = vocabulary.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
+            if isinstance(prompt, str):
+                vocabulary.tell_beginning()
         if not ids:
             raise UserError("the prompt is empty, must have at least one token")
         model_rows.check_ids(spelled if encoder else ids, self._rows, vocabulary, "the prompt")

@@ -64,7 +64,9 @@ class Chat:
 
 
 def of_served(dataset: Dataset) -> Chat | None:
-    """Like `of_run`, but warns on standard error and returns None if there is no usable template."""
+    """Like `of_run`, but warns on standard error and returns None if there is no usable template; tells how others begin."""
+    if dataset.encoder_length is None:
+        dataset.get_vocabulary().tell_beginning()
     try:
         talk = of_run(dataset)
         talk.ids("Hello")
