@@ -234,8 +234,7 @@ class Assembler:
     def _masked(self, ids: np.ndarray, domain: int, seeds: tuple[int, ...]) -> Document:
         vocabulary = self._vocabulary
         special = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
-        begins = vocabulary.bos_id in vocabulary.begin_ids and vocabulary.bos_id != vocabulary.pad_id
-        if len(ids) and begins and ids[0] != vocabulary.bos_id:
+        if len(ids) and vocabulary.bos_id in vocabulary.begin_ids and vocabulary.pad_id != vocabulary.bos_id != ids[0]:
             ids = np.insert(ids, 0, np.int32(vocabulary.bos_id))  # BERT's [CLS]
         read, weights = self.dataset.masking.apply(
             ids, special=special, mask_id=vocabulary.mask_id, random_ids=self._text_ids, seeds=seeds

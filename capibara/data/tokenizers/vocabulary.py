@@ -612,9 +612,8 @@ class TokenizerJsonVocabulary(Vocabulary):
             return self.tokenizer.decode([i for i in map(int, ids) if self._is_decoded(i)])
 
     def stream(self) -> decoding.TokenStream:
-        if decoding.is_byte_level(self._parts["decoder"]):
-            return decoding.ByteStream(self.bytes_of)
-        return decoding.WindowStream(self.decode, self._is_decoded, self._lookahead)
+        bytes_only = decoding.is_byte_level(self._parts["decoder"])
+        return super().stream() if bytes_only else decoding.WindowStream(self.decode, self._is_decoded, self._lookahead)
 
     def _is_decoded(self, token: int) -> bool:
         return token in self._spelled and token not in self._special_ids
