@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from capibara.training import setup
 
@@ -70,7 +72,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 
 def flipped(folder: pathlib.Path, name: str) -> None:
     """Flips a bit in every file of a name under the checkpoints."""
-    paths = [path for path in (folder / "run/checkpoints").rglob(name) if path.is_file()]
+    paths = [path for path in (folder / "run/checkpoints/6").rglob(name) if path.is_file()]
     assert paths, name
     for path in paths:
         content = bytearray(path.read_bytes())
@@ -95,6 +97,7 @@ def gpt2(folder: pathlib.Path) -> None:
     (folder / "gpt2").mkdir(exist_ok=True)
     values = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 384, "n_positions": 64}
     (folder / "gpt2" / "config.json").write_text(json.dumps(values | {"n_embd": 32, "n_layer": 2, "n_head": 2}))
+    save_file({"transformer.wte.weight": np.zeros((384, 32), np.float32)}, folder / "gpt2" / "model.safetensors")
 
 
 DATA = (
@@ -105,7 +108,7 @@ DATA = (
     Mistake("an-empty-file", ("--gin.FILES=('empty.jsonl',)",), ("empty.jsonl", "the corpus is empty"), lines("empty.jsonl")),
     Mistake("blank-lines", ("--gin.FILES=('blank.jsonl',)",), ("blank.jsonl", "the corpus is empty"), lines("blank.jsonl", "", "", "")),
     Mistake("texts-that-are-empty", ("--gin.FILES=('void.jsonl',)", "--gin.Dataset.append_eos=False"), ("no text",), lines("void.jsonl", *[{"text": ""}] * 9)),
-    Mistake("rows-that-are-all-too-long", chat_of("tokens", "long.jsonl"), ("Dataset.length (64)", "too long"), with_tokenizer(CHATML, chat("long.jsonl", "because " * 40))),
+    Mistake("rows-that-are-all-too-long", chat_of("tokens", "long.jsonl"), ("longer than Dataset.length (64)", "Dataset.length to 344"), with_tokenizer(CHATML, chat("long.jsonl", "because " * 40))),
     Mistake("no-chat-template", chat_of("tokens", "chats.jsonl"), ("template",), with_tokenizer(None, chat("chats.jsonl", "so"))),
     Mistake("a-chat-template-with-a-fault", chat_of("tokens", "chats.jsonl"), ("template",), with_tokenizer("{% for m in %}", chat("chats.jsonl", "so"))),
     Mistake("chats-without-messages", chat_of("tokens", "corpus.jsonl"), ("corpus.jsonl:1", "messages"), with_tokenizer(CHATML, chat("chats.jsonl", "so"))),
@@ -133,7 +136,7 @@ FOLDERS = (
     Mistake("a-finished-run", (), ("step 6 of 6", "TRAIN_STEPS"), resumes=True),
     Mistake("fewer-steps-than-the-run-has", ("--gin.TRAIN_STEPS=5",), ("step 6 of 5", "TRAIN_STEPS"), resumes=True),
     Mistake("a-resume-state-that-is-corrupt", ("--gin.TRAIN_STEPS=9",), ("no step that is what was saved", "run.json"), lambda folder: flipped(folder, "run.json"), resumes=True),
-    Mistake("arrays-that-are-corrupt", ("--gin.TRAIN_STEPS=9",), ("no step that is what was saved",), lambda folder: flipped(folder, "*.chunks*"), resumes=True),
+    Mistake("arrays-that-are-corrupt", ("--gin.TRAIN_STEPS=9",), ("no step that is what was saved",), lambda folder: flipped(folder, "*"), resumes=True),
     Mistake("checkpoints-that-are-gone", ("--gin.TRAIN_STEPS=9",), ("checkpoints", "--start_over"), lambda folder: shutil.rmtree(folder / "run/checkpoints/6"), resumes=True),
 )  # fmt: skip
 

@@ -187,11 +187,16 @@ def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.newest_params(target)
     if found is None:
-        raise UserError(
-            f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one, or None to "
-            "begin with new parameters"
-        )
+        raise UserError(no_checkpoint(folder))
     return found[1]
+
+
+def no_checkpoint(folder: str) -> str:
+    """The error for a folder that is to give initial weights and has none."""
+    return (
+        f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one, or None to "
+        "begin with new parameters"
+    )
 
 
 def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[Restored, TrainState]:
@@ -199,7 +204,7 @@ def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[R
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.restore(target)
     if found is None:
-        raise UserError(f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one")
+        raise UserError(no_checkpoint(folder))
     return found
 
 
