@@ -31,15 +31,7 @@ from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
 
 _DATA_S = 2.0  # for the first batch of a split: where documents take longer, they are read on while the step compiles
-_LAUNCHER = "CAPIBARA_BEAT"  # a launcher runs this process, and starts it again after a stop: see jobs/workers.py
-
-
-class NothingToDo(UserError):
-    """The run has ended in an earlier start, after `step` steps."""
-
-    def __init__(self, step: int, message: str):
-        super().__init__(message)
-        self.step = step
+_LAUNCHER = "CAPIBARA_BEAT"  # set for what a launcher has started: see jobs/workers.py
 
 
 class Given(NamedTuple):
@@ -93,8 +85,7 @@ def given(
       What was found; close its `batches`.
 
     Raises:
-      UserError: the run cannot begin or resume.
-      NothingToDo: it has ended.
+      UserError: the run cannot begin or resume, or has ended.
     """
     resumes = _resumes(trainer, target, ledger)
     if resumes is None:
@@ -136,7 +127,7 @@ def _lines(trainer: Trainer, mesh: Mesh, resumes: Restored | None, is_read: bool
 
 
 def _resumes(trainer: Trainer, target: TrainState, ledger: Ledger | None) -> Restored | None:
-    """The step from which the run resumes; raises UserError if it cannot, NothingToDo if it has ended."""
+    """The step from which the run resumes; raises UserError if it cannot, or has ended."""
     with CheckpointReader(trainer.model_dir, trainer.saves) as checkpoints:
         restored = checkpoints.newest_progress()
         if restored is None:
@@ -144,7 +135,9 @@ def _resumes(trainer: Trainer, target: TrainState, ledger: Ledger | None) -> Res
         checkpoints.check_state(restored, target)
     if ledger is not None:
         ledger.check_resumed(restored.step)
-    if not trainer.group and not restored.progress.get("owes_evaluation", False):
+    # A launcher starts a run again that was stopped just after its last step: its callbacks must still hear of the end.
+    is_launched = _LAUNCHER in os.environ
+    if not is_launched and trainer.group is None and not restored.progress.get("owes_evaluation", False):
         _check_ended(trainer, restored, ledger)
     return restored
 
@@ -152,20 +145,14 @@ def _resumes(trainer: Trainer, target: TrainState, ledger: Ledger | None) -> Res
 def _check_ended(trainer: Trainer, restored: Restored, ledger: Ledger | None) -> None:
     step, last = restored.step, trainer.steps if ledger is None else min(trainer.steps, ledger.last_step)
     if EarlyStopping(trainer.evaluation.patience, restored.progress.get("early_stopping")).stop:
-        raise NothingToDo(step, f"the run stopped early at step {step}: raise Evaluation.patience to continue")
+        raise UserError(f"the run stopped early at step {step}: raise Evaluation.patience to continue")
     if step < last:
         return
     if last < trainer.steps:
-        raise NothingToDo(step, f"the privacy budget is spent at step {step}: raise Privacy.budget to continue")
-    raise NothingToDo(
-        step,
+        raise UserError(f"the privacy budget is spent at step {step}: raise Privacy.budget to continue")
+    raise UserError(
         f"the run is at step {step} of {trainer.steps} already: raise TRAIN_STEPS (--gin.TRAIN_STEPS=...) to continue",
     )
-
-
-def is_launched() -> bool:
-    """Whether a launcher runs this process: a run that has ended is a success for it, since it may have missed the end."""
-    return _LAUNCHER in os.environ
 
 
 def folder(model_dir: str) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import optim, sharding
 from capibara.checkpoints import manifest
-from capibara.checkpoints.manager import Checkpoints
+from capibara.checkpoints.manager import CheckpointReader, Checkpoints
 from capibara.core import processes, tree, user_modules
 from capibara.core.fields import did_you_mean, returned
 from capibara.core.multihost import hosts

@@ -36,8 +36,7 @@ def test_train_then_again_then_with_more_steps(shell, here):
     assert "DecoderConfig.mlp_dim = 64" in (shell.folder / "run" / "config.gin").read_text()
 
     again = here(*TRAIN, "--emulate=8")
-    assert (again.code, again.err) == (0, "")
-    assert "nothing to do: the run is at step 6 of 6 already; raise TRAIN_STEPS" in again.out
+    assert_one_line(again, "the run is at step 6 of 6 already: raise TRAIN_STEPS")
 
     more = here(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
     assert (more.code, more.err) == (0, "")

@@ -79,6 +79,7 @@ def run(
     import jax
 
     from capibara import config
+    from capibara.cli.composition import options
     from capibara.core.multihost import hosts
     from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
@@ -86,7 +87,7 @@ def run(
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
-    from capibara.training import checks, loop, run_folder, setup
+    from capibara.training import loop, run_folder, setup
 
     trainer = _read(gin_files, bindings, search_paths, emulate, start_over=start_over and not check, joined=joined)
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
@@ -102,28 +103,23 @@ def run(
         *run_folder.changes(trainer.model_dir),
     ]
     _print(notes)
+    options.check(trainer, texts)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
     load = lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged")  # noqa: E731
-    try:
-        if check:
-            _print([f"checked {line}" for line in setup.check(trainer, load)])
-            return loop.Outcome(0, "checked")
-        return loop.train(
-            trainer,
-            callbacks,
-            sampler=samples,
-            judge=judge,
-            peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
-            compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
-            config=config.operative(),
-            load=load,
-        )
-    except checks.NothingToDo as ended:
-        if check or not checks.is_launched():
-            raise
-        _print([f"note: {ended}"])
-        return loop.Outcome(ended.step, "finished")
+    if check:
+        _print([f"checked {line}" for line in setup.check(trainer, load)])
+        return loop.Outcome(0, "checked")
+    return loop.train(
+        trainer,
+        callbacks,
+        sampler=samples,
+        judge=judge,
+        peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
+        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
+        config=config.operative(),
+        load=load,
+    )
 
 
 def _read(
