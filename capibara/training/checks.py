@@ -22,6 +22,7 @@ from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Loader, check_task_shards
 from capibara.data.tokenizers import vocabulary as vocabularies
 from capibara.models.api import Model
+from capibara.training import run_folder
 from capibara.training.feed import open_loader, validation_loader
 from capibara.training.initialization import Read, check_params
 from capibara.training.metrics import EarlyStopping
@@ -41,11 +42,13 @@ class Given(NamedTuple):
       resumes: the newest step whose description is intact; None: the run is new.
       batches: the training split, being read; from the position of `resumes`.
       lines: what was checked, for a user.
+      notes: what a user should know.
     """
 
     resumes: Restored | None
     batches: Loader
     lines: list[str]
+    notes: list[str]
 
 
 def options(trainer: Trainer, mesh: Mesh) -> None:
@@ -101,7 +104,8 @@ def given(
                 _read_first(trainer, validation, whole)
         is_read = _read_first(trainer, batches, whole)
         undo.pop_all()
-    return Given(resumes, batches, [*_lines(trainer, mesh, resumes, is_read)])
+    notes = [] if resumes is None else _stretched(trainer, resumes.step)
+    return Given(resumes, batches, _lines(trainer, mesh, resumes, is_read), notes)
 
 
 def _read_first(trainer: Trainer, batches: Loader, whole: bool) -> bool:
@@ -153,6 +157,27 @@ def _check_ended(trainer: Trainer, restored: Restored, ledger: Ledger | None) ->
     raise UserError(
         f"the run is at step {step} of {trainer.steps} already: raise TRAIN_STEPS (--gin.TRAIN_STEPS=...) to continue",
     )
+
+
+def _stretched(trainer: Trainer, step: int) -> list[str]:
+    """A line if the run has another number of steps than at its last start, and so other learning rates from `step` on."""
+    before, now = run_folder.recorded_steps(trainer.model_dir), trainer.steps
+    if before is None or before == now:
+        return []
+    schedule = trainer.optimizer.schedule
+    try:
+        rates_before, rates_now = schedule.learning_rates(before), schedule.learning_rates(now)
+    except UserError:  # it does not fit into the steps of before
+        return []
+    for at in sorted({step, max(step, min(before, now) - 1)}):  # the next update, and the last one of the shorter run
+        rates = float(rates_before(at)), float(rates_now(at))
+        if not math.isclose(*rates, rel_tol=1e-6):
+            verb = "stretches" if now > before else "shortens"
+            return [
+                f"Trainer.steps was {before}, is {now}, which {verb} the schedule: the learning rate of step {at + 1} was "
+                f"{rates[0]:.3g}, is {rates[1]:.3g}"
+            ]
+    return []
 
 
 def folder(model_dir: str) -> None:

@@ -314,6 +314,8 @@ def _check(
     _objective(trainer, model)
     read, own = reader(trainer, load), starts(trainer, model, mesh, load)
     given = checks.given(trainer, model, mesh, spec.abstract, read, ledger, whole=whole)
+    for note in given.notes:
+        status(note)
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
     return _Checked(mesh, model, spec, ledger, read, own, given.batches, given)

@@ -292,6 +292,15 @@ def changes(model_dir: str) -> list[str]:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
 
 
+def recorded_steps(model_dir: str) -> int | None:
+    """Trainer.steps of the last start of a run; None: it is not recorded."""
+    text = outputs.read(os.path.join(model_dir, CONFIG))
+    with contextlib.suppress(SyntaxError, ValueError):
+        _, value = config.changes("", text or "").get("Trainer.steps", (None, None))
+        return None if value is None else int(value)
+    return None
+
+
 def start_over(model_dir: str) -> None:
     """Renames a run folder, so that a new run takes its place; every process calls it, process 0 does it.
 
