@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import tokenize
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -81,7 +82,7 @@ def configurable(cls: T) -> T:
     """
     assert isinstance(cls, (type, types.FunctionType))
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        fields.check_on_creation(cls, _check)
+        fields.check_on_creation(cls, _check, gin_search.other_owner)
     selector = f"{cls.__module__}.{cls.__name__}"
     _registered.add(selector)
     if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
@@ -163,10 +164,10 @@ def _origin(error: fields.FieldError) -> str:
 def _missing_arguments(error: TypeError) -> str | None:
     """Rewords Python's "missing N required arguments"; None: Gin did not make the call."""
     match = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if not match or trace is None or trace.tb_frame.f_code.co_filename not in (gin_config.__file__, __file__):
+    called_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if called_in[-1:] == [fields.__file__]:  # which wraps the constructors
+        called_in.pop()
+    if not match or not called_in or called_in[-1] not in (gin_config.__file__, __file__):
         return None
     name = match[1].removesuffix(".__init__").rpartition(".")[2]
     parameter = re.findall(r"'(\w+)'", match[2])[0]
