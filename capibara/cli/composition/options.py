@@ -159,10 +159,11 @@ DEPENDENT = (
         ("Dataset.task_module", "Dataset.use_cached"), "Dataset.mixture_or_task_name", lambda run, own: own.is_seqio
     ),
     Dependent(("Dataset.cache_dirs", "Dataset.cached_order"), "Dataset.use_cached", lambda run, own: own.use_cached),
+    Dependent(("Dataset.workers",), "Dataset.source", lambda run, own: not own.is_seqio),
     Dependent(
-        ("Dataset.append_eos", "Dataset.workers", "Dataset.window_documents"),
-        "Dataset.source",
-        lambda run, own: not own.is_seqio,
+        ("Dataset.append_eos",),
+        "Dataset.source, or Dataset.kind = 'encoder_decoder'",
+        lambda run, own: not own.is_seqio or own.kind is Kind.ENCODER_DECODER,
     ),
     Dependent(
         ("Dataset.append_eos",),
