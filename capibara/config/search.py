@@ -172,10 +172,10 @@ def _parts(cls: object) -> Iterable[Any]:
         if not isinstance(part, type) or not dataclasses.is_dataclass(part):
             continue
         for annotation in fields.annotations_of(part).values():
-            choices = [annotation, *typing.get_args(annotation)]
-            choices += [sub for one in choices if isinstance(one, type) for sub in one.__subclasses__()]
-            for one in choices:
-                if isinstance(one, type) and dataclasses.is_dataclass(one) and one not in seen:
+            choices = (annotation, *typing.get_args(annotation))
+            classes: list[type] = [one for one in choices if isinstance(one, type)]
+            for one in [*classes, *(below for one in classes for below in one.__subclasses__())]:
+                if dataclasses.is_dataclass(one) and one not in seen:
                     seen.add(one)
                     waiting.append(one)
                     yield one

@@ -263,8 +263,8 @@ def convert(value: object, annotation: object) -> Any:
         return _expect(value is None, value)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        value = convert(value, args[0])
-        return in_home(value) if _HOME in args[1:] else value
+        text = convert(value, args[0])
+        return in_home(text) if _HOME in args[1:] else text
     if origin is typing.ClassVar or origin is typing.Final:
         return convert(value, args[0])
     if origin in (typing.Union, types.UnionType):

@@ -28,7 +28,7 @@ from capibara.models import api
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
 from capibara.sharding.replicas import ReplicaCheck
-from capibara.training import checks, evaluation
+from capibara.training import evaluation
 from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
@@ -39,7 +39,7 @@ from capibara.training.metrics import Meter
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
 from capibara.training.privacy.ledger import Ledger
 from capibara.training.recovery import Initial, Recovery, Start
-from capibara.training.run_folder import origin, own_tokenizer
+from capibara.training.run_folder import checks, origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.loss_scale import LossScaling
@@ -246,14 +246,12 @@ def set_up(
     mesh, model, spec, ledger, read, own, batches, given = _check(trainer, devices, status, load)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
-        checkpoints = _open_folder(trainer, config, read)
-        undo.callback(checkpoints.close)
+        checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(_initial, checkpoints, trainer, model, mesh, read, spec.abstract)
-            if checkpoints.steps():  # a small state that is corrupt is told before the compile
-                concurrent.futures.wait([loading], _RESTORE_S)
-            if loading.done():
-                loading.result()
+            # A small state that is corrupt is told before the compile.
+            for loaded in concurrent.futures.wait([loading], _RESTORE_S if checkpoints.steps() else 0.0).done:
+                loaded.result()
             train_step = _compiled(trainer, model, mesh, compiler_options, spec, status)
             compiled_s = time.perf_counter()
             initial = dataclasses.replace(loading.result(), starts=own)

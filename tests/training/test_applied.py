@@ -49,9 +49,7 @@ def trained(optimizer, skipped):
 
 @pytest.mark.parametrize("skipped", [(), (0,), (2, 3), (1, 4, 5, 6)], ids=str)
 def test_the_learning_rate_is_that_of_the_update(skipped):
-    optimizer = Optimizer(
-        name="sgd", momentum=0.0, nesterov=False, clip_norm=None, weight_decay=0.0, schedule=SCHEDULE
-    )
+    optimizer = Optimizer(name="sgd", momentum=0.0, nesterov=False, clip_norm=None, weight_decay=0.0, schedule=SCHEDULE)
     updates, meter = 0, Meter(16)
     for index, (old, new, metrics) in enumerate(trained(optimizer, skipped)):
         meter.add(metrics)

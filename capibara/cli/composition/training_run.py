@@ -71,9 +71,7 @@ def run(
     """Trains the run that the Gin files and bindings describe; prints the notes first.
 
     Args:
-      gin_files, bindings, search_paths: as in config.parse.
-      emulate, start_over, joined: as in `train`.
-      notes: lines to print.
+      gin_files, bindings, search_paths, emulate, start_over, joined, notes: as in `train`, and config.parse.
       check: only check what was given, and print what was checked: nothing is compiled or written.
     """
     import jax
@@ -98,11 +96,8 @@ def run(
         config.build(Monitoring).build(dashboard=trainer.dashboard and not check),
         judging.of_run(trainer, model),
     )
-    notes = [
-        *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later))),
-        *run_folder.changes(trainer.model_dir),
-    ]
-    _print(notes)
+    notes = [f"note: {line}" for line in (*notes, *config.check_used(trainer.later))]
+    _print([*notes, *run_folder.changes(trainer.model_dir)])
     options.check(trainer, texts)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
@@ -137,7 +132,8 @@ def _read(
     from capibara import config
     from capibara.core import devices
     from capibara.core.multihost import channel
-    from capibara.training import checks, initialization, run_folder
+    from capibara.training import initialization, run_folder
+    from capibara.training.run_folder import checks
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)

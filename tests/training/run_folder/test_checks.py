@@ -6,7 +6,8 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.optim import Optimizer, Schedule
-from capibara.training import checks, run_folder, setup
+from capibara.training import run_folder, setup
+from capibara.training.run_folder import checks
 
 
 @pytest.mark.parametrize(
