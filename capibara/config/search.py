@@ -173,8 +173,9 @@ def _parts(cls: object) -> Iterable[Any]:
             continue
         for annotation in fields.annotations_of(part).values():
             choices = (annotation, *typing.get_args(annotation))
-            classes: list[type] = [one for one in choices if isinstance(one, type)]
-            for one in [*classes, *(below for one in classes for below in one.__subclasses__())]:
+            classes: list[Any] = [one for one in choices if isinstance(one, type)]
+            below: list[Any] = [sub for one in classes for sub in type.__subclasses__(one)]
+            for one in [*classes, *below]:
                 if dataclasses.is_dataclass(one) and one not in seen:
                     seen.add(one)
                     waiting.append(one)

@@ -138,6 +138,7 @@ def _read(
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
+    checks.installed(trainer)
     devices.start(emulate)
     facts = {"configuration": config.operative()}
     joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)

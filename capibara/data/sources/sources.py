@@ -314,6 +314,10 @@ class HuggingFaceSource(Source):
         from capibara.core import extras
 
         datasets = extras.require("datasets", extra="hf")
+        if self.path.startswith((".", os.sep)) and not os.path.exists(self.path):  # else it is looked for on the hub
+            raise UserError(
+                f"HuggingFaceSource.path ({self.path!r}) does not exist: name a folder of save_to_disk, or a hub name"
+            )
         try:
             if os.path.isfile(os.path.join(self.path, "dataset_dict.json")):
                 return datasets.load_from_disk(self.path)[split]

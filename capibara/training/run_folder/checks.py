@@ -58,7 +58,6 @@ def options(trainer: Trainer, mesh: Mesh) -> None:
     if trainer.group is not None:
         trainer.group.check()
     if trainer.dataset.is_seqio:
-        _check_seqio(trainer)
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
         vocabularies.check(trainer.dataset.vocabulary)
@@ -211,9 +210,9 @@ def check_vocabulary(trainer: Trainer) -> None:
         )
 
 
-def _check_seqio(trainer: Trainer) -> None:
+def installed(trainer: Trainer) -> None:
     """Raises UserError if what a SeqIO task needs is not installed, without its import, which takes seconds."""
-    for package in ("tensorflow", "seqio"):
+    for package in ("tensorflow", "seqio") if trainer.dataset.is_seqio else ():
         if importlib.util.find_spec(package) is None:
             extras.require(package, extra="seqio", why="SeqIO tasks")
 
