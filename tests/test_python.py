@@ -176,6 +176,20 @@ def test_an_object_that_its_text_does_not_build_again_is_refused(corpus, tmp_pat
 def test_mistakes_are_user_errors(corpus, tmp_path):
     with pytest.raises(cb.UserError, match="Trainer.steps is 0, must be from 1"):
         trainer(tmp_path, corpus, steps=0)
+    for cls, wrong, hint in (
+        (cb.Trainer, "step", "did you mean steps"),
+        (cb.Plan, "batchsize", "did you mean batch_size"),
+        (cb.Optimizer, "learning_rate", r"did you mean Schedule\.learning_rate"),
+        (cb.Trainer, "learning_rate", r"did you mean Schedule\.learning_rate"),
+        (cb.SampleText, "temperature", r"did you mean Sampling\.temperature"),
+        (cb.ByteVocabulary, "zzz", "its parameters are extra_ids, size_multiple"),
+    ):
+        with pytest.raises(cb.UserError, match=f"{cls.__name__} has no parameter {wrong}: {hint}"):
+            cls(**{wrong: 1})
+    with pytest.raises(cb.UserError, match="Plan has no parameter tensr: did you mean tensor"):
+        dataclasses.replace(cb.Plan(batch_size=8), tensr=2)
+    with pytest.raises(AttributeError, match="did you mean Trainer"):
+        cb.Trainr  # noqa: B018
     with pytest.raises(cb.UserError, match="at most one of each class"):
         cb.train(trainer(tmp_path / "run", corpus), cb.Plan(batch_size=4))
     with pytest.raises(cb.UserError, match="SpanCorruption.noise_density is bound but nothing uses it"):

@@ -21,6 +21,7 @@ from typing import Any
 from capibara.checkpoints.manifest import Corrupted
 from capibara.config import configurable
 from capibara.core import extras
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 
 CIPHER = "AES-256-GCM"
@@ -47,8 +48,8 @@ class Encryption:
     """
 
     key_env: str = "CAPIBARA_CHECKPOINT_KEY"
-    key_file: str | None = None
-    old_key_file: str | None = None
+    key_file: FilePath | None = None
+    old_key_file: FilePath | None = None
     encrypt: bool = True
     plain_steps: bool = False
 

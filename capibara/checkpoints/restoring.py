@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -123,15 +124,29 @@ class StepReader:
 
     def state(self, restored: Restored, target: S) -> S:
         """The arrays of a step; see `CheckpointReader.restore_state`."""
+        return type(target)(**self._read(restored.step, self.check_state(restored, target)))
+
+    def check_state(self, restored: Restored, target: State) -> dict[str, Any]:
+        """The trees of arrays to read for a state; raises UserError if the step holds others."""
         saved, targets = restored.shapes, target.parts()
         if _window(saved) != _window(shapes_of(targets)):
             saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
             targets.pop("losses", None)
         self._check(restored.step, saved, targets)
-        return type(target)(**self._read(restored.step, targets))
+        return targets
 
     def params(self, restored: Restored, target: PyTree, *, average: bool) -> PyTree:
         """The parameters of a step; see `CheckpointReader.restore_params`."""
+        targets, averaged = self.check_params(restored, target, average=average)
+        found = self._read(restored.step, targets)
+        return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
+
+    def check_params(self, restored: Restored, target: PyTree, *, average: bool) -> tuple[dict[str, PyTree], set[str]]:
+        """The trees of arrays to read for parameters, and the names of those with an average.
+
+        Raises:
+          UserError: the step holds other parameters.
+        """
         saved = restored.shapes
         averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
         targets = {
@@ -145,8 +160,7 @@ class StepReader:
             and path.startswith(("ema/", "params/"))
         }
         self._check(restored.step, saved, targets)
-        found = self._read(restored.step, targets)
-        return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
+        return targets, averaged
 
     def part(self, restored: Restored, keep: Callable[[str], bool]) -> PyTree:
         """Parameters selected by name; see `CheckpointReader.newest_part`."""
@@ -236,6 +250,29 @@ class CheckpointReader:
             return restored, self.restore_state(restored, target)
 
         return self._newest(attempt)
+
+    def newest_progress(self) -> Restored | None:
+        """The JSON parts of the newest step whose manifest and JSON are intact; no array is read, nothing is quarantined.
+
+        None: there is no such step.
+
+        Raises:
+          UserError: as `restore`, where the folder has lost its steps or another program's.
+        """
+        step_folders.lost(self._folder)
+        step_folders.check_foreign(self._folder)
+        for step in reversed(self.steps()):
+            with contextlib.suppress(Corrupted):
+                return self._reader.progress(step)
+        return None
+
+    def check_state(self, restored: Restored, target: State) -> None:
+        """Raises UserError if a step holds another state than `restore_state` would read; no array is read."""
+        self._reader.check_state(restored, target)
+
+    def check_params(self, restored: Restored, target: PyTree) -> None:
+        """Raises UserError if a step holds other parameters than `newest_params` would read; no array is read."""
+        self._reader.check_params(restored, target, average=True)
 
     def verified_step(self) -> int | None:
         """The newest intact step; like `restore`, without reading it."""

@@ -15,6 +15,7 @@ examples:
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
   python -m capibara.train --gin_file=my_run.gin --profile=100:102
+  python -m capibara.train --gin_file=my_run.gin --check
 
 exit codes: 0 finished, 1 a crash, corruption or silent corruption, 2 invalid input, 75 hung, or to be run again,
 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
@@ -26,6 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     parser.add_argument("--start_over", action="store_true", help="rename MODEL_DIR if it exists, and start a new run")
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only check what the run is given, and say so: nothing is compiled or written",
+    )
+    parser.add_argument(
         "--profile", metavar="START:STOP", help="trace these steps into MODEL_DIR/profile, and print a summary"
     )
     multihost.add_arguments(parser)
@@ -35,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.profile is not None:
         args.gin_bindings.extend(_profiled(args.profile))
     files, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
-    outcome = training_run.run(*files, args.emulate, start_over=args.start_over, joined=joined)
+    outcome = training_run.run(*files, args.emulate, start_over=args.start_over, joined=joined, check=args.check)
     return 128 + outcome.signal_number if outcome.signal_number else 0
 
 

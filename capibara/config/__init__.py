@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import tokenize
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,7 +31,8 @@ if getattr(gin, "__file__", None) is None:
 from capibara.config import record as gin_record
 from capibara.config import search as gin_search
 from capibara.config import t5x_macros
-from capibara.config.search import Text, defining_modules, find_file, search_folders, without_macros
+from capibara.config.literals import Literals, quoted
+from capibara.config.search import defining_modules, find_file, search_folders, without_macros
 from capibara.core import fields, user_modules
 from capibara.core.exits import unwrap
 from capibara.core.fields import did_you_mean
@@ -47,6 +49,7 @@ __all__ = [
     "configurable",
     "diff",
     "find_file",
+    "given_at",
     "imported_modules",
     "load_modules",
     "operative",
@@ -79,7 +82,7 @@ def configurable(cls: T) -> T:
     """
     assert isinstance(cls, (type, types.FunctionType))
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        fields.check_on_creation(cls, _check)
+        fields.check_on_creation(cls, _check, gin_search.other_owner)
     selector = f"{cls.__module__}.{cls.__name__}"
     _registered.add(selector)
     if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
@@ -161,10 +164,10 @@ def _origin(error: fields.FieldError) -> str:
 def _missing_arguments(error: TypeError) -> str | None:
     """Rewords Python's "missing N required arguments"; None: Gin did not make the call."""
     match = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if not match or trace is None or trace.tb_frame.f_code.co_filename not in (gin_config.__file__, __file__):
+    called_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if called_in[-1:] == [fields.__file__]:  # which wraps the constructors
+        called_in.pop()
+    if not match or not called_in or called_in[-1] not in (gin_config.__file__, __file__):
         return None
     name = match[1].removesuffix(".__init__").rpartition(".")[2]
     parameter = re.findall(r"'(\w+)'", match[2])[0]
@@ -258,30 +261,6 @@ def load_modules(gin_files: Sequence[str | os.PathLike], search_paths: Sequence[
     reset()
 
 
-def quoted(binding: str) -> str:
-    """The statement `NAME = VALUE` of a flag; VALUE is quoted if it is not Gin and does not begin like a Gin value."""
-    name, equals, value = (part.strip() for part in binding.partition("="))
-    if not equals or value[:1] in ("@", "%", "(", "[", "{", "'", '"'):
-        return binding
-    parser = config_parser.ConfigParser(f"value = {value}\n", _Literals())
-    try:
-        if value and parser.parse_statement() is not None and parser.parse_statement() is None:
-            return binding
-    except (SyntaxError, tokenize.TokenError):
-        pass
-    return f"{name} = {value!r}"
-
-
-class _Literals(config_parser.ParserDelegate):
-    """Returns references as Text instead of resolving them."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        return Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
-
-    def macro(self, macro_name: str) -> Any:
-        return Text(f"%{macro_name}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Statement:
     """A parsed statement of a Gin file: a binding (a macro where `parameter` is empty), an import or an include.
@@ -305,7 +284,7 @@ def statements_of(text: str, where: str) -> list[Statement]:
       UserError: a syntax error; the message names the line.
     """
     lines, found = text.splitlines(), []
-    parser = _guard(lambda: config_parser.ConfigParser(text, _Literals()), where, lines)
+    parser = _guard(lambda: config_parser.ConfigParser(text, Literals()), where, lines)
     while one := _guard(parser.parse_statement, where, lines):
         if isinstance(one, config_parser.IncludeStatement):
             found.append(Statement(include=one.filename))
@@ -475,10 +454,8 @@ class _Parsing:
             found = _located(where, self._lookup, statement.selector, statement.selector)
             known = gin_search.parameters_of(found.wrapped)
             if known is not None and statement.arg_name not in known:
-                raise UserError(
-                    f"{where}: {found.name} has no parameter {statement.arg_name}"
-                    f"{did_you_mean(statement.arg_name, known, 'its parameters')}"
-                )
+                hint = gin_search.other_owner(found.wrapped, statement.arg_name, known)
+                raise UserError(f"{where}: {found.name} has no parameter {statement.arg_name}{hint}")
             bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
 
     def check_macros(self, from_files: set[str]) -> None:
@@ -622,9 +599,18 @@ def scopes(name: str) -> list[str]:
 
 def values_of(name: str) -> list[object]:
     """The values to which a field ("Trainer.steps") is bound in any scope, with macros resolved."""
+    return [value for value, _ in _bindings(name)]
+
+
+def given_at(name: str) -> str | None:
+    """Where the user binds a field ("Trainer.steps"); "": nobody does, None: only capibara's own Gin files do."""
+    return gin_search.place_of_user([where for _, where in _bindings(name)])
+
+
+def _bindings(name: str) -> list[tuple[Any, str]]:
     cls, parameter = name.split(".")
     named = [at for at, bound in gin_config._CONFIG.items() if at[1].split(".")[-1] == cls and parameter in bound]
-    return [_value_of(scope, selector, parameter)[0] for scope, selector in named]
+    return [_value_of(scope, selector, parameter) for scope, selector in named]
 
 
 def unused() -> list[str]:
@@ -681,7 +667,7 @@ def _values(text: str) -> Mapping[str, str]:
     """Parameter -> value as text, for a Gin file without includes."""
     statements = [
         statement
-        for statement in config_parser.ConfigParser(text, _Literals())
+        for statement in config_parser.ConfigParser(text, Literals())
         if isinstance(statement, config_parser.BindingStatement)
     ]
     macros = {

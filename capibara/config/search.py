@@ -141,6 +141,47 @@ def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], kno
     return lines
 
 
+def place_of_user(places: Sequence[str]) -> str | None:
+    """The first place of bindings that is not in capibara's own Gin files; "": there is none at all, None: all are there."""
+    own = search_folders()[-1].resolve()
+    is_own = lambda place: own in pathlib.Path(place).resolve().parents and not place.startswith("command line")  # noqa: E731
+    theirs = [place for place in places if not is_own(place)]
+    return theirs[0] if theirs else None if places else ""
+
+
+def other_owner(cls: object, name: str, known: Iterable[str]) -> str:
+    """The end of an error about a parameter that a class does not have: its own near ones, or a part of it that has it.
+
+    Args:
+      cls: the class, whose fields may hold objects with parameters of their own.
+      name: what the user wrote.
+      known: the parameters of the class.
+    """
+    if not fields.nearest(name, known):
+        for part in _parts(cls):
+            if name in {field.name for field in dataclasses.fields(part)}:
+                return f": did you mean {part.__name__}.{name}?"
+    return fields.did_you_mean(name, known, "its parameters")
+
+
+def _parts(cls: object) -> Iterable[Any]:
+    """The configurable classes of the objects that a dataclass, or a part of it, holds, nearest first."""
+    waiting, seen = [cls], {cls}
+    while waiting:
+        part = waiting.pop(0)
+        if not isinstance(part, type) or not dataclasses.is_dataclass(part):
+            continue
+        for annotation in fields.annotations_of(part).values():
+            choices = (annotation, *typing.get_args(annotation))
+            classes: list[Any] = [one for one in choices if isinstance(one, type)]
+            below: list[Any] = [sub for one in classes for sub in type.__subclasses__(one)]
+            for one in [*classes, *below]:
+                if dataclasses.is_dataclass(one) and one not in seen:
+                    seen.add(one)
+                    waiting.append(one)
+                    yield one
+
+
 def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
     """A hint for an unused class: ": add '--gin.DecoderConfig.rope=@Rope()'"; may be empty.
 

@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import numbers
+import os
 import pathlib
 import sys
 import types
@@ -24,6 +25,8 @@ from typing import Any, NoReturn, TypeVar
 from capibara.core.types import UserError
 
 _LONGEST_VALUE = 60  # characters of a value shown in an error
+_HOME = "~"
+FilePath = typing.Annotated[str, _HOME]  # a path of a field, in which ~ is the home folder
 
 
 class FieldError(UserError):
@@ -33,6 +36,10 @@ class FieldError(UserError):
         super().__init__(message)
         self.owner = owner
         self.field = field
+
+
+class UnknownField(FieldError, TypeError):
+    """A keyword that is no field."""
 
 
 class _Mismatch(Exception):
@@ -129,7 +136,7 @@ def _article(name: str) -> str:
 def annotations_of(cls: type) -> dict[str, Any]:
     """The resolved annotations of a dataclass's fields; Any where a name is only imported for type checkers."""
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=True)
     except (NameError, AttributeError, TypeError):
         return {field.name: _resolve(cls, field.name) for field in dataclasses.fields(cls)}
 
@@ -139,18 +146,41 @@ def _resolve(cls: type, name: str) -> Any:
         if name in base.__dict__.get("__annotations__", {}):
             alone = types.SimpleNamespace(__annotations__={name: base.__dict__["__annotations__"][name]})
             try:
-                return typing.get_type_hints(alone, vars(sys.modules[base.__module__]), dict(vars(base)))[name]
+                return typing.get_type_hints(
+                    alone, vars(sys.modules[base.__module__]), dict(vars(base)), include_extras=True
+                )[name]
             except (NameError, AttributeError, TypeError):
                 return Any
     return Any
 
 
-def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
-    """Makes a dataclass call `check(self)` when an instance is created, before its own __post_init__."""
+def in_home(path: str) -> str:
+    """A path with ~ or ~USER at its beginning replaced by the home folder; no other path changes."""
+    return os.path.expanduser(path) if path.startswith("~") else path
+
+
+def check_on_creation(
+    cls: type,
+    check: Callable[[Any], None],
+    hint: Callable[[type, str, Iterable[str]], str] = lambda cls, name, known: did_you_mean(
+        name, known, "its parameters"
+    ),
+) -> None:
+    """Makes a dataclass call `check(self)` when an instance is created, before its own __post_init__.
+
+    A keyword that it does not have is a UserError, unless capibara itself has given it.
+
+    Args:
+      cls: the dataclass.
+      check: raises for a value that does not fit.
+      hint: (class, unknown keyword, its keywords) -> the end of the error.
+    """
+    init: Callable[..., None] = inspect.getattr_static(cls, "__init__")
     validate = getattr(cls, "__post_init__", None)
-    if getattr(validate, "_checks_fields", False):
-        return  # inherited from a class that already checks
-    if validate is not None:
+    signature = inspect.signature(init)
+    known = [*signature.parameters][1:]
+    is_open = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    if validate is not None and not getattr(validate, "_checks_fields", False):  # it is not inherited
 
         @functools.wraps(validate)
         def __post_init__(self: Any, *init_vars: Any) -> None:
@@ -159,18 +189,26 @@ def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
 
         vars(__post_init__)["_checks_fields"] = True
         type.__setattr__(cls, "__post_init__", __post_init__)
-        return
-
-    # dataclass() calls __post_init__ only if it was defined before: wrap __init__ instead.
-    init: Callable[..., None] = inspect.getattr_static(cls, "__init__")
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        unknown = next((one for one in kwargs if one not in known and not is_open), None)
+        if unknown is not None and not _is_ours(sys._getframe(1)):
+            name = type(self).__name__
+            raise UnknownField(name, unknown, f"{name} has no parameter {unknown}{hint(cls, unknown, known)}")
         init(self, *args, **kwargs)
-        check(self)
+        if validate is None:  # dataclass() calls __post_init__ only if it was defined before
+            check(self)
 
-    vars(__init__)["__signature__"] = inspect.signature(init)  # Gin reads names and defaults from it
+    vars(__init__)["__signature__"] = signature  # Gin reads names and defaults from it
     type.__setattr__(cls, "__init__", __init__)
+
+
+def _is_ours(frame: types.FrameType | None) -> bool:
+    """Whether a call comes from capibara's own code."""
+    while frame is not None and frame.f_globals.get("__name__") == dataclasses.__name__:  # dataclasses.replace
+        frame = frame.f_back
+    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith("capibara.")
 
 
 def check(instance: object) -> None:
@@ -224,7 +262,10 @@ def convert(value: object, annotation: object) -> Any:
     if annotation is None or annotation is type(None):
         return _expect(value is None, value)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated or origin is typing.ClassVar or origin is typing.Final:
+    if origin is typing.Annotated:
+        text = convert(value, args[0])
+        return in_home(text) if _HOME in args[1:] else text
+    if origin is typing.ClassVar or origin is typing.Final:
         return convert(value, args[0])
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, args)

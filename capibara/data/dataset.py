@@ -11,7 +11,7 @@ import numpy as np
 
 from capibara.config import MODULE, configurable
 from capibara.core import user_modules
-from capibara.core.fields import as_json, returned
+from capibara.core.fields import FilePath, as_json, returned
 from capibara.core.types import UserError
 from capibara.data.packing import packing as packed
 from capibara.data.packing.masking import Masking, SpanCorruption
@@ -114,7 +114,7 @@ class Dataset:
     shuffle: bool = True
     seed: int = 0
     use_cached: bool = False
-    cache_dirs: tuple[str, ...] = ()
+    cache_dirs: tuple[FilePath, ...] = ()
     cached_order: CachedOrder = CachedOrder.AUTO
     task_shards: int = 1
     workers: int | None = None

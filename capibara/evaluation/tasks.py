@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara.config import configurable
 from capibara.core import limits
-from capibara.core.fields import did_you_mean
+from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
 from capibara.data.sources import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
@@ -45,7 +45,7 @@ class EvalTask:
       sampling: sampling options of the answers.
     """
 
-    files: tuple[str, ...]
+    files: tuple[FilePath, ...]
     metrics: tuple[Callable[..., Any], ...] | None = None
     prompt: str = "{prompt}"
     target: str | tuple[str, ...] = "target"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from capibara import config
+from capibara.core.fields import in_home
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.files import MODEL_FILE, TOKENIZER_FILE
@@ -73,7 +74,7 @@ def load_with_run(
     trust: bool = False,
 ) -> tuple[Trainer, LoadedModel]:
     """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
-    gin = (gin_files, bindings, search_paths)
+    path, gin = in_home(path), (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
         run = run_folder.load(path, *gin, step=step, average=average, placed=placed, trust=trust)

@@ -19,7 +19,7 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.optim import adafactor, matrices
 from capibara.optim import state_dtypes as optim_state
 from capibara.optim.adafactor import Adafactor, FactoredState, Factoring, Parts
-from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, check_updates, decay_mask
+from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, check_updates, decay_mask, updates_made
 from capibara.optim.matrices import Axes
 from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleConfig, ScheduleKind, StepFunction
 from capibara.optim.state_dtypes import Path, StateDtype
@@ -42,6 +42,7 @@ __all__ = [
     "decay_mask",
     "hidden_matrix",
     "state_axes",
+    "updates_made",
 ]
 
 

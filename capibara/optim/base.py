@@ -150,6 +150,18 @@ def check_updates(tx: optax.GradientTransformation, params: Params, name: str) -
             )
 
 
+def updates_made(opt_state: PyTree, steps: jax.Array) -> jax.Array:
+    """The number of updates that an optimizer has made, by which its schedule goes: less than `steps` if some were skipped.
+
+    Args:
+      opt_state: its state.
+      steps: steps done; the result where the state has no `optax.scale_by_learning_rate` that counts.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    counts = [node.count for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
+    return counts[0] if counts else steps
+
+
 def decay_mask(axes: PyTree) -> PyTree:
     """True for the weights that decay: those with at least two spaces (see `matrices.spaces`), i.e. matrices.
 

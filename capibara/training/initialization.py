@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
@@ -14,10 +15,13 @@ from jax.sharding import Mesh
 
 from capibara import sharding
 from capibara.checkpoints import step_folders
+from capibara.checkpoints.manager import CheckpointReader, Restored
+from capibara.checkpoints.policy import Checkpointing
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.models.api import Lora, Model
+from capibara.storage import stores
 from capibara.training import run_folder
 from capibara.training import state as states
 from capibara.training.state import TrainState
@@ -63,16 +67,32 @@ def reader(trainer: Trainer, load: Load | None) -> Read | None:
     Raises:
       UserError: there is no model, or another one.
     """
-    own = step_folders.folder_of(trainer.model_dir)
-    resumes = own.exists() and bool(step_folders.steps(own))
-    return None if resumes else reader_again(trainer, load)
+    return None if _resumes(trainer) else reader_again(trainer, load)
 
 
 def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
     """As `reader`, for a run that resumes and needs its initial weights again."""
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
-    return load(trainer.init_from)
+    with _named("Trainer.init_from"):
+        return load(trainer.init_from)
+
+
+def check_there(trainer: Trainer) -> None:
+    """Raises UserError if there is nothing at `Trainer.init_from` of a new run; nothing there is read."""
+    path = trainer.init_from
+    if path is None or _resumes(trainer) or not stores.of(path).has_local_paths:
+        return
+    if not os.path.exists(path):
+        raise UserError(
+            f"Trainer.init_from ({path!r}) does not exist: name a run folder, a Hugging Face folder or a .gguf file, or None "
+            "to begin with new parameters"
+        )
+
+
+def _resumes(trainer: Trainer) -> bool:
+    own = step_folders.folder_of(trainer.model_dir)
+    return own.is_dir() and bool(step_folders.steps(own))
 
 
 def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tuple[Callable[[], Params], ...]:
@@ -87,8 +107,7 @@ def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tup
     Raises:
       UserError: there is no model, or another one.
     """
-    own = step_folders.folder_of(trainer.model_dir)
-    if trainer.strategy is None or (own.exists() and step_folders.steps(own)):
+    if trainer.strategy is None or _resumes(trainer):
         return ()
     name = f"{type(trainer.strategy).__name__}.init_from"
     each = [dataclasses.replace(trainer, init_from=path) for path in trainer.strategy.starts]
@@ -139,6 +158,92 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
     Raises:
       UserError: there is no model, or another one.
     """
+    plain, target = model.plain, _plain_target(trainer, model, mesh)
+    if isinstance(read, Adapted):
+        own = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
+        beside = sharding.shardings(mesh, trainer.plan.rules, own.axes, own.abstract_params)
+        values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
+        params = tree.joined(values, read(target))
+        return params if read.merged is None else run_folder.merger(own, target)(params)
+    if read is not None:
+        return read(target)
+    stored, made = _of_run(trainer, model, mesh, target)
+    return made(_pretrained(trainer, stored))
+
+
+def check_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None, target: TrainState) -> None:
+    """Checks what `load_params` and `load_optimizer` would load for a new run, and its nodes, from run folders; reads no array.
+
+    Args:
+      trainer, model, mesh, read: as for `load_params`; a foreign model was checked by its `reader`.
+      target: shapes of the run's state.
+
+    Raises:
+      UserError: there is no checkpoint, or one of another model or optimizer.
+    """
+    if read is not None and trainer.init_with is InitWith.ADAPTERS and not isinstance(read, Adapted):
+        raise _no_adapters(trainer)
+    if read is not None and trainer.init_with is InitWith.STATE and not isinstance(read, HasOptimizer):
+        raise _no_optimizer()
+    if trainer.init_from is not None and read is None:
+        _check_run(trainer, model, mesh)
+        if trainer.init_with is InitWith.STATE:
+            _check_continues(trainer, _newest(trainer, dataclasses.replace(target, ema=None, losses=None)).step)
+    if trainer.strategy is None:
+        return
+    with _named(f"{type(trainer.strategy).__name__}.init_from"):
+        for path in trainer.strategy.starts:
+            if step_folders.folder_of(path).exists():
+                _check_run(dataclasses.replace(trainer, init_from=path), model, mesh)
+
+
+def _check_run(trainer: Trainer, model: Model, mesh: Mesh) -> None:
+    stored, _ = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
+    with CheckpointReader(_folder(trainer), _any_dtype(trainer)) as checkpoints:
+        if (newest := checkpoints.newest_progress()) is not None:
+            with _named("Trainer.init_from"):
+                checkpoints.check_params(newest, stored)
+        elif not checkpoints.steps():
+            raise UserError(run_folder.no_checkpoint(_folder(trainer)))
+
+
+def _newest(trainer: Trainer, target: TrainState) -> Restored:
+    """The description of the newest step at `trainer.init_from`, which has a state like `target`."""
+    with CheckpointReader(_folder(trainer), trainer.checkpointing) as checkpoints:
+        newest = checkpoints.newest_progress()
+        if newest is None:
+            raise UserError(run_folder.no_checkpoint(_folder(trainer)))
+        with _named("Trainer.init_from"):
+            checkpoints.check_state(newest, target)
+    return newest
+
+
+def _of_run(trainer: Trainer, model: Model, mesh: Mesh, target: Params) -> tuple[Params, Callable[[Params], Params]]:
+    """Which parameters of the run folder at `trainer.init_from` are read, and what makes those like `target` of them."""
+    lora = run_folder.lora(_folder(trainer))
+    if trainer.init_with is InitWith.ADAPTERS:
+        if lora is None:
+            raise _no_adapters(trainer)
+        return _going_on(trainer, model, lora, mesh, target)
+    if lora is None:
+        return target, lambda params: params
+    adapted = api.build(dataclasses.replace(model.plain.config, lora=lora))
+    shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
+    return states.with_shardings(adapted.abstract_params, shardings), run_folder.merger(adapted, target)
+
+
+def _no_optimizer() -> UserError:
+    return UserError("Trainer.init_with is 'state', but Trainer.init_from only has parameters: set 'weights'")
+
+
+def _no_adapters(trainer: Trainer) -> UserError:
+    return UserError(
+        f"Trainer.init_with is 'adapters', and Trainer.init_from ({trainer.init_from!r}) has none: set 'weights'"
+    )
+
+
+def _plain_target(trainer: Trainer, model: Model, mesh: Mesh) -> Params:
+    """Shapes and shardings of the parameters of the model without adapters."""
     plain = model.plain
     shardings = sharding.shardings(mesh, trainer.plan.rules, plain.axes, plain.abstract_params)
     # In the dtype of the model's parameters; quantized ones are made from float32.
@@ -148,26 +253,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
     shapes = tree.map_with_names(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
     )
-    target = states.with_shardings(shapes, shardings)
-    goes_on = trainer.init_with is InitWith.ADAPTERS
-    if isinstance(read, Adapted):
-        own = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
-        beside = sharding.shardings(mesh, trainer.plan.rules, own.axes, own.abstract_params)
-        values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
-        params = tree.joined(values, read(target))
-        return params if read.merged is None else run_folder.merger(own, target)(params)
-    lora = run_folder.lora(_folder(trainer)) if read is None else None
-    if goes_on and lora is None:
-        raise UserError(
-            f"Trainer.init_with is 'adapters', and Trainer.init_from ({trainer.init_from!r}) has none: set 'weights'"
-        )
-    if read is not None:
-        return read(target)
-    if lora is None:
-        return _pretrained(trainer, target)
-    if goes_on:
-        return _going_on(trainer, model, lora, mesh, target)
-    return _merged(trainer, plain, lora, mesh, target)
+    return states.with_shardings(shapes, shardings)
 
 
 def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> tuple[int, PyTree] | None:
@@ -188,16 +274,20 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
         restored, state = run_folder.newest_state(_folder(trainer), own, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
-        raise UserError("Trainer.init_with is 'state', but Trainer.init_from only has parameters: set 'weights'")
+        raise _no_optimizer()
     else:
         step, values = read.optimizer(target.opt_state)
         opt_state = jax.tree.map(_placed, values, target.opt_state)
+    _check_continues(trainer, step)
+    return step, opt_state
+
+
+def _check_continues(trainer: Trainer, step: int) -> None:
     if step >= trainer.steps:
         raise UserError(
             f"Trainer.steps ({trainer.steps}) must be above the step of Trainer.init_from ({step}), from which the run "
             f"continues: try {step + 1000}, or Trainer.init_with = 'weights'"
         )
-    return step, opt_state
 
 
 def _placed(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -205,16 +295,10 @@ def _placed(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: value[index])
 
 
-def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
-    """The parameters of a run folder with adapters, merged into its base."""
-    adapted = api.build(dataclasses.replace(plain.config, lora=lora))
-    shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
-    params = _pretrained(trainer, states.with_shardings(adapted.abstract_params, shardings))
-    return run_folder.merger(adapted, target)(params)
-
-
-def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
-    """The parameters of a run folder with adapters, which are kept and trained further."""
+def _going_on(
+    trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params
+) -> tuple[Params, Callable[[Params], Params]]:
+    """As `_of_run`, of a run folder with adapters, which are kept and trained further."""
     own, folder = model.config.lora, trainer.init_from
     if own is None:
         raise UserError(
@@ -226,14 +310,20 @@ def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Pa
         if field.name != "dropout" and ours != theirs:
             raise UserError(f"Lora.{field.name} is {ours!r}, {folder} was trained with {theirs!r}: set it to that")
     shardings = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
-    params = _pretrained(trainer, states.with_shardings(model.abstract_params, shardings))
-    return tree.joined(model.trained(params), run_folder.merger(model, target, base=True)(params))
+    merge = run_folder.merger(model, target, base=True)
+    return (
+        states.with_shardings(model.abstract_params, shardings),
+        lambda params: tree.joined(model.trained(params), merge(params)),
+    )
 
 
 def _pretrained(trainer: Trainer, target: Params) -> Params:
-    # In any dtype: the run folder may have been trained in another one.
-    how = dataclasses.replace(trainer.checkpointing, cast=True)
-    return run_folder.newest_params(_folder(trainer), target, how)
+    return run_folder.newest_params(_folder(trainer), target, _any_dtype(trainer))
+
+
+def _any_dtype(trainer: Trainer) -> Checkpointing:
+    """How to read a run folder that may have been trained in another dtype."""
+    return dataclasses.replace(trainer.checkpointing, cast=True)
 
 
 def _folder(trainer: Trainer) -> str:

@@ -64,7 +64,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Reads the metrics since the last call: losses are averaged with weights of real tokens, or pairs.
 
-        Steps whose update was skipped are excluded from the means, unless there are no others. A metric of a part, as
+        Steps whose update was skipped are excluded from the means, unless there are no others; the learning rate is that of
+        the last update that was made. A metric of a part, as
         hint_accuracy/DOMAIN, is NaN in a step without this part: the last step that has it counts, and if there is none, the
         log does not have it, either.
 
@@ -86,6 +87,8 @@ class Meter:
                 result[name] = float(there[-1])
         for name in (name for name in self._means if name in result):
             result[name] = sum(float(s[name]) * float(s[weight]) for s in made) / max(total, 1.0)
+        if "learning_rate" in result:
+            result["learning_rate"] = float(made[-1]["learning_rate"])
         result["grad_norm"] = sum(float(s["grad_norm"]) for s in made) / len(made)
         for name in _COUNTS & result.keys():
             result[name] = sum(float(s[name]) for s in steps)

@@ -6,8 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
@@ -19,14 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import optim, sharding
 from capibara.checkpoints import manifest
-from capibara.checkpoints.manager import Checkpoints, Restored
+from capibara.checkpoints.manager import CheckpointReader, Checkpoints
 from capibara.core import processes, tree, user_modules
 from capibara.core.fields import did_you_mean, returned
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.pipeline.loader import Loader, Position, check_task_shards, merge_states
-from capibara.data.tokenizers import vocabulary as vocabularies
+from capibara.data.pipeline.loader import Loader, Position, merge_states
 from capibara.models import api
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
@@ -35,20 +32,22 @@ from capibara.training import evaluation
 from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
-from capibara.training.feed import open_loader, validation_loader
+from capibara.training.feed import open_loader
 from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
 from capibara.training.privacy.ledger import Ledger
 from capibara.training.recovery import Initial, Recovery, Start
-from capibara.training.run_folder import origin, own_tokenizer
+from capibara.training.run_folder import checks, origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.state import Apart, TrainState
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
 from capibara.training.trainer import Trainer
+
+_RESTORE_S = 2.0  # to wait for a checkpoint before the compile begins beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,24 +243,26 @@ def set_up(
       The set-up for the loop, and the checkpoint or pretrained weights from which the run starts.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
-    mesh = sharding.make_mesh(trainer.plan, devices)
-    _check(trainer, mesh)
-    model = api.build(trainer.model)
-    spec, ledger = describe_state(trainer, model, mesh), _ledger(trainer, model, status)
-    read, own = reader(trainer, load), starts(trainer, model, mesh, load)  # before the compile, to find errors early
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, spec.abstract, read)
-        loaded = pool.submit(_initial, opened, trainer, model, mesh, read, spec.abstract)
-        undo.callback(_close, opened)
-        train_step = _compiled(trainer, model, mesh, compiler_options, spec, status)
-        compiled_s = time.perf_counter()
-        checkpoints, restored, batches = opened.result()
-        initial = dataclasses.replace(loaded.result(), starts=own)
-        if restored is not None:
+    mesh, model, spec, ledger, read, own, batches, given = _check(trainer, devices, status, load)
+    with contextlib.ExitStack() as undo:
+        undo.callback(batches.close)
+        checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(_initial, checkpoints, trainer, model, mesh, read, spec.abstract)
+            # A small state that is corrupt is told before the compile.
+            for loaded in concurrent.futures.wait([loading], _RESTORE_S if checkpoints.steps() else 0.0).done:
+                loaded.result()
+            train_step = _compiled(trainer, model, mesh, compiler_options, spec, status)
+            compiled_s = time.perf_counter()
+            initial = dataclasses.replace(loading.result(), starts=own)
+        if (restored := initial.checkpoint) is not None:
             spent["restore"] = time.perf_counter() - compiled_s
             if ledger is not None:
                 ledger.check_resumed(restored[0].step)
-        _check_vocabulary(trainer)
+            if given.resumes is None or given.resumes.step != restored[0].step:  # the newest one was corrupt
+                batches.set_state(restored[0].data)
+                batches.start()
+        checks.check_vocabulary(trainer)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
@@ -279,6 +280,61 @@ def set_up(
         ledger=ledger,
     )
     return setup, initial
+
+
+class _Checked(NamedTuple):
+    """A run whose options, folder and data are in order; close its `batches`."""
+
+    mesh: Mesh
+    model: api.Model
+    spec: StateSpec
+    ledger: Ledger | None
+    read: Read | None
+    starts: tuple[Callable[[], Params], ...]
+    batches: Loader
+    given: checks.Given
+
+
+def _check(
+    trainer: Trainer,
+    devices: list[jax.Device] | None,
+    status: Callable[[str], None],
+    load: Load | None,
+    *,
+    whole: bool = False,
+) -> _Checked:
+    """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.given`."""
+    mesh = sharding.make_mesh(trainer.plan, devices)
+    checks.options(trainer, mesh)
+    model = api.build(trainer.model)
+    spec, ledger = describe_state(trainer, model, mesh), _ledger(trainer, model, status)
+    trainer.optimizer.schedule.learning_rates(trainer.steps)
+    _objective(trainer, model)
+    read, own = reader(trainer, load), starts(trainer, model, mesh, load)
+    given = checks.given(trainer, model, mesh, spec.abstract, read, ledger, whole=whole)
+    for note in given.notes:
+        status(note)
+    if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
+        merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
+    return _Checked(mesh, model, spec, ledger, read, own, given.batches, given)
+
+
+def check(trainer: Trainer, load: Load | None = None) -> list[str]:
+    """Makes the checks of `set_up` alone, those that take long included; nothing is compiled or written.
+
+    Returns:
+      What was checked, in lines for a user.
+
+    Raises:
+      UserError: the run cannot begin or resume.
+    """
+    lines: list[str] = []
+    checked = _check(trainer, None, lines.append, load, whole=True)
+    checked.batches.close()
+    checks.check_vocabulary(trainer)
+    with CheckpointReader(trainer.model_dir, trainer.saves) as checkpoints:
+        checkpoints.verified_step()
+    return [*checked.given.lines, *lines]
 
 
 def _compiled(
@@ -315,32 +371,15 @@ def _temp_bytes(program: jax.stages.Compiled) -> int:
     return 0 if memory is None else memory.temp_size_in_bytes
 
 
-class _Opened(NamedTuple):
-    checkpoints: Checkpoints
-    restored: tuple[Restored, TrainState] | None
-    batches: Loader
-
-
 def _initial(
-    opened: concurrent.futures.Future[_Opened],
-    trainer: Trainer,
-    model: api.Model,
-    mesh: Mesh,
-    read: Read | None,
-    target: TrainState,
+    checkpoints: Checkpoints, trainer: Trainer, model: api.Model, mesh: Mesh, read: Read | None, target: TrainState
 ) -> Initial:
-    restored = opened.result().restored
+    """The newest intact step, or the initial weights of a new run."""
+    restored = checkpoints.restore(target)
     if trainer.init_from is None or restored is not None:
         return Initial(restored)
     optimizer = load_optimizer(trainer, target, read)
     return Initial(params=load_params(trainer, model, mesh, read), optimizer=optimizer)
-
-
-def _close(opened: concurrent.futures.Future[_Opened]) -> None:
-    """Closes data and checkpoints after an error elsewhere: their threads must not keep running."""
-    if opened.exception() is None:
-        opened.result().batches.close()
-        opened.result().checkpoints.close()
 
 
 class StateOptions(TypedDict):
@@ -429,7 +468,7 @@ def compile_step(
 
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec | None = None) -> jax.stages.Lowered:
     """Lowers the train step without compiling it, for the devices of any mesh."""
-    _check_rows(trainer, mesh)
+    checks.check_rows(trainer, mesh)
     plan, spec = trainer.plan, spec or describe_state(trainer, model, mesh)
     batch_sharding, objective = sharding.batch_sharding(mesh, plan.rules), _objective(trainer, model)
     private = None if trainer.privacy is None else make_private_gradient(objective, plan, mesh, trainer.privacy)
@@ -471,89 +510,13 @@ def _check_means(trainer: Trainer, metrics: Mapping[str, object]) -> None:
             raise UserError(f"{own}.means has {name!r}, which is no metric of its steps{did_you_mean(name, metrics)}")
 
 
-def _open_checkpoints_and_data(
-    trainer: Trainer, mesh: Mesh, config: str, target: TrainState, read: Read | None
-) -> _Opened:
-    """Opens the checkpoints, then the data, which starts from the newest checkpoint's state."""
+def _open_folder(trainer: Trainer, config: str, read: Read | None) -> Checkpoints:
+    """Opens the checkpoints, which nobody else may write now, and keeps the files that came with the tokenizer and weights."""
     about = manifest.provenance(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
-        restored = checkpoints.restore(target)
-        batches = open_loader(trainer, mesh, "train", trainer.plan.batch_size)
-        if restored is not None:
-            batches.set_state(restored[0].data)
-        elif not trainer.dataset.is_seqio:  # SeqIO is still being imported: a task is checked at the first save
-            merge_states(hosts.gathered(batches.get_state()))  # raises if hosts read different data
-        if trainer.evaluation.every:
-            validation_loader(trainer, mesh).close()  # finds errors in these files now, not at the first evaluation
         if jax.process_index() == 0:
             own_tokenizer.keep(trainer.dataset, trainer.model_dir)
             origin.keep(trainer, read)
-        batches.start()
         undo.pop_all()
-    return _Opened(checkpoints, restored, batches)
-
-
-def _check_vocabulary(trainer: Trainer) -> None:
-    """Raises UserError if the model's vocabulary is smaller than the tokenizer's."""
-    size = trainer.dataset.get_vocabulary().size
-    if size > trainer.model.vocab_size:
-        raise UserError(
-            f"{type(trainer.model).__name__}.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's "
-            f"size ({size}): try {-(-size // 128) * 128}"
-        )
-
-
-def _check(trainer: Trainer, mesh: Mesh) -> None:
-    """Raises UserError for mistakes that can be found before anything is compiled."""
-    _check_evaluation(trainer, mesh)
-    if trainer.group is not None:
-        trainer.group.check()
-    if trainer.dataset.is_seqio:
-        _check_task_shards(trainer, mesh)
-    if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
-        vocabularies.check(trainer.dataset.vocabulary)
-        _check_vocabulary(trainer)
-
-
-def _check_task_shards(trainer: Trainer, mesh: Mesh) -> None:
-    host_count, shards = max(sharding.host_shards(mesh, trainer.plan.rules)) + 1, trainer.dataset.task_shards
-    check_task_shards(trainer.dataset, trainer.plan.batch_size, host_count)
-    if host_count > shards and not jax.process_index():
-        logging.getLogger(__name__).warning(
-            "%d hosts share %d stream(s) of SeqIO task %r, and each preprocesses all examples of its own: set "
-            "Dataset.task_shards = %d or a multiple of it in a new run",
-            host_count,
-            shards,
-            trainer.dataset.mixture_or_task_name,
-            host_count,
-        )
-
-
-def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
-    rows = trainer.evaluation.batch_size
-    axes = sharding.batch_axes(mesh.shape, trainer.plan.rules)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    if rows is not None and rows % shards:
-        raise UserError(
-            f"Evaluation.batch_size ({rows}) must be a multiple of {shards} "
-            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}): "
-            f"try {max(1, round(rows / shards)) * shards}"
-        )
-
-
-def _check_rows(trainer: Trainer, mesh: Mesh) -> None:
-    """Raises UserError if rows do not divide over the context axis.
-
-    A context shard has two parts of a decoder's row (see sharding.balanced), and one of an encoder's.
-    """
-    context = mesh.shape["context"]
-    for name, parts, shown in (
-        ("length", 2 * context, "2 x Plan.context"),
-        ("encoder_length", context, "Plan.context"),
-    ):
-        length = getattr(trainer.dataset, name)
-        if context > 1 and length is not None and length % parts:
-            raise UserError(
-                f"Dataset.{name} ({length}) must be a multiple of {parts} ({shown}): try {-(-length // parts) * parts}"
-            )
+    return checkpoints

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from capibara import sharding
+from capibara import optim, sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model, Stats
@@ -45,11 +45,11 @@ def make_train_step(
     Args:
       model: the model; `trained` selects its trained parameters.
       tx: optax chain for the trained parameters, including clipping.
-      schedule: step -> learning rate, for the metrics.
+      schedule: updates made -> learning rate, for the metrics.
       plan: accumulation, remat and rules.
       mesh: the mesh of the activations.
       z_loss: coefficient of the squared log normaliser (PaLM uses 1e-4).
-      ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
+      ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + n) / (10 + n)) after n updates; None: none is kept.
       loss_scaling: for float16: scales the loss, and skips updates whose gradients are not all finite.
       anomalies: which other updates are skipped; None: none.
       objective: the objective; None: the cross entropy.
@@ -65,16 +65,16 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, trained)
             trained = optax.apply_updates(trained, updates)
-        ema = None
+        ema, count = None, optim.updates_made(state.opt_state, state.step)
         if ema_decay is not None:
             # A lower decay in early steps: otherwise the average is mostly initial weights for 1 / (1 - decay) steps.
-            decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+            decay = jnp.minimum(ema_decay, (1.0 + count) / (10.0 + count))
             ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
             **objective.checked_metrics(sums, jnp.maximum(sums.weight, 1.0)),
             **more,
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(count), jnp.float32),
             **model.layer_metrics(stats),
         }
         params = tree.joined(trained, frozen)

@@ -14,6 +14,7 @@ from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
 from capibara.consensus.privacy import Privacy
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Dataset
@@ -116,7 +117,7 @@ class Trainer:
       heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
     """
 
-    model_dir: str
+    model_dir: FilePath
     steps: int
     model: TransformerConfig
     plan: Plan
@@ -124,7 +125,7 @@ class Trainer:
     optimizer: OptimizerConfig
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
-    init_from: str | None = None
+    init_from: FilePath | None = None
     init_with: InitWith = InitWith.WEIGHTS
     loss: Loss | None = None
     strategy: Strategy | None = None

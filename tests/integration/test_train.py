@@ -36,8 +36,7 @@ def test_train_then_again_then_with_more_steps(shell, here):
     assert "DecoderConfig.mlp_dim = 64" in (shell.folder / "run" / "config.gin").read_text()
 
     again = here(*TRAIN, "--emulate=8")
-    assert (again.code, again.err) == (0, "")
-    assert "nothing to do: the run is at step 6 of 6 already; raise TRAIN_STEPS" in again.out
+    assert_one_line(again, "the run is at step 6 of 6 already: raise TRAIN_STEPS")
 
     more = here(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
     assert (more.code, more.err) == (0, "")
@@ -120,7 +119,10 @@ def test_two_processes_learn_as_one_and_their_checkpoint_is_anyones(shell):
         (["--gin.FILES=('bad.jsonl',)"], ["bad.jsonl:3 is not JSON", "not json"]),
         (["--gin.TEXT_FIELD=content"], ["corpus.jsonl:1", "no field 'content'"]),
         (["--gin.BATCH_SIZE=12"], ["Plan.batch_size (12) must be a multiple of 8", "try 16"]),
-        (["--gin.Evaluation.batch_size=12"], ["Evaluation.batch_size (12) must be a multiple of 8", "try 16"]),
+        (
+            ["--gin.Evaluation.batch_size=12", "--gin.Evaluation.every=2"],
+            ["Evaluation.batch_size (12) must be a multiple of 8", "try 16"],
+        ),
         (["--gin.Plan.tensor=3"], ["tensor=3", "must divide the 8 devices", "try 2"]),
         (
             ["--gin.DecoderConfig.num_heads=3", "--gin.DecoderConfig.head_dim=8", "--gin.Plan.tensor=2"],

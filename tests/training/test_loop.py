@@ -209,8 +209,11 @@ def test_early_stopping_survives_a_resume(make_trainer, train, tmp_path):
     assert train(patient, evaluate=losses.__getitem__).outcome.step == 12
 
 
-def test_nothing_is_trained_when_all_steps_are_done(make_trainer, train):
+def test_nothing_is_trained_when_all_steps_are_done(make_trainer, train, monkeypatch):
     train(make_trainer(steps=2))
+    with pytest.raises(UserError, match="the run is at step 2 of 2 already: raise TRAIN_STEPS"):
+        train(make_trainer(steps=2))
+    monkeypatch.setenv("CAPIBARA_BEAT", "3:1")  # a launcher has started it: for it this is the end
     again = train(make_trainer(steps=2, evaluation=Evaluation(every=1)))
     assert dataclasses.astuple(again.outcome) == (2, "finished", None)
     assert (again.batches, again.checkpoints, again.evaluations) == ([], [], {})

@@ -19,6 +19,7 @@ from capibara.builders.problems import Problems
 from capibara.builders.redaction.redact import Json
 from capibara.builders.routing.rows import key_of
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix
 
@@ -50,7 +51,7 @@ class EvaluationSet:
     """
 
     name: str
-    paths: tuple[str, ...] = ()
+    paths: tuple[FilePath, ...] = ()
     fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

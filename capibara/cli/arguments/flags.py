@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from capibara.core.fields import did_you_mean
+from capibara.core.fields import did_you_mean, in_home
 from capibara.core.types import UserError
 
 # Old names of flags; they work for one more version.
 _RENAMED = {"--damaged": "--corrupted", "--objective": "--goal"}
+
+# What a value's name in --help says of it: that it is a path.
+_PATHS = ("DIR", "FILE", "FILE.gin", "IN", "MODEL", "NAME=PATH", "PATH", "RUN", "RUN.gin", "RUNS", "T5X.gin")
 
 Arguments = argparse.Namespace  # of a command line
 
@@ -116,11 +119,24 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
         raise UserError(f"unexpected argument {unknown[0]!r} (see --help)")
     args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
+    for action in parser._actions:
+        if action.metavar in _PATHS:
+            setattr(args, action.dest, _in_home(getattr(args, action.dest)))
     for folder in args.gin_search_paths:
-        if not os.path.isdir(os.path.expanduser(folder)):
+        if not os.path.isdir(folder):
             raise UserError(f"--gin_search_paths={folder} must be a folder: it does not exist")
     del args.gin_override_help
     return args
+
+
+def _in_home(value: object) -> object:
+    """Paths of a flag with ~ replaced by the home folder: a shell does so only at the beginning of an argument."""
+    if isinstance(value, list):
+        return [_in_home(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=")  # NAME=PATH
+    return f"{name}={in_home(path)}" if equals and path.startswith("~") else in_home(value)
 
 
 def _rewrite(arg: str) -> tuple[str, ...]:

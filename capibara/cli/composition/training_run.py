@@ -68,56 +68,96 @@ def run(
     start_over: bool = False,
     joined: joining.Joining = joining.Joining(),
     notes: Sequence[str] = (),
+    check: bool = False,
 ) -> Outcome:
-    """Trains the run that the Gin files and bindings describe; prints the notes first."""
+    """Trains the run that the Gin files and bindings describe; prints the notes first.
+
+    Args:
+      gin_files, bindings, search_paths, emulate, start_over, joined, notes: as in `train`, and config.parse.
+      check: only check what was given, and print what was checked: nothing is compiled or written.
+    """
     import jax
 
     from capibara import config
-    from capibara.core import devices
-    from capibara.core.multihost import channel, hosts
+    from capibara.cli.composition import options
+    from capibara.core.multihost import hosts
     from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
     from capibara.interop.peft import runs as adapters
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
-    from capibara.training import loop, run_folder
+    from capibara.training import loop, run_folder, setup
+
+    trainer = _read(gin_files, bindings, search_paths, emulate, start_over=start_over and not check, joined=joined)
+    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
+    dataset.preload()
+    model = api.build(trainer.model)
+    texts, callbacks, judge = (
+        config.build(SampleText),
+        config.build(Monitoring).build(dashboard=trainer.dashboard and not check),
+        judging.of_run(trainer, model),
+    )
+    notes = [f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))]
+    _print([*notes, *run_folder.changes(trainer.model_dir)])
+    options.check(trainer, texts)
+    sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
+    samples = sampler(model, *sampled, gathered=hosts.gathered)
+    load = lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged")  # noqa: E731
+    if check:
+        _print([f"checked {line}" for line in setup.check(trainer, load)])
+        return loop.Outcome(0, "checked")
+    return loop.train(
+        trainer,
+        callbacks,
+        sampler=samples,
+        judge=judge,
+        peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
+        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
+        config=config.operative(),
+        load=load,
+    )
+
+
+def _read(
+    gin_files: Sequence[str],
+    bindings: Sequence[str],
+    search_paths: Sequence[str],
+    emulate: int | None,
+    *,
+    start_over: bool,
+    joined: joining.Joining,
+) -> Trainer:
+    """The run that the Gin files and bindings describe, on this process's devices, which are joined with the others."""
+    import jax
+
+    from capibara import config
+    from capibara.core import devices
+    from capibara.core.multihost import channel
+    from capibara.training import initialization, run_folder
+    from capibara.training.run_folder import checks
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
+    checks.installed(trainer)
     devices.start(emulate)
     facts = {"configuration": config.operative()}
     joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
     channel.watch()
     if start_over:
         run_folder.start_over(trainer.model_dir)
+    if jax.process_index() == 0:
+        checks.folder(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
-    trainer = _of_devices(run_folder.own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
-    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
-    dataset.preload()
-    model = api.build(trainer.model)
-    texts, callbacks, judge = (
-        config.build(SampleText),
-        config.build(Monitoring).build(dashboard=trainer.dashboard),
-        judging.of_run(trainer, model),
-    )
-    notes = [
-        *(f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))),
-        *run_folder.changes(trainer.model_dir),
-    ]
-    print(*(f"{line}\n" for line in notes if jax.process_index() == 0), sep="", end="")
-    sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
-    return loop.train(
-        trainer,
-        callbacks,
-        sampler=sampler(model, *sampled, gathered=hosts.gathered),
-        judge=judge,
-        peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
-        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
-        config=config.operative(),
-        load=lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged"),
-    )
+    initialization.check_there(trainer)
+    return _of_devices(run_folder.own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
+
+
+def _print(lines: Sequence[str]) -> None:
+    import jax
+
+    print(*(f"{line}\n" for line in lines if jax.process_index() == 0), sep="", end="")
 
 
 def _beginning(dataset: Dataset) -> list[str]:
@@ -148,7 +188,6 @@ def _of_devices(
     more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
     if not more:
         return trainer
-    if jax.process_index() == 0:
-        print(title, *more, sep="\n  ")
+    _print(["\n  ".join([title, *more])])
     config.parse(gin_files, [*bindings, *more], search_paths)
     return own_tokenizer.of_run(config.build(type(trainer)))

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample_megabytes", type=float, default=64.0, help="how much text to train on (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument(
-        "--output", help="model file (default tokenizer.model), or the instructions' folder (default .)"
+        "--output", metavar="PATH", help="model file (default tokenizer.model), or the instructions' folder (default .)"
     )
     args = flags.parse_arguments(parser, argv)
     if args.sample_megabytes <= 0:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, Format, Message, read_conversation
 from capibara.data.chat.mask import assistant_ranges
@@ -49,11 +50,11 @@ class ChatJsonlSource(Source):
       domain: the domain of all conversations.
     """
 
-    files: tuple[str, ...]
+    files: tuple[FilePath, ...]
     template: ChatTemplate
     format: Format = Format.AUTO
     train_on: TrainOn = TrainOn.ASSISTANT
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
     domain: str | None = None
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.chat import template_process
 from capibara.data.chat.dropped import Dropped, DroppedParts
@@ -101,8 +102,8 @@ class ChatTemplate:
         system message.
     """
 
-    tokenizer: str
-    template: str | None = None
+    tokenizer: FilePath
+    template: FilePath | None = None
     name: str | None = None
     date: str = "2024-07-26"
     end_of_turn: str | None = None

@@ -160,6 +160,19 @@ class Loader:
         """Starts to prefetch (and to import SeqIO, for a task) in the background; call `set_state` before this."""
         self._prefetching()
 
+    def check_first(self, limit_s: float | None = None) -> bool:
+        """Makes the first batch, which `next` returns then; False: it is still being made after the time limit.
+
+        Raises:
+          UserError: no document can be read, or none fits into a row; or the split has none.
+        """
+        try:
+            return self._prefetching().wait_first(limit_s)
+        except StopIteration:
+            raise UserError(
+                f"the {self._share.split} split has no document: add text, or set Evaluation.every = 0"
+            ) from None
+
     def _prefetching(self) -> Prefetcher:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._produce, self._dataset.prefetch)

@@ -25,6 +25,9 @@ class Prefetcher:
         self._open_items = open_items
         self._items: Iterator[Any] | None = None
         self._failure: BaseException | None = None
+        self._first: list[Any] = []  # made by `wait_first` where there is no thread
+        self._first_there = threading.Event()
+        self._first_failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if size:
             self._queue: queue.Queue[Any] = queue.Queue(size)
@@ -39,14 +42,30 @@ class Prefetcher:
         if self._failure is not None:
             raise self._failure
         if self._thread is None:
-            if self._items is None:
-                self._items = self._open_items()
-            return next(self._items)
+            return self._first.pop() if self._first else self._made()
         item, failure = self._next(self._thread)
         if item is _END:
             self._failure = failure or StopIteration()
             raise self._failure
         return item
+
+    def wait_first(self, limit_s: float | None) -> bool:
+        """Waits until the first item is made, which stays there for `next`; False: it is not yet, after the time limit.
+
+        Raises the exception that came in its place, or StopIteration if there is no item.
+        """
+        if self._thread is None:
+            self._first = self._first or [self._made()]
+            return True
+        there = self._first_there.wait(limit_s)
+        if self._first_failure is not None:
+            raise self._first_failure
+        return there
+
+    def _made(self) -> Any:
+        if self._items is None:
+            self._items = self._open_items()
+        return next(self._items)
 
     def _next(self, thread: threading.Thread) -> tuple[Any, BaseException | None]:
         while True:
@@ -88,12 +107,16 @@ class Prefetcher:
         try:
             items = self._open_items()
             for item in items:
+                self._first_there.set()
                 if not self._put(item):
                     return
         except BaseException as error:  # raised by `next`
             failure = error
         finally:
             _close(items)
+        if not self._first_there.is_set():
+            self._first_failure = failure or StopIteration()
+            self._first_there.set()
         self._put(_END, failure)
 
     def _put(self, item: object, failure: BaseException | None = None) -> bool:

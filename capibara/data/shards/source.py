@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix
 from capibara.data.shards import index as indexes
@@ -69,13 +70,13 @@ class ShardedSource(Source):
       document_bytes: text files are split at line ends into documents of at least so many bytes.
     """
 
-    files: tuple[str, ...]
+    files: tuple[FilePath, ...]
     format: Format | None = None
     record: RecordFormat = RecordFormat.AUTO
     field: str = "text"
     inputs_field: str | None = None
     domain_field: str | None = "domain"
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
     domain: str | None = None
     block_bytes: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation, Preference, read_preference, read_prompt
@@ -32,9 +33,9 @@ class _ChatLines(Source):
       validation_fraction: the fraction that is held out if there are no validation files.
     """
 
-    files: tuple[str, ...]
+    files: tuple[FilePath, ...]
     template: ChatTemplate
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.core import limits
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix, permutation
 from capibara.data.sources import disk
@@ -198,8 +199,8 @@ class TextSource(Source):
       domain: the domain of all documents; None: by the file's extension (.py: "python", .sql: "sql").
     """
 
-    files: tuple[str, ...]
-    validation_files: tuple[str, ...] = ()
+    files: tuple[FilePath, ...]
+    validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
     document_bytes: int = 1 << 16
     domain: str | None = None
@@ -242,11 +243,11 @@ class JsonlSource(Source):
       domain: the domain of lines without `domain_field`.
     """
 
-    files: tuple[str, ...]
+    files: tuple[FilePath, ...]
     field: str = "text"
     inputs_field: str | None = None
     domain_field: str = "domain"
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
     domain: str | None = None
 
@@ -278,12 +279,12 @@ class HuggingFaceSource(Source):
       domain: the domain of all documents, if no column has it.
     """
 
-    path: str
+    path: FilePath
     name: str | None = None
     field: str = "text"
     inputs_field: str | None = None
     domain_field: str | None = None
-    data_files: tuple[str, ...] = ()
+    data_files: tuple[FilePath, ...] = ()
     train_split: str = "train"
     validation_split: str | None = None
     validation_fraction: float = 0.03
@@ -313,6 +314,10 @@ class HuggingFaceSource(Source):
         from capibara.core import extras
 
         datasets = extras.require("datasets", extra="hf")
+        if self.path.startswith((".", os.sep)) and not os.path.exists(self.path):  # else it is looked for on the hub
+            raise UserError(
+                f"HuggingFaceSource.path ({self.path!r}) does not exist: name a folder of save_to_disk, or a hub name"
+            )
         try:
             if os.path.isfile(os.path.join(self.path, "dataset_dict.json")):
                 return datasets.load_from_disk(self.path)[split]

@@ -25,7 +25,7 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.core import limits, user_modules
-from capibara.core.fields import short
+from capibara.core.fields import FilePath, short
 from capibara.core.types import UserError
 from capibara.data.tokenizers import decoding
 from capibara.data.tokenizers import limits as tokenizer_limits
@@ -345,7 +345,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     path_fields = ("path",)
 
-    path: str
+    path: FilePath
     add_bos_token: bool | None = None
     size_multiple: int = 128
     extra_ids: int = 0
@@ -473,7 +473,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     path_fields = ("path",)
 
-    path: str
+    path: FilePath
     eos_token: str | None = None
     bos_token: str | None = None
     add_bos_token: bool | None = None

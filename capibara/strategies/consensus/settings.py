@@ -14,6 +14,7 @@ from capibara.consensus.aggregation import Aggregation, Mean
 from capibara.consensus.compression import Compression
 from capibara.consensus.convex import ConvexMerge
 from capibara.consensus.voting import Vote as VoteRule
+from capibara.core.fields import FilePath
 from capibara.core.types import Params, UserError
 from capibara.sharding import Plan
 from capibara.strategies.consensus.agreement import Agreement
@@ -110,7 +111,7 @@ class Settings(Agreement):
     group_every: int = 10
     frozen: tuple[str, ...] = ()
     nodes_per_round: int | None = None
-    init_from: tuple[str, ...] = ()
+    init_from: tuple[FilePath, ...] = ()
     compression: Compression | None = None
 
     def __post_init__(self) -> None:

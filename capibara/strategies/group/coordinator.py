@@ -25,6 +25,7 @@ from capibara.consensus.privacy import Privacy
 from capibara.consensus.voting import Vote as VoteRule
 from capibara.consensus.voting import tolerance
 from capibara.core import limits
+from capibara.core.fields import FilePath
 from capibara.core.types import Params, PyTree, UserError
 from capibara.storage import hashing
 from capibara.strategies.consensus.agreement import Agreement, Combine, quality_of
@@ -64,7 +65,7 @@ class Coordinator(Agreement):
       poll_s: seconds between two looks at the exchange.
     """
 
-    exchange: str
+    exchange: FilePath
     num_nodes: int
     rounds: int
     nodes: tuple[str, ...] | None = None

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara.config import configurable
 from capibara.consensus.compression import Compression
 from capibara.core import tree
+from capibara.core.fields import FilePath
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, TryAgain, UserError
 from capibara.objectives.base import Metrics
@@ -45,7 +46,7 @@ class GroupNode(Group):
       poll_s: seconds between two looks at the exchange.
     """
 
-    exchange: str
+    exchange: FilePath
     name: str
     every: int = 50
     compression: Compression | None = None

@@ -187,11 +187,16 @@ def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.newest_params(target)
     if found is None:
-        raise UserError(
-            f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one, or None to "
-            "begin with new parameters"
-        )
+        raise UserError(no_checkpoint(folder))
     return found[1]
+
+
+def no_checkpoint(folder: str) -> str:
+    """The error for a folder that is to give initial weights and has none."""
+    return (
+        f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one, or None to "
+        "begin with new parameters"
+    )
 
 
 def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[Restored, TrainState]:
@@ -199,7 +204,7 @@ def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[R
     with CheckpointReader(folder, how) as checkpoints:
         found = checkpoints.restore(target)
     if found is None:
-        raise UserError(f"Trainer.init_from ({folder!r}) holds no checkpoint: name a run folder that has one")
+        raise UserError(no_checkpoint(folder))
     return found
 
 
@@ -285,6 +290,15 @@ def changes(model_dir: str) -> list[str]:
         return [f"changed since the last start: {line}" for line in found]
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
+
+
+def recorded_steps(model_dir: str) -> int | None:
+    """Trainer.steps of the last start of a run; None: it is not recorded."""
+    text = outputs.read(os.path.join(model_dir, CONFIG))
+    with contextlib.suppress(SyntaxError, ValueError):
+        _, value = config.changes("", text or "").get("Trainer.steps", (None, None))
+        return None if value is None else int(value)
+    return None
 
 
 def start_over(model_dir: str) -> None:

@@ -38,21 +38,40 @@ def keep(dataset: Dataset, model_dir: str) -> None:
       UserError: the tokenizer is not the one with which the run started.
       OSError: the folder cannot be written.
     """
-    files, places, deciding = _taken(dataset)
-    if not files:
+    if (taken := check(dataset, model_dir)) is None:
         return
     folder, known = stores.folder_of(model_dir), _paths(model_dir)
-    own = folder / OWN
-    if not any(place.split("/")[0] == OWN for place in known.values()):
-        run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
-    elif changed := [name for name in deciding if _read(own / name) != files.get(name)]:
-        paths, names = " and ".join(places), ", ".join(changed)
+    if not _has_copy(known):
+        run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in taken.files.items()})
+    if not {*taken.places.items()} <= {*known.items()}:  # last: with it the copy is whole
+        run_manifest.replace(folder, {PATHS: (json.dumps(known | dict(taken.places), indent=1) + "\n").encode()})
+
+
+def check(dataset: Dataset, model_dir: str) -> OwnFiles | None:
+    """Compares the tokenizer of a run's data with the copy of an earlier start, if there is one.
+
+    Returns:
+      Its files; None: it has none.
+
+    Raises:
+      UserError: a file cannot be read, or the tokenizer is not the one with which the run started.
+    """
+    taken = _taken(dataset)
+    if not taken.files:
+        return None
+    own = stores.folder_of(model_dir) / OWN
+    changed = [name for name in taken.deciding if _read(own / name) != taken.files.get(name)]
+    if changed and _has_copy(_paths(model_dir)):
+        paths, names = " and ".join(taken.places), ", ".join(changed)
         raise UserError(
             f"the tokenizer of {paths} is not the one with which this run started ({names} differs from {own}): restore "
             "it, or start another run with Trainer.init_from and a new MODEL_DIR"
         )
-    if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
-        run_manifest.replace(folder, {PATHS: (json.dumps(known | places, indent=1) + "\n").encode()})
+    return taken
+
+
+def _has_copy(known: dict[str, str]) -> bool:
+    return any(place.split("/")[0] == OWN for place in known.values())
 
 
 def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.monitoring.trackers.tracker import ADDRESS, Moment, TrackedRun, Tracker
 
@@ -25,7 +26,7 @@ class JsonlTracker(Tracker):
       path: the file.
     """
 
-    path: str = dataclasses.field(metadata=ADDRESS)
+    path: FilePath = dataclasses.field(metadata=ADDRESS)
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "://" in self.path:

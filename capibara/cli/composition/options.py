@@ -1,0 +1,269 @@
+"""Options that only work together: a value that has no effect without another option is refused before anything compiles.
+
+The table is that of docs/training.md. A value counts where it is not the default and the user gave it, in a Gin file, by a
+flag or in Python: capibara's own Gin files have values for some runs only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from capibara import config
+from capibara.core.fields import short
+from capibara.core.types import Dataclass, UserError
+from capibara.data.dataset import Kind
+from capibara.data.packing.packing import Packing
+from capibara.data.sources.sources import DataFormat
+from capibara.optim import OptimizerName, ScheduleKind
+from capibara.sharding import Remat
+from capibara.training.stability.anomalies import OnSpike
+from capibara.training.trainer import Trainer
+
+
+class Dependent(NamedTuple):
+    """Options that have no effect without another.
+
+    Attributes:
+      options: of one class each, such as "Evaluation.patience".
+      needs: what they need, as the user would set it.
+      counts: (the run, the object that has the option) -> whether it has an effect.
+    """
+
+    options: tuple[str, ...]
+    needs: str
+    counts: Callable[[Trainer, Any], bool]
+
+
+def _named(*names: str) -> Callable[[Trainer, Any], bool]:
+    """Whether Optimizer.name is one of these."""
+    return lambda run, own: own.name in map(OptimizerName, names)
+
+
+def _factors(*names: str) -> Callable[[Trainer, Any], bool]:
+    """Whether FactorSchedule.factors has one of these."""
+    return lambda run, own: any(name.strip() in names for name in own.factors.split("*"))
+
+
+def _saves_milestones(run: Trainer, own: Any) -> bool:
+    return all(_is_saved(run, step) for step in own.milestones)
+
+
+def _is_saved(run: Trainer, step: int) -> bool:
+    every = run.checkpointing.every
+    return step == run.steps or (every > 0 and step % every == 0)
+
+
+def _saves_what_it_evaluates(run: Trainer, own: Any) -> bool:
+    every = own.every, run.evaluation.every
+    return all(every) and math.lcm(*every) <= max(run.steps, *every)
+
+
+def _holds_out(run: Trainer, own: Any) -> bool:
+    return not own.validation_files
+
+
+_OF_FILES = (
+    "JsonlSource",
+    "TextSource",
+    "ShardedSource",
+    "ChatJsonlSource",
+    "PreferenceJsonlSource",
+    "PromptJsonlSource",
+)
+DEPENDENT = (
+    Dependent(
+        ("Evaluation.max_batches", "Evaluation.batch_size", "Evaluation.patience", "Evaluation.unigram_batches")
+        + ("Evaluation.task_metrics", "Checkpointing.keep_best", "SampleText.prompts"),
+        "Evaluation.every above 0",
+        lambda run, own: run.evaluation.every > 0,
+    ),
+    Dependent(("SampleText.sampling",), "SampleText.prompts", lambda run, own: bool(own.prompts)),
+    Dependent(("Checkpointing.keep_every",), "Checkpointing.every above 0", lambda run, own: own.every > 0),
+    Dependent(
+        ("Checkpointing.keep_best",),
+        "Checkpointing.every and Evaluation.every with a common multiple within Trainer.steps",
+        _saves_what_it_evaluates,
+    ),
+    Dependent(
+        ("Checkpointing.milestones",),
+        "Checkpointing.every above 0, of which each is a multiple, or is Trainer.steps",
+        _saves_milestones,
+    ),
+    Dependent(("Trainer.init_with",), "Trainer.init_from", lambda run, own: own.init_from is not None),
+    Dependent(
+        ("Trainer.loss_scaling",), "dtype = 'float16' of the model", lambda run, own: run.model.dtype == "float16"
+    ),
+    Dependent(("Profile.start",), "Trainer.steps of at least as many", lambda run, own: own.start <= run.steps),
+    Dependent(("Watch.at_least_s",), "Watch.factor", lambda run, own: own.factor is not None),
+    Dependent(
+        ("Anomalies.window", "Anomalies.sigmas"),
+        "Anomalies.on_spike = 'skip' or 'roll_back'",
+        lambda run, own: own.on_spike is not OnSpike.OFF,
+    ),
+    Dependent(
+        ("Anomalies.roll_back_steps", "Anomalies.skip_batches", "Anomalies.most_roll_backs"),
+        "Anomalies.on_spike = 'roll_back'",
+        lambda run, own: own.on_spike is OnSpike.ROLL_BACK,
+    ),
+    Dependent(
+        ("Anomalies.most_in_a_row",),
+        "Anomalies.skip_nonfinite, or Anomalies.on_spike = 'skip'",
+        lambda run, own: own.skip_nonfinite or own.on_spike is OnSpike.SKIP or run.float16_scaling is not None,
+    ),
+    Dependent(
+        ("Optimizer.b1", "Optimizer.b2"), "Optimizer.name = 'adamw', 'lion' or 'muon'", _named("adamw", "lion", "muon")
+    ),
+    Dependent(("Optimizer.eps",), "Optimizer.name = 'adamw' or 'muon'", _named("adamw", "muon")),
+    Dependent(
+        ("Optimizer.momentum",), "Optimizer.name = 'muon', 'sgd' or 'adafactor'", _named("muon", "sgd", "adafactor")
+    ),
+    Dependent(("Optimizer.nesterov",), "Optimizer.name = 'muon' or 'sgd'", _named("muon", "sgd")),
+    Dependent(("Optimizer.muon_rms",), "Optimizer.name = 'muon'", _named("muon")),
+    Dependent(
+        ("Optimizer.factored_min_size", "Optimizer.parameter_scale", "Optimizer.adafactor"),
+        "Optimizer.name = 'adafactor'",
+        _named("adafactor"),
+    ),
+    Dependent(
+        ("Schedule.decay_steps", "Schedule.final_fraction"),
+        "Schedule.kind = 'cosine', 'linear' or 'wsd'",
+        lambda run, own: own.kind not in (ScheduleKind.CONSTANT, ScheduleKind.RSQRT),
+    ),
+    Dependent(
+        ("Schedule.decay_fraction",),
+        "Schedule.kind = 'wsd', and Schedule.decay_steps = None",
+        lambda run, own: own.kind is ScheduleKind.WSD and own.decay_steps is None,
+    ),
+    Dependent(("Schedule.warmup_fraction",), "Schedule.warmup_steps = 0", lambda run, own: not own.warmup_steps),
+    Dependent(
+        ("FactorSchedule.base_learning_rate",),
+        "the factor constant or linear_decay",
+        _factors("constant", "linear_decay"),
+    ),
+    Dependent(
+        ("FactorSchedule.warmup_steps",),
+        "the factor linear_warmup, linear_decay, rsqrt_decay, rsqrt_normalized_decay or cosine_decay",
+        _factors("linear_warmup", "linear_decay", "rsqrt_decay", "rsqrt_normalized_decay", "cosine_decay"),
+    ),
+    Dependent(
+        ("FactorSchedule.decay_factor",),
+        "the factor linear_decay or decay_every",
+        _factors("linear_decay", "decay_every"),
+    ),
+    Dependent(("FactorSchedule.steps_per_decay",), "the factor decay_every", _factors("decay_every")),
+    Dependent(("FactorSchedule.steps_per_cycle",), "the factor cosine_decay", _factors("cosine_decay")),
+    Dependent(
+        ("Dataset.task_module", "Dataset.use_cached"), "Dataset.mixture_or_task_name", lambda run, own: own.is_seqio
+    ),
+    Dependent(("Dataset.cache_dirs", "Dataset.cached_order"), "Dataset.use_cached", lambda run, own: own.use_cached),
+    Dependent(("Dataset.workers",), "Dataset.source", lambda run, own: not own.is_seqio),
+    Dependent(
+        ("Dataset.append_eos",),
+        "Dataset.source, or Dataset.kind = 'encoder_decoder'",
+        lambda run, own: not own.is_seqio or own.kind is Kind.ENCODER_DECODER,
+    ),
+    Dependent(
+        ("Dataset.append_eos",),
+        "a Dataset.source of texts: a chat template has the end in its text",
+        lambda run, own: own.source is None or not own.source.has_conversations,
+    ),
+    Dependent(
+        ("Dataset.seed",),
+        "Dataset.shuffle, or Dataset.kind = 'encoder_decoder' or 'masked'",
+        lambda run, own: own.shuffle or own.kind in (Kind.ENCODER_DECODER, Kind.MASKED),
+    ),
+    Dependent(
+        ("Dataset.span_corruption",),
+        "Dataset.kind = 'encoder_decoder'",
+        lambda run, own: own.kind is Kind.ENCODER_DECODER,
+    ),
+    Dependent(("Dataset.masking",), "Dataset.kind = 'masked'", lambda run, own: own.kind is Kind.MASKED),
+    Dependent(
+        ("Dataset.too_long",),
+        "a Dataset.source of conversations, such as @ChatJsonlSource()",
+        lambda run, own: own.source is not None and own.source.has_conversations,
+    ),
+    Dependent(
+        ("Dataset.pairs_per_row",),
+        "a Dataset.source of preference pairs, and Dataset.packing = 'best_fit'",
+        lambda run, own: own.data_format is DataFormat.PREFERENCES and own.packing is not Packing.NONE,
+    ),
+    Dependent(tuple(f"{name}.validation_fraction" for name in _OF_FILES), "validation_files = ()", _holds_out),
+    Dependent(
+        ("HuggingFaceSource.validation_fraction",),
+        "HuggingFaceSource.validation_split = None",
+        lambda run, own: own.validation_split is None,
+    ),
+    Dependent(
+        ("Plan.pipeline_microbatches", "Plan.pipeline_repeats"), "Plan.stage above 1", lambda run, own: own.stage != 1
+    ),
+    Dependent(
+        ("Plan.remat_names",),
+        "Plan.remat = 'save' or 'offload'",
+        lambda run, own: own.remat in (Remat.SAVE, Remat.OFFLOAD),
+    ),
+    Dependent(
+        ("Sampling.top_k", "Sampling.top_p", "Sampling.min_p", "Sampling.seed"),
+        "Sampling.temperature above 0, and Sampling.beams = None",
+        lambda run, own: own.temperature > 0 and own.beams is None,
+    ),
+    Dependent(("Grpo.clip_low", "Grpo.clip_high"), "Grpo.updates above 1", lambda run, own: own.updates > 1),
+)
+
+
+def check(trainer: Trainer, *others: Dataclass) -> None:
+    """Raises UserError if the user has given an option that has no effect.
+
+    Args:
+      trainer: the run.
+      others: what else is configured, such as SampleText.
+    """
+    objects = [*_objects(trainer), *(part for other in others for part in _objects(other))]
+    for row in DEPENDENT:
+        for option in row.options:
+            name, _, field = option.partition(".")
+            for own in (part for part in objects if type(part).__name__ == name):
+                value = getattr(own, field)
+                if value == _default(own, field) or row.counts(trainer, own):
+                    continue
+                if (place := _given_at(option, value)) is None:
+                    continue
+                where = "" if not place or place.startswith("command line") else f" ({place})"
+                raise UserError(
+                    f"{option} is {short(value)}{where}, and has no effect without {row.needs}: set that, or leave it out"
+                )
+
+
+def _given_at(option: str, value: object) -> str | None:
+    """As config.given_at, of an option whose value may be an object that is bound by its fields."""
+    places = [config.given_at(option)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        places += [config.given_at(f"{type(value).__name__}.{field.name}") for field in dataclasses.fields(value)]
+    if theirs := [place for place in places if place]:
+        return theirs[0]
+    return None if None in places else ""
+
+
+def _objects(value: object) -> Iterator[Any]:
+    """A configuration and its parts."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _objects(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _objects(getattr(value, field.name, None))
+
+
+def _default(own: Dataclass, name: str) -> object:
+    (field,) = (field for field in dataclasses.fields(own) if field.name == name)
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def table() -> str:
+    """The table of docs/training.md, in Markdown."""
+    rows = [f"| {', '.join(f'`{option}`' for option in row.options)} | {row.needs} |" for row in DEPENDENT]
+    return "\n".join(["| has no effect | without |", "|---|---|", *rows])
