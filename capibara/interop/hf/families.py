@@ -117,7 +117,6 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 _TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
-_PATTERN = ("sliding_window_pattern",)
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
 _T5S = ("t5", "umt5", T5X_DECODER_TYPE)
@@ -183,7 +182,7 @@ _LIST = (
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"},  # that of attention is a key, and is not computed
         rope_by_layer=True,
-        read_keys=_PATTERN,
+        read_keys=("sliding_window_pattern",),
         fixed=_GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
         # Published files of Gemma 3 omit sizes that equal the defaults.
         defaults=_TANH_DEFAULT
@@ -203,7 +202,7 @@ _LIST = (
         architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
         rope_by_layer=True,
-        read_keys=_PATTERN,
+        read_keys=("activation_sparsity_pattern",),
         fixed={"embedding_scale": "sqrt_dim", "norm_placement": "sandwich", "qk_norm": "head"},
         defaults=_TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
@@ -368,7 +367,7 @@ _LIST = (
     ),
 )
 FAMILIES: dict[str, Family] = {}
-_OWN = frozenset(family.model_type for family in _LIST)
+OWN = frozenset(family.model_type for family in _LIST)
 
 
 def add(family: Family, names: tables.Names) -> None:
@@ -381,7 +380,7 @@ def add(family: Family, names: tables.Names) -> None:
     Raises:
       UserError: capibara has a family of that model_type.
     """
-    if family.model_type in _OWN and family.model_type in FAMILIES:
+    if family.model_type in OWN and family.model_type in FAMILIES:
         raise UserError(f"capibara has a family of model_type {family.model_type!r} already: choose another name")
     FAMILIES[family.model_type] = family
     tables.NAMES[family.model_type] = names

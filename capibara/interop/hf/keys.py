@@ -47,7 +47,8 @@ def canonical(values: Values, family: Family) -> dict[str, Any]:
             raise UserError(f"config.json has {key} = {str(values[key])[:60]}, must be without: take another model")
     named = {key: value for key, value in values.items() if key not in family.aliases}
     named |= {family.aliases[key]: value for key, value in values.items() if key in family.aliases}
-    return {key: value for key, value in named.items() if key in read(family)}
+    # A family of the user's own code has functions that may read any key.
+    return {key: value for key, value in named.items() if key in read(family) or family.model_type not in families.OWN}
 
 
 def read(family: Family) -> frozenset[str]:
