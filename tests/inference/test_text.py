@@ -12,7 +12,11 @@ from capibara.inference.server.openai_replies import _named
 from tests.data.tokenizers import kinds
 
 
-@pytest.fixture(scope="module", params=[kinds.llama_2_with_added_tokens, kinds.byte_level_with_added_tokens], ids=str, ids=lambda made: made.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[kinds.llama_2_with_added_tokens, kinds.byte_level_with_added_tokens],
+    ids=lambda made: made.__name__,
+)
 def vocabulary(request, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
     request.param().save(path)

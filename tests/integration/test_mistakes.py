@@ -194,7 +194,7 @@ def cases():
         yield pytest.param(mistake, id=mistake.name, marks=marks)
 
 
-@pytest.mark.parametrize("mistake", cases())
+@pytest.mark.parametrize("mistake", list(cases()))
 def test_a_mistake_is_told_before_the_compile(mistake, shell, here, done, monkeypatch):
     folder = shell.folder
     shutil.rmtree(folder / "run", ignore_errors=True)
