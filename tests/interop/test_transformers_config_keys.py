@@ -50,6 +50,7 @@ STRICTER = {
     "is_decoder": "a BERT with it predicts the next token in other versions",
     "position_embedding_type": "transformers 4 computes it",
     "per_layer_config": "families that know it compute layers that differ",
+    "rope_type": "a kind of scaling that is not known, where its parameters scale nothing",
     "use_bidirectional_attention": "whether it is ignored depends on the implementation of attention",
 }
 
