@@ -368,19 +368,19 @@ class Names:
     Attributes:
       rows: its table.
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
-      buffers: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
+      ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
     """
 
     rows: Rows
     renamed: tuple[tuple[str, str], ...] = ()
-    buffers: str = r"(?!)"
+    ignored: str = r"(?!)"
     parts: str = r"(?!)"
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""
         name = self._renamed(name)
-        return None if re.search(self.buffers, name) or re.search(self.parts, name) else name
+        return None if re.search(self.ignored, name) or re.search(self.parts, name) else name
 
     def of_part(self, name: str) -> bool:
         """Whether a tensor is of a part that is not supported."""
