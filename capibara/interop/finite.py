@@ -30,7 +30,7 @@ def check(name: str, value: np.ndarray) -> np.ndarray:
         if ((numbers[start : start + _CHUNK] & integer(exponent)) == exponent).any():
             floats = value.astype(np.float32)
             raise UserError(
-                f"{name} has {int(np.isnan(floats).sum()):,} NaN and {int(np.isinf(floats).sum()):,} infinite values of "
-                f"{value.size:,}, must have none: copy the file again, or take another checkpoint of the model"
+                f"{name} has values that are not finite, {int(np.isnan(floats).sum()):,} NaN and "
+                f"{int(np.isinf(floats).sum()):,} infinite of {value.size:,}: copy the file again, or take another checkpoint"
             )
     return value

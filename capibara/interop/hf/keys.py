@@ -72,7 +72,7 @@ def read(family: Family) -> frozenset[str]:
 def unread(values: Values, family: Family) -> list[str]:
     """The keys of a config.json that say something, and that the family does not read: transformers does not either."""
     known = read(family) | _NEUTRAL | family.aliases.keys() | set(families.OTHER_NAMES)
-    neutral = (None, False, 0, 1, "", [], {})
+    neutral: tuple[Any, ...] = (None, False, 0, 1, "", [], {})
     return [key for key, value in values.items() if key not in known and (value is True or value not in neutral)]
 
 

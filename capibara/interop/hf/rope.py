@@ -137,8 +137,8 @@ def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
 def _yarn(full: Values) -> dict[str, Any]:
     """What transformers puts in the place of parameters of YaRN that are missing."""
     resolved = {key: full.get(key) or default for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-    scales = (full.get("mscale"), full.get("mscale_all_dim"))
-    if full.get("attention_factor") is None and all(scales):
+    scales = [scale for key in ("mscale", "mscale_all_dim") if (scale := full.get(key))]
+    if full.get("attention_factor") is None and len(scales) == 2:
         above, below = (0.1 * scale * math.log(full["factor"]) + 1.0 for scale in scales)
         resolved["attention_factor"] = above / below
     return resolved

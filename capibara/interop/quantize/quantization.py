@@ -18,6 +18,7 @@ import numpy as np
 from capibara.core import projections, tree
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.interop import finite
 from capibara.interop.hf import tables, tensors
 from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.interop.quantize import awq, calibration, grid
@@ -253,9 +254,9 @@ class _Layers:
 
     def _check_finite(self, params: Params, index: int = 0) -> None:
         for path, value in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
-            if not np.isfinite(np.asarray(value, np.float32)).all():
-                name = next((row.name for row in self._all if path in row.ours), path).format(l=index)
-                raise UserError(f"{name} has values that are not finite: copy the model again, or use another one")
+            finite.check(
+                next((row.name for row in self._all if path in row.ours), path).format(l=index), np.asarray(value)
+            )
 
     def _layer(
         self, layer: Params, xs: list[np.ndarray], index: int

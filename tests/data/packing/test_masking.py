@@ -213,6 +213,7 @@ def test_sentinels_and_masks_of_vocabularies(tmp_path, corpus):
 
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "<extra_id_0>", "<extra_id_1>"]
     word = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    word.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
     word.save(str(tmp_path / "tokenizer.json"))
     bert = TokenizerJsonVocabulary(path=str(tmp_path / "tokenizer.json"))
     assert (bert.mask_id, bert.bos_id, bert.eos_id, bert.pad_id, tuple(bert.sentinel_ids)) == (4, 2, 3, 0, (6, 7))
