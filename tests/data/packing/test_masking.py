@@ -213,7 +213,6 @@ def test_sentinels_and_masks_of_vocabularies(tmp_path, corpus):
 
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "<extra_id_0>", "<extra_id_1>"]
     word = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    word.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
     word.save(str(tmp_path / "tokenizer.json"))
     bert = TokenizerJsonVocabulary(path=str(tmp_path / "tokenizer.json"))
     assert (bert.mask_id, bert.bos_id, bert.eos_id, bert.pad_id, tuple(bert.sentinel_ids)) == (4, 2, 3, 0, (6, 7))
@@ -238,11 +237,12 @@ def test_sentinels_of_sentencepiece_and_seqio(tmp_path):
 
 def test_bert_texts_begin_with_cls(tmp_path, corpus):
     import tokenizers
-    from tokenizers import models, pre_tokenizers
+    from tokenizers import models, pre_tokenizers, processors
 
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123))]
     word = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
     word.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    word.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
     word.save(str(tmp_path / "tokenizer.json"))
     vocabulary = TokenizerJsonVocabulary(path=str(tmp_path / "tokenizer.json"))
     batch = next(make_loader(make_dataset(corpus, Kind.MASKED, vocabulary=vocabulary, packing="none"), batch_size=4))
