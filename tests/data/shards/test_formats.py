@@ -226,22 +226,23 @@ def test_lines_longer_than_blocks_and_files_without_a_last_line_end():
 
 
 def test_array_records_without_a_record_are_empty_and_places_that_are_no_numbers_are_refused(tmp_path):
-    reader, entry = array_record.ArrayRecords(block_bytes=200), _memory(shard("array_record", [], tmp_path))
+    reader, entry = array_record.ArrayRecords(block_bytes=200), _memory(shard("array_record", [], tmp_path), "empty")
     assert reader.blocks(entry).shape == (0, 2)
     with pytest.raises(Malformed, match="no number"):
         array_record._footer_entry(b"\x0a\x01x")
 
 
 def test_array_records_that_are_larger_than_they_may_be_are_refused(tmp_path, monkeypatch):
-    entry = _memory(shard("array_record", texts_of(30), tmp_path))
+    entry = _memory(shard("array_record", texts_of(30), tmp_path), "large")
     reader = array_record.ArrayRecords(block_bytes=1 << 20)
     ((start, stop),) = reader.blocks(entry)
     monkeypatch.setattr(array_record, "_MOST_BYTES", 900)  # of chunks that have 3 of the 30 records each
     with pytest.raises(UserError, match="corrupted.*more than 900 bytes unpacked"):
         reader.records(entry, int(start), int(stop))
     monkeypatch.setattr(array_record, "read", None)
+    monkeypatch.setattr(array_record, "_MOST_BYTES", (int(stop) - int(start)) // 2 - 1)
     with pytest.raises(UserError, match="corrupted.*a chunk of"):
-        reader.records(entry, 0, 1 << 20)
+        reader.records(entry, int(start), int(stop))
 
 
 def test_a_tfrecord_file_without_a_record_at_its_end_is_not_read_through(monkeypatch):
