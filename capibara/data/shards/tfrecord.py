@@ -1,8 +1,9 @@
 """TFRecord files in blocks of equal size: the first record of a block is found by the checksum of its length.
 
-A record is its length [8 bytes], the masked CRC-32C of the length [4], the content, and the content's checksum [4], which is
-not verified (https://www.tensorflow.org/tutorials/load_data/tfrecord). A false match has a probability of 2^-32 per byte
-and is detected by what follows it.
+A record is its length [8 bytes], the masked CRC-32C of the length [4], the content, and the content's checksum [4]
+(https://www.tensorflow.org/tutorials/load_data/tfrecord). Both are verified. A false match of the search has a probability of
+2^-32 per byte and is detected by what follows it; a first record that it misses, as its length is corrupted, by what
+precedes the one that it finds.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import dataclasses
 import functools
 import struct
 
+import google_crc32c
 import numpy as np
 
 from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
 from capibara.storage.store import Entry
 
-_HEAD, _FRAME = 12, 16  # bytes before a record's content, and in total around it
+_HEAD, _FOOT, _FRAME = 12, 4, 16  # bytes before a record's content, after it, and in total
+_MASK = 0xA282EAD8
 _MOST_BYTES = 256 << 20  # largest size of a record
 _LOOK_BYTES = 1 << 16  # bytes searched at a time
 
@@ -37,18 +40,34 @@ class TfRecords(ShardFormat):
         return self.byte_blocks(shard)
 
     def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
-        window = _Window(shard, start, stop + SLACK_BYTES)
+        # The bytes before are needed to prove that no record is missed.
+        window = _Window(shard, max(0, start - SLACK_BYTES), stop + SLACK_BYTES)
         at = start if start == 0 else window.first_record(start, stop)
+        if start and not window.is_preceded(start, at, stop):
+            raise _corrupted(shard, start, "no record before it ends where the next begins")
         found: list[tuple[int, Record]] = []
         while at is not None and at < stop:
             length = window.length(at)
             if length is None:
-                raise UserError(f"{shard.url} is no TFRecord file, or corrupted, at byte {at:,}: copy it again")
+                raise _corrupted(shard, at, "the length of a record has another checksum")
             if at + _FRAME + length > shard.size:
                 raise UserError(f"{shard.url} is cut short: the record at byte {at:,} has {length:,}: copy it again")
-            found.append((at, window.bytes(at + _HEAD, length)))
+            content = window.bytes(at + _HEAD, length + _FOOT)
+            record, check = content[:length], content[length:]
+            if int.from_bytes(check, "little") != masked(google_crc32c.value(record)):
+                raise _corrupted(shard, at, "a record has another checksum")
+            found.append((at, record))
             at += _FRAME + length
         return found
+
+
+def _corrupted(shard: Entry, at: int, why: str) -> UserError:
+    return UserError(f"{shard.url} is no TFRecord file, or corrupted, at byte {at:,} ({why}): copy it again")
+
+
+def masked(crc: int) -> int:
+    """A checksum as TFRecord files store it."""
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
 class _Window:
@@ -71,11 +90,10 @@ class _Window:
             return None
         head = self.bytes(at, _HEAD)
         length, check = struct.unpack("<QI", head)
-        known = int(_masked(_crc(np.frombuffer(head, np.uint8, 8)[:, None]))[0])
-        return length if check == known and length <= _MOST_BYTES else None
+        return length if check == masked(google_crc32c.value(head[:8])) and length <= _MOST_BYTES else None
 
     def first_record(self, start: int, stop: int) -> int | None:
-        """The position of the first record that begins in [start, stop); None: there is none."""
+        """The position of the first record that begins in [start, stop), by what follows it; None: there is none."""
         for at in range(start, stop, _LOOK_BYTES):
             count = min(at + _LOOK_BYTES, stop) - at
             content = np.frombuffer(self.bytes(at, min(count + _HEAD - 1, self._shard.size - at)), np.uint8)
@@ -98,6 +116,35 @@ class _Window:
         if after > self._shard.size:
             return True  # a record that is cut short: reading it raises the error
         return after == self._shard.size or _Window(self._shard, after, after + _HEAD).length(after) is not None
+
+    def is_preceded(self, start: int, first: int | None, stop: int) -> bool:
+        """Whether a record that begins before `start` ends at `first`, or at `stop` or later if `first` is None.
+
+        So there is no other one between, whose length is corrupted.
+        """
+        low, high = (stop, self._shard.size) if first is None else (first, first)
+        reach = SLACK_BYTES
+        while True:
+            begin = max(0, start - reach)
+            # A head may extend beyond `start`.
+            content = np.frombuffer(self._before(begin, min(start + 7, self._shard.size)), np.uint8)
+            offsets = start - begin
+            if len(content) < offsets + 7:
+                offsets = len(content) - 7
+            ends = np.arange(begin + _FRAME, begin + _FRAME + max(0, offsets), dtype=np.int64)
+            ends += np.lib.stride_tricks.sliding_window_view(content, 8).copy().view("<i8")[: len(ends), 0]
+            for offset in np.flatnonzero((ends >= low) & (ends <= high))[::-1].tolist():
+                if _Window(self._shard, begin + offset, begin + offset + _HEAD).length(begin + offset) is not None:
+                    return True
+            if not begin or reach > _MOST_BYTES:
+                return False
+            reach *= 8
+
+    def _before(self, begin: int, stop: int) -> bytes:
+        """Bytes that may begin before the window."""
+        if begin >= self._start:
+            return self.bytes(begin, stop - begin)
+        return read(self._shard, begin, stop)
 
 
 def _check_begin(shard: Entry) -> None:
@@ -145,4 +192,4 @@ def _crc(columns: np.ndarray) -> np.ndarray:
 
 
 def _masked(crc: np.ndarray) -> np.ndarray:
-    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(_MASK)

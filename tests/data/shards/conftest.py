@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import fsspec
+import google_crc32c
 import numpy as np
 import pytest
 
-from capibara.data.shards.tfrecord import _crc, _masked
+from capibara.data.shards.tfrecord import masked
 
 FORMATS = ("jsonl", "parquet", "array_record", "tfrecord", "text")
 
@@ -25,12 +26,12 @@ def texts_of(count: int, seed: int = 0, longest: int = 60) -> list[str]:
 
 
 def tfrecord(contents: list[bytes]) -> bytes:
-    """A file as TensorFlow writes it, but for the checksums of the contents."""
+    """A file as TensorFlow writes it."""
     parts = []
     for content in contents:
         head = len(content).to_bytes(8, "little")
-        check = int(_masked(_crc(np.frombuffer(head, np.uint8)[:, None]))[0])
-        parts += [head, check.to_bytes(4, "little"), content, b"\0\0\0\0"]
+        checks = [masked(google_crc32c.value(part)).to_bytes(4, "little") for part in (head, content)]
+        parts += [head, checks[0], content, checks[1]]
     return b"".join(parts)
 
 
