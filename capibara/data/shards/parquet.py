@@ -1,7 +1,12 @@
-"""Parquet files: a block is a row group, of which only the needed columns are read."""
+"""Parquet files: a block is a row group, of which only the needed columns are read.
+
+The checksums of pages are verified where the file has them: writers may leave them out, and pyarrow's does so by default
+(`write_page_checksum`). The footer has none; what it says twice is compared.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import io
@@ -42,22 +47,29 @@ class ParquetRows(ShardFormat):
         metadata = _metadata(shard)
         rows = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
         group = int(np.searchsorted(rows, start, side="right")) - 1
-        about = metadata.row_group(group)
-        chunks = [about.column(i) for i in range(about.num_columns)]
-        selected = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in self.columns]
-        size = sum(chunk.total_uncompressed_size for chunk in selected)
-        if size > _MOST_BYTES:
-            raise UserError(
-                f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"
-            )
-        with _opened(shard, metadata) as file:
-            try:
+        try:
+            size = _unpacked_bytes(metadata.row_group(group), self.columns)
+            if size > _MOST_BYTES:
+                raise UserError(
+                    f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"
+                )
+            with _opened(shard, metadata) as file:
                 found = _rows(file, shard, group, list(self.columns))
-            except (OSError, ValueError) as error:  # base classes of pyarrow's errors
-                raise _corrupted(shard, error) from error
+        except Exception as error:  # pyarrow raises many classes: all are a fault of the file
+            raise _corrupted(shard, error, start) from error
         if len(found) != stop - start:
-            raise _corrupted(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced")
+            raise _corrupted(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced", start)
         return list(enumerate(found, start))
+
+
+def _unpacked_bytes(group: Any, columns: tuple[str, ...]) -> int:
+    """The unpacked size of columns of a row group, as it says itself, or a larger one."""
+    # pyarrow 26 aborts the process where the footer of a column is corrupted: its columns are looked at where they must be.
+    if group.total_byte_size <= _MOST_BYTES:
+        return int(group.total_byte_size)
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    selected = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
+    return sum(chunk.total_uncompressed_size for chunk in selected)
 
 
 def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Record]:
@@ -104,22 +116,49 @@ class _Ranges(io.RawIOBase):
 def _opened(shard: Entry, metadata: Any = None) -> Any:
     parquet = extras.require("pyarrow.parquet", extra="parquet", why=shard.url)
     try:
-        return parquet.ParquetFile(_Ranges(shard), metadata=metadata, pre_buffer=True)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+        return parquet.ParquetFile(_Ranges(shard), metadata=metadata, pre_buffer=True, page_checksum_verification=True)
+    except Exception as error:  # as above
         raise _corrupted(shard, error) from error
 
 
 @functools.lru_cache(maxsize=256)
 def _metadata(shard: Entry) -> Any:
+    """The footer of a file; raises UserError if it contradicts itself."""
     with _opened(shard) as file:
-        return file.metadata
+        metadata = file.metadata
+        names = {field.name for field in file.schema_arrow}
+    groups = range(metadata.num_row_groups)
+    if (total := sum(metadata.row_group(i).num_rows for i in groups)) != metadata.num_rows:
+        raise _corrupted(shard, f"its row groups have {total:,} rows, its footer says {metadata.num_rows:,}")
+    if groups:
+        _check_names(shard, metadata, names)
+    return metadata
 
 
-def _corrupted(shard: Entry, error: Exception | str) -> UserError:
+def _check_names(shard: Entry, metadata: Any, names: set[str]) -> None:
+    """Raises UserError unless columns have the names of the schema, so that none that may be missing is overlooked."""
+    schema = (metadata.metadata or {}).get(b"ARROW:schema")
+    if schema is not None:
+        pyarrow = extras.require("pyarrow", extra="parquet", why=shard.url)
+        try:
+            others = {*pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(schema))).names}
+        except Exception as error:  # as above
+            raise _corrupted(shard, error) from error
+    else:
+        group = metadata.row_group(0)
+        try:
+            others = {group.column(i).path_in_schema.partition(".")[0] for i in range(group.num_columns)}
+        except UnicodeDecodeError as error:
+            raise _corrupted(shard, error) from error
+    if others != names:
+        odd = limits.shortened(min(others ^ names))
+        raise _corrupted(shard, f"only one of its two lists of columns has {odd}")
+
+
+def _corrupted(shard: Entry, error: Exception | str, row: int | None = None) -> UserError:
     if isinstance(error, UserError):
         return error
-    return UserError(
-        f"{shard.url} is no Parquet file, or cut short ({error if isinstance(error, str) else limits.cause(error)}): copy it again"
-    )
+    why = error if isinstance(error, str) else limits.cause(error)
+    if row is None:
+        return UserError(f"{shard.url} is no Parquet file, or cut short ({why}): copy it again")
+    return UserError(f"{shard.url} is corrupted in the row group that begins at row {row:,} ({why}): copy it again")
