@@ -73,7 +73,11 @@ def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
 
     for part in _cached_parts(task):
         if split in part.splits:
-            indexes.index_of(_files(part, split, _info(part, split)), TfRecords(block_bytes=_LARGEST))
+            files, reader = _files(part, split, _info(part, split)), TfRecords(block_bytes=_LARGEST)
+            index = indexes.index_of(files, reader)
+            if isinstance(error, tf.errors.DataLossError):  # read again, to name the record
+                for file, start, stop in index.blocks.tolist():
+                    reader.records(index.shards[file], start, stop)
     if isinstance(error, tf.errors.DataLossError):
         reason = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
         raise UserError(

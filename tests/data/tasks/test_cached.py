@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import random
 import subprocess
 import zipfile
 
@@ -229,10 +230,10 @@ def test_a_cache_that_is_not_there_or_not_whole(cache, tmp_path):
     with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is cut short"):
         read(dataset(mixture_or_task_name="cached_mix"), 60)  # in SeqIO's order it shows when it is read
     path.write_bytes(whole[:30] + bytes([whole[30] ^ 255]) + whole[31:])
-    with pytest.raises(
-        UserError, match="'cached_mix': a record of its cache is corrupted .corrupted record at .*again"
-    ):
+    with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is .*corrupted, at byte 0 .*checksum.*again"):
         read(dataset(mixture_or_task_name="cached_mix"), 60)
+    with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is .*corrupted, at byte 0 .*checksum.*again"):
+        read(dataset(), 60)
     path.unlink()
     for name in ("cached", "cached_mix"):
         with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is missing in .*, which has 2 of 3 files"):
@@ -243,6 +244,26 @@ def test_a_cache_that_is_not_there_or_not_whole(cache, tmp_path):
     seqio.TaskRegistry.get("cached")._cache_dir = None  # it keeps where it has found it
     with pytest.raises(UserError, match=f"no COMPLETED in .*{tmp_path}/cached.*seqio_cache_tasks.*Dataset.cache_dirs"):
         read(dataset(), 1)
+
+
+def test_all_flipped_bits_of_a_cache_that_is_read_in_blocks_are_told(cache, tmp_path):
+    dataset = cache()()
+    task = tasks.get("cached")
+    read(dataset, 1)  # knows the folder of the cache
+    path = sorted(tmp_path.glob("cached/train.tfrecord-*"))[1]
+    content, chosen = path.read_bytes(), random.Random(0)
+
+    def read_all():
+        blocks = CachedBlocks(task, dataset, "train", {"targets": 6}, any_steps=False)
+        return [record for block in range(len(blocks._index.blocks)) for record in blocks._records(block)]
+
+    assert len(read_all()) == EXAMPLES
+    for at in chosen.sample(range(len(content)), 40):
+        changed = bytearray(content)
+        changed[at] ^= 1 << chosen.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=r"train.tfrecord-00001-of-00003 is .* at byte [0-9,]+.*: copy it again$"):
+            read_all()
 
 
 @pytest.mark.parametrize("name", ["cached", "cached_mix"])
