@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from capibara.builders.problems import Kind, Problems
-from capibara.core import extras, limits
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.sources import disk
+from capibara.storage import packed
 
-COMPRESSED = (".gz", ".zst")
-_OTHER = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".br", ".tar")
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+COMPRESSED = packed.COMPRESSED
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-_BLOCK_BYTES = limits.MIB
-_PIECE_BYTES = 1024  # of compressed data at a time: unpacks to at most 32 MiB, by 4-byte blocks of 128 KiB in zstd
-_WINDOW_BYTES = 128 * limits.MIB  # zstd's own limit
-_RATIO, _FREE_BYTES = 256, 256 * limits.MIB  # largest ratio, for what unpacks to more; logs have up to about 100
 
 
 class Line(NamedTuple):
@@ -63,7 +57,7 @@ def expand(patterns: Sequence[str], endings: Sequence[str], without: str | None 
     Raises:
       UserError: a pattern matches no file, or the name of a file is no text in UTF-8.
     """
-    wanted = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
+    wanted = tuple(ending + more for ending in endings for more in ("", *COMPRESSED))
     found: list[str] = []
     for pattern in patterns:
         if os.path.isdir(pattern):
@@ -72,8 +66,8 @@ def expand(patterns: Sequence[str], endings: Sequence[str], without: str | None 
                 raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(endings)}: name another folder")
             found += inside
         else:
-            found += disk.expand("IN", [pattern])
-    paths = sorted(set(found or disk.expand("IN", patterns)))
+            found += disk.expand_packed("IN", [pattern])
+    paths = sorted(set(found or disk.expand_packed("IN", patterns)))
     if without is not None:
         above = os.path.join(os.path.realpath(without), "")
         paths = [path for path in paths if not os.path.realpath(path).startswith(above)]
@@ -288,90 +282,12 @@ def _blocks(path: str, problems: Problems, line: Callable[[], int]) -> Iterator[
             problems.add(path, 0, Kind.UNREADABLE, message)
             return
         try:
-            head = file.read(4)
+            if file.read(2) in _WIDE:
+                problems.add(path, line(), Kind.ENCODING, "is no text in UTF-8 but in UTF-16: convert it")
+                return
             file.seek(0)
-            unpack = _decompressor(path, head)
-            yield from _plain(file) if unpack is None else _unpacked(file, unpack)
-        except _Failed as failure:
+            yield from packed.blocks(file, path)
+        except packed.Unreadable as failure:
             problems.add(path, line(), failure.kind, str(failure))
         except OSError as error:
             problems.add(path, line(), Kind.UNREADABLE, f"cannot be read: {error.strerror or limits.cause(error)}")
-
-
-class _Failed(Exception):
-    """A file that cannot be read further."""
-
-    def __init__(self, kind: Kind, message: str):
-        super().__init__(message)
-        self.kind = kind
-
-
-class _Decompressor(Protocol):
-    """Unpacks one member of a compressed file, as zlib's and zstandard's objects do."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-def _decompressor(path: str, head: bytes) -> Callable[[], _Decompressor] | None:
-    """Makes decompressors for a file that begins with these bytes; None: it is plain.
-
-    Raises:
-      _Failed: it is of a kind that is not read.
-    """
-    if head.startswith(_GZIP):
-        return lambda: zlib.decompressobj(wbits=31)
-    if head == _ZSTD:
-        zstandard = extras.require("zstandard", extra="builders", why="files that end in .zst")
-        return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
-    if head and path.lower().endswith(COMPRESSED):
-        raise _Failed(Kind.CORRUPTED, f"is not compressed as its name says: it begins with {head.hex(' ')}")
-    if path.lower().endswith(_OTHER):
-        raise _Failed(Kind.UNREADABLE, "this compression is not read: unpack it, or make it .gz or .zst")
-    if head.startswith(_WIDE):
-        raise _Failed(Kind.ENCODING, "is no text in UTF-8 but in UTF-16: convert it")
-    return None
-
-
-def _plain(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
-        yield block
-
-
-def _unpacked(file: BinaryIO, new: Callable[[], _Decompressor]) -> Iterator[bytes]:
-    """Blocks of a compressed file, of all its members; what was unpacked before a failure is yielded first."""
-    inner, is_begun, packed, unpacked = new(), False, 0, 0
-    blocks: list[bytes] = []
-    size, failure = 0, None
-    while failure is None and (piece := file.read(_PIECE_BYTES)):
-        packed += len(piece)
-        while piece and failure is None:
-            if not is_begun and not piece.strip(b"\0"):
-                break  # gzip files may be padded
-            is_begun = True
-            try:
-                block = inner.decompress(piece)
-            except Exception as error:  # zlib.error, zstandard.ZstdError
-                failure = _Failed(Kind.CORRUPTED, f"is corrupted ({limits.cause(error)}): get it again")
-                break
-            piece = inner.unused_data if inner.eof else b""
-            size, unpacked = size + len(block), unpacked + len(block)
-            blocks.append(block)
-            if inner.eof:
-                inner, is_begun = new(), False
-            if unpacked > max(_FREE_BYTES, _RATIO * packed):
-                failure = _Failed(Kind.TOO_LARGE, f"unpacks to more than {_RATIO} times its size: unpack it by hand")
-        if size >= _BLOCK_BYTES:
-            yield b"".join(blocks)
-            blocks, size = [], 0
-    if blocks:
-        yield b"".join(blocks)
-    if failure is None and is_begun:
-        failure = _Failed(Kind.TRUNCATED, "ends in the middle of its compressed data: get it again")
-    if failure is not None:
-        raise failure

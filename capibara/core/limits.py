@@ -275,7 +275,7 @@ def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: i
 
 
 def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The non-empty lines of a file, without line ends, and their numbers from 1.
+    """The lines of a file that are not blank, without line ends, and their numbers from 1.
 
     An overlong line is refused before more than a block beyond `most` bytes of it is in memory.
 
@@ -299,12 +299,12 @@ def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tupl
         found = b"".join(begun).split(b"\n")
         begun, size = [found.pop()], 0
         for at, line in enumerate(found, number + 1):
-            if line and line != b"\r":
+            if line and not line.isspace():
                 check_line(len(line), f"{name}:{at}", most)
                 yield at, line.removesuffix(b"\r")
         number, size = number + len(found), len(begun[0])
     rest = b"".join(begun)
-    if rest and rest != b"\r":
+    if rest and not rest.isspace():
         yield number + 1, rest.removesuffix(b"\r")
 
 

@@ -14,6 +14,7 @@ from capibara.builders import reading
 from capibara.builders.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.storage import packed as packing
 
 zstandard = pytest.importorskip("zstandard")
 PACK = {
@@ -175,7 +176,7 @@ def test_the_content_decides_whether_a_file_is_compressed(write):
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 def test_a_decompression_bomb_is_stopped(write, packed, monkeypatch):
-    monkeypatch.setattr(reading, "_FREE_BYTES", 4 * limits.MIB)
+    monkeypatch.setattr(packing, "_FREE_BYTES", 4 * limits.MIB)
     bomb = {".gz": zlib.compress, ".zst": zstandard.ZstdCompressor(level=19).compress}[packed](bytes(64 * limits.MIB))
     if packed == ".gz":
         bomb = gzip.compress(bytes(64 * limits.MIB), 9)

@@ -21,7 +21,7 @@ from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.sources import disk
-from capibara.storage import copies, stores
+from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")  # of the files of a folder
@@ -197,7 +197,7 @@ def _check_libraries(url: str) -> None:
 
 def _format(url: str) -> FileFormat:
     name = url.lower()
-    for ending in reading.COMPRESSED:
+    for ending in packed.COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".parquet"):
         return FileFormat.PARQUET
@@ -206,7 +206,7 @@ def _format(url: str) -> FileFormat:
 
 def _is_read_whole(url: str) -> bool:
     """Whether a file has no ranges: it is compressed, or may be one JSON value."""
-    return url.lower().endswith((*reading.COMPRESSED, ".json"))
+    return url.lower().endswith((*packed.COMPRESSED, ".json"))
 
 
 def _table(fields: Fields) -> ParquetRows:

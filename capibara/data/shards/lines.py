@@ -12,6 +12,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
+from capibara.data.sources import plain
 from capibara.storage.store import Entry
 
 
@@ -29,7 +30,7 @@ class JsonLines(ShardFormat):
                 limits.parse_json(line, finite=False)
             except ValueError as error:
                 raise UserError(
-                    f"{shard.url} is cut short: its last line is incomplete ({limits.cause(error)}): copy it again"
+                    f"{plain.origin(shard.url)} is cut short: its last line is incomplete ({limits.cause(error)}): copy it again"
                 ) from None
         return self.byte_blocks(shard)
 
@@ -37,7 +38,7 @@ class JsonLines(ShardFormat):
         at, content = whole_lines(shard, start, stop)
         found: list[tuple[int, Record]] = []
         for line in content.split(b"\n"):
-            if line and line != b"\r":
+            if line and not line.isspace():
                 found.append((at, line))
             at += len(line) + 1
         return found
@@ -87,7 +88,7 @@ def whole_lines(shard: Entry, start: int, stop: int) -> tuple[int, bytes]:
     while (end := content.find(b"\n", last)) < 0 and begin + len(content) < shard.size:
         last, at = len(content), begin + len(content)
         content += read(shard, at, min(at + more, shard.size))
-        limits.check_line(begin + len(content) - stop, f"{shard.url} at byte {stop:,}")
+        limits.check_line(begin + len(content) - stop, f"{plain.origin(shard.url)} at byte {stop:,}")
         more *= 2
     return begin + first, content[first : end + 1 if end >= 0 else len(content)]
 
@@ -100,5 +101,5 @@ def _last_line(shard: Entry) -> bytes:
         end = tail.rfind(b"\n")
         if end >= 0 or size == shard.size:
             return tail[end + 1 :].strip()
-        limits.check_line(size, f"{shard.url}: its last line")
+        limits.check_line(size, f"{plain.origin(shard.url)}: its last line")
         size = min(4 * size, shard.size)

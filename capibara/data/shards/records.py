@@ -47,22 +47,24 @@ class Fields:
     domain: str | None
     default_domain: str | None
 
-    def example(self, record: Record, where: str) -> Example:
-        """Converts a record to an example; `where` is its file and position, for errors.
+    def example(self, record: Record, where: str) -> Example | None:
+        """Converts a record to an example; `where` is its file and position, for errors; None: its text is null.
 
         Raises:
-          UserError: the record has another format, or lacks a field.
+          UserError: the record has another format, lacks a field, or is no text in UTF-8.
         """
         values = self._values(record, where)
         if isinstance(values, rows.PackedRow):
             return Example("", row=values)
         if isinstance(values, str):
             return Example(values, domain=self.default_domain)
+        if any(values.get(name, "") is None for name in (self.text, self.inputs) if name is not None):
+            return None
         domain = values.get(self.domain) if self.domain is not None else None
         return Example(
             self._string(values, self.text, "field", where),
             None if self.inputs is None else self._string(values, self.inputs, "inputs_field", where),
-            self.default_domain if domain is None else _text(domain) or str(domain),
+            self.default_domain if domain is None else _text(domain, where) or str(domain),
         )
 
     def _values(self, record: Record, where: str) -> Mapping[str, Any] | rows.PackedRow | str:
@@ -89,7 +91,7 @@ class Fields:
             if not isinstance(values, dict):
                 raise UserError(f"{where} is no JSON object but {type(values).__name__}: name files of objects")
             return values
-        return record.decode("utf-8", errors="replace")
+        return _decoded(record, where)
 
     @staticmethod
     def _row(features: Mapping[str, Any], where: str) -> rows.PackedRow:
@@ -103,17 +105,21 @@ class Fields:
         if field not in values:
             known = limits.shortened(", ".join(map(str, values)))[1:-1]
             raise UserError(f"{where} has no field {field!r} (it has: {known}): set ShardedSource.{parameter}")
-        text = _text(values[field])
+        text = _text(values[field], where)
         if text is None:
             raise UserError(f"{where}: field {field!r} must be text, not {type(values[field]).__name__}")
         return text
 
 
-def _text(value: object) -> str | None:
-    return (
-        value.decode("utf-8", errors="replace")
-        if isinstance(value, bytes)
-        else value
-        if isinstance(value, str)
-        else None
-    )
+def _text(value: object, where: str) -> str | None:
+    if isinstance(value, bytes):
+        return _decoded(value, where)
+    return value if isinstance(value, str) else None
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason} at byte {error.start:,} of the text"
+        raise UserError(f"{where} is no text in UTF-8 ({reason}): write it in UTF-8") from None

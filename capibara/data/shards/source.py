@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from capibara.data.shards.lines import JsonLines, TextLines
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.shards.records import Fields, RecordFormat
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources import disk
+from capibara.data.sources import disk, plain
 from capibara.data.sources.sources import Blocks, Example, Source
+from capibara.storage import copies, packed, stores
 
 _LEAST_BLOCKS = 1024  # blocks of a corpus, if it is large enough: each row of a batch needs its own
 _SMALLEST, _LARGEST = 4 << 10, 1 << 20  # bytes of a block; requests to a bucket should not be smaller than the largest
@@ -68,6 +71,8 @@ class ShardedSource(Source):
       block_bytes: bytes of a block, if the format allows a choice; None: 1/1024 of the corpus, from 4 KiB to 1 MiB.
       mix_blocks: number of blocks whose documents are shuffled together.
       document_bytes: text files are split at line ends into documents of at least so many bytes.
+      encoding: of texts and JSON lines, as Python names it, such as "utf-16". Files in another encoding than UTF-8, and
+        compressed ones (.gz, .zst), are converted once, to copies on this machine.
     """
 
     files: tuple[FilePath, ...]
@@ -82,6 +87,7 @@ class ShardedSource(Source):
     block_bytes: int | None = None
     mix_blocks: int = 4
     document_bytes: int = 1 << 16
+    encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
         disk.check_fraction(self.validation_fraction)
@@ -96,7 +102,7 @@ class ShardedSource(Source):
         explicit = bool(self.validation_files)
         name = "validation_files" if explicit and split == "validation" else "files"
         parameter = f"ShardedSource.{name}"
-        shards = indexes.listed(parameter, getattr(self, name))
+        shards = self._plain(parameter, indexes.listed(parameter, getattr(self, name)))
         index = indexes.index_of(shards, self._format(parameter, shards))
         if not len(index.blocks):
             raise UserError(f"{parameter} ({disk.shown([shard.url for shard in shards])}) are empty")
@@ -107,6 +113,27 @@ class ShardedSource(Source):
         blocks = ShardBlocks(self, index, self._format(parameter, shards))
         blocks.examples(0)  # raises here if a field is missing
         return blocks
+
+    def _plain(self, parameter: str, shards: list[indexes.Entry]) -> list[indexes.Entry]:
+        """The files, with plain copies in place of those that are compressed or not in UTF-8."""
+        lines = (Format.JSONL, Format.TEXT)
+        is_utf8 = plain.checked_encoding(parameter, self.encoding) == plain.UTF_8
+        chosen = [
+            shard
+            for shard in shards
+            if (not is_utf8 or packed.is_packed(shard.url))
+            and (self.format or _format_of(_unpacked_name(shard.url))) in lines
+        ]
+        if not chosen:
+            return shards
+        local = [shard for shard in chosen if stores.of(shard.url).has_local_paths]
+        remote = [shard for shard in chosen if not stores.of(shard.url).has_local_paths]
+        paths = {shard.url: shard.url for shard in local}
+        paths |= dict(zip((shard.url for shard in remote), copies.local_files(remote), strict=True))
+        new = dict(zip(paths, plain.copies_of(parameter, list(paths.values()), self.encoding), strict=True))
+        found = indexes.listed(parameter, list(new.values()))
+        by_copy = {entry.url: entry for entry in found}
+        return [by_copy[new[shard.url]] if shard.url in new else shard for shard in shards]
 
     def _format(self, parameter: str, shards: list[indexes.Entry]) -> ShardFormat:
         chosen = self.format or self._format_by_name(parameter, shards)
@@ -136,17 +163,26 @@ class ShardedSource(Source):
                 raise UserError(
                     f"{parameter}: {shard.url} is compressed, so its blocks cannot be read separately: unpack it"
                 )
-            # A number may follow the ending, as in part.tfrecord-00000-of-00010.
-            ending = next((ending for ending in _ENDINGS if name.endswith(ending) or f"{ending}-" in name), None)
-            if ending is None:
+            if (file_format := _format_of(name)) is None:
                 known = ", ".join(map(str, Format))
                 raise UserError(
                     f"{parameter}: {shard.url} has no known ending: set ShardedSource.format to one of {known}"
                 )
-            found.add(_ENDINGS[ending])
+            found.add(file_format)
         if len(found) > 1:
             raise UserError(f"{parameter} have several formats ({', '.join(sorted(found))}): use one source for each")
         return found.pop()
+
+
+def _unpacked_name(url: str) -> str:
+    return url[: url.rindex(".")] if packed.is_packed(url) else url
+
+
+def _format_of(url: str) -> Format | None:
+    """The format of a file by its name; None: it has no known ending."""
+    name = os.path.basename(url).lower()
+    # A number may follow the ending, as in part.tfrecord-00000-of-00010.
+    return next((value for ending, value in _ENDINGS.items() if name.endswith(ending) or f"{ending}-" in name), None)
 
 
 class ShardBlocks(Blocks):
@@ -154,6 +190,7 @@ class ShardBlocks(Blocks):
 
     def __init__(self, source: ShardedSource, index: Index, shard_format: ShardFormat):
         self._index, self._format, self.mix_blocks = index, shard_format, source.mix_blocks
+        self._lock, self._skipped = threading.Lock(), 0
         fixed = {Format.JSONL: RecordFormat.JSON, Format.TEXT: RecordFormat.TEXT}
         self._fields = Fields(
             record_format=fixed.get(Format(shard_format.name), source.record),
@@ -170,8 +207,27 @@ class ShardBlocks(Blocks):
         shard, start, stop = map(int, self._index.blocks[i])
         entry = self._index.shards[shard]
         records = self._format.records(entry, start, stop)
+        if self._format.name == Format.TEXT:
+            setting = "ShardedSource.encoding"
+            return [
+                Example(plain.decoded(record, entry.url, at, setting), domain=self._fields.default_domain)
+                for at, record in records
+                if isinstance(record, bytes)
+            ]
         unit = "row" if self._format.name == Format.PARQUET else "byte"
-        return [self._fields.example(record, f"{entry.url} at {unit} {at:,}") for at, record in records]
+        url = plain.origin(entry.url)
+        found = [self._fields.example(record, f"{url} at {unit} {at:,}") for at, record in records]
+        examples = [example for example in found if example is not None]
+        self._count_skipped(len(found) - len(examples), url)
+        return examples
+
+    def _count_skipped(self, count: int, url: str) -> None:
+        """Logs the number of skipped records, ever more seldom."""
+        with self._lock:
+            before, self._skipped = self._skipped, self._skipped + count
+        if count and (not before or len(str(before)) < len(str(self._skipped))):
+            line = "%d records have a null for a text so far, the last in %s: skipped"
+            logging.getLogger(__name__).warning(line, self._skipped, url)
 
     def name(self, i: int) -> dict[str, Any]:
         shard, start, _ = map(int, self._index.blocks[i])

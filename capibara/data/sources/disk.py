@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +13,12 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.data.sources import plain
 from capibara.storage import copies, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
+_SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
 
@@ -69,7 +73,7 @@ def check_fraction(fraction: float) -> None:
 
 
 def choose_files(
-    name: str, files: Sequence[str], validation_files: Sequence[str], split: str
+    name: str, files: Sequence[str], validation_files: Sequence[str], split: str, encoding: str = plain.UTF_8
 ) -> tuple[str, list[str], bool]:
     """The parameter that names the split's files, their paths, and whether all of their documents are in the split."""
     check_split(split)
@@ -77,14 +81,20 @@ def choose_files(
         parameter, patterns = f"{name}.validation_files", validation_files
     else:
         parameter, patterns = f"{name}.files", files
-    return parameter, expand(parameter, patterns), bool(validation_files)
+    return parameter, expand(parameter, patterns, encoding), bool(validation_files)
 
 
-def expand(name: str, patterns: Sequence[str]) -> list[str]:
+def expand(name: str, patterns: Sequence[str], encoding: str = plain.UTF_8) -> list[str]:
     """The files that paths and globs match, without duplicates; `name` is the parameter, for errors.
 
-    Files in a bucket are copied to this machine, for sources that need random access.
+    Files in a bucket are copied to this machine, for sources that need random access; of those that are compressed, or have
+    another encoding, there are plain copies.
     """
+    return plain.copies_of(name, expand_packed(name, patterns), encoding)
+
+
+def expand_packed(name: str, patterns: Sequence[str]) -> list[str]:
+    """As `expand`, with compressed files as they are."""
     if isinstance(patterns, str):
         patterns = (patterns,)
     if not patterns:
@@ -156,13 +166,33 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         starts = np.concatenate([[first], stops[:-1] + 1])
         longest = int(np.argmax(stops - starts))
         limits.check_line(int(stops[longest] - starts[longest]), f"{path}:{lines + longest + 1}")
-        # A line with only a carriage return is blank, too.
-        lone = (stops - starts == 1) & (content[starts] == 0x0D)
-        kept = (stops > starts) & ~lone
+        kept = stops > starts
+        # A line of only spaces and a carriage return is blank, too.
+        spaced = np.flatnonzero(kept)[np.isin(content[starts[kept]], _SPACES)]
+        kept[[i for i in spaced.tolist() if not content[starts[i] : stops[i]].tobytes().strip()]] = False
         found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
         first, lines = int(stops[-1]) + 1, lines + len(stops)
     starts, stops, numbers = (np.concatenate([columns[i] for columns in found]) for i in range(3))
     return starts, stops, numbers
+
+
+def null_lines(path: str, starts: np.ndarray, stops: np.ndarray, fields: Sequence[str]) -> list[int]:
+    """Which of a file's lines of JSON, by their index, are objects in which one of these fields is null."""
+    if not fields or not len(starts):
+        return []
+    names = {json.dumps(field, ensure_ascii=is_ascii) for field in fields for is_ascii in (True, False)}
+    pattern = b"(?:" + b"|".join(re.escape(name.encode()) for name in sorted(names)) + rb")\s*:\s*null"
+    content = np.memmap(path, np.uint8, "r")
+    places = [match.start() for match in re.finditer(pattern, content)]
+    found = []
+    for i in np.unique(np.searchsorted(starts, places, side="right") - 1).tolist():
+        try:
+            record = limits.parse_json(content[starts[i] : stops[i]].tobytes(), finite=False)
+        except ValueError:  # the reader says why
+            continue
+        if isinstance(record, dict) and any(record.get(field, "") is None for field in fields):
+            found.append(i)
+    return found
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:

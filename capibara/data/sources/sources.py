@@ -10,8 +10,11 @@ import abc
 import dataclasses
 import enum
 import hashlib
+import io
+import logging
 import os
 import sysconfig
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +25,7 @@ from capibara.core import limits
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix, permutation
-from capibara.data.sources import disk
+from capibara.data.sources import disk, plain
 
 if TYPE_CHECKING:
     from capibara.data.packing.rows import PackedRow
@@ -197,6 +200,7 @@ class TextSource(Source):
       validation_fraction: the fraction that is held out if there are no validation files.
       document_bytes: a longer file is split into documents of about this many bytes.
       domain: the domain of all documents; None: by the file's extension (.py: "python", .sql: "sql").
+      encoding: of the text, as Python names it, such as "utf-16" or "cp1252"; it is converted once.
     """
 
     files: tuple[FilePath, ...]
@@ -204,6 +208,7 @@ class TextSource(Source):
     validation_fraction: float = 0.03
     document_bytes: int = 1 << 16
     domain: str | None = None
+    encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
         disk.check_fraction(self.validation_fraction)
@@ -211,7 +216,7 @@ class TextSource(Source):
             raise UserError(f"document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 
     def open(self, split: str) -> Documents:
-        name, paths, explicit = disk.choose_files("TextSource", self.files, self.validation_files, split)
+        name, paths, explicit = disk.choose_files("TextSource", self.files, self.validation_files, split, self.encoding)
         file_of, start, stop = [], [], []
         for i, path in enumerate(paths):
             for first, last in disk.line_ranges(path, self.document_bytes):
@@ -221,11 +226,16 @@ class TextSource(Source):
         if not file_of:
             raise UserError(f"{name} ({disk.shown(paths)}) have no text: the corpus is empty")
         ranges = np.array([file_of, start, stop], np.int64).T
+        domains = [self.domain or disk.domain_of(path) for path in paths]
+        if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
+            whole = _RangeDocuments(paths, ranges, domains)
+            for i in range(len(whole)):
+                whole.example(i)  # raises here if it is no text
         if not explicit:
             files = disk.name_hashes([os.path.basename(path) for path in paths])
             keys = files[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
             ranges = ranges[disk.split_by_hash(mix(keys), split, self.validation_fraction, name)]
-        return _RangeDocuments(paths, ranges, [self.domain or disk.domain_of(path) for path in paths])
+        return _RangeDocuments(paths, ranges, domains)
 
 
 @configurable
@@ -241,6 +251,7 @@ class JsonlSource(Source):
       validation_files: paths or globs of the validation files; empty: a fraction of the lines is held out.
       validation_fraction: the fraction that is held out if there are no validation files.
       domain: the domain of lines without `domain_field`.
+      encoding: of the files, as Python names it, such as "utf-16"; they are converted once.
     """
 
     files: tuple[FilePath, ...]
@@ -250,14 +261,20 @@ class JsonlSource(Source):
     validation_files: tuple[FilePath, ...] = ()
     validation_fraction: float = 0.03
     domain: str | None = None
+    encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
         disk.check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
-        files, fraction = (self.files, self.validation_files), self.validation_fraction
         return open_lines(
-            "JsonlSource", files, fraction, split, lambda paths, lines: _JsonlDocuments(paths, lines, self)
+            "JsonlSource",
+            (self.files, self.validation_files),
+            self.validation_fraction,
+            split,
+            lambda paths, lines: _JsonlDocuments(paths, lines, self),
+            texts=(self.field,) if self.inputs_field is None else (self.field, self.inputs_field),
+            encoding=self.encoding,
         )
 
 
@@ -305,10 +322,22 @@ class HuggingFaceSource(Source):
                 raise UserError(f"HuggingFaceSource.{name} ({column!r}) is not one of {', '.join(table.column_names)}")
         if not len(table):
             raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no rows: the corpus is empty")
-        rows = np.arange(len(table))
+        rows = self._with_text(table)
         if not explicit:
-            rows = disk.split_by_hash(mix(rows.astype(np.uint64)), split, self.validation_fraction, "HuggingFaceSource")
+            keys = mix(rows.astype(np.uint64))
+            rows = rows[disk.split_by_hash(keys, split, self.validation_fraction, "HuggingFaceSource")]
         return _TableDocuments(table, rows, self)
+
+    def _with_text(self, table: Any) -> np.ndarray:
+        """The rows whose text is not null."""
+        kept = np.ones(len(table), bool)
+        for name in filter(None, (self.field, self.inputs_field)):
+            if table.data.column(name).null_count:
+                kept &= [value is not None for value in table[name]]
+        _tell_skipped("HuggingFaceSource.path", self.path, len(kept) - int(kept.sum()), len(kept))
+        if not kept.any():
+            raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no row with a text: the corpus is empty")
+        return np.flatnonzero(kept)
 
     def _load(self, split: str) -> Any:
         from capibara.core import extras
@@ -463,8 +492,18 @@ class CombinedDocuments(Documents):
         return {str(i): part.fingerprint() for i, part in enumerate(self._parts)} | rows
 
 
+def _domain(value: object, default: str | None) -> str | None:
+    return default if value is None else str(value)
+
+
+def _tell_skipped(name: str, files: str, count: int, total: int) -> None:
+    """Logs how many records have no text."""
+    if count:
+        logging.getLogger(__name__).warning("%s (%s): %d of %d texts are null: skipped", name, files, count, total)
+
+
 class _FileDocuments(Documents):
-    """One document per file."""
+    """One document per file of Python."""
 
     def __init__(self, paths: Sequence[str], names: Sequence[str], domain: str | None):
         self._paths, self._names, self._domain = list(paths), list(names), domain
@@ -474,7 +513,15 @@ class _FileDocuments(Documents):
 
     def example(self, i: int) -> Example:
         with limits.opened(self._paths[i]) as file:
-            return Example(file.read().decode("utf-8", errors="replace"), domain=self._domain)
+            content = file.read()
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            text = content.decode(encoding)
+        except (SyntaxError, UnicodeDecodeError):  # some of the library's own tests
+            line = "%s is not in the encoding that it names: its other bytes are U+FFFD"
+            logging.getLogger(__name__).warning(line, self._paths[i])
+            text = content.decode(errors="replace")
+        return Example(text, domain=self._domain)
 
     def fingerprint(self) -> dict[str, Any]:
         return disk.fingerprint(self._paths, self._names, len(self))
@@ -490,7 +537,9 @@ class _RangeDocuments(Documents):
         return len(self._ranges)
 
     def example(self, i: int) -> Example:
-        return Example(self._read(i).decode("utf-8", errors="replace"), domain=self._domains[int(self._ranges[i][0])])
+        file_index, start = (int(n) for n in self._ranges[i][:2])
+        text = plain.decoded(self._read(i), self._paths[file_index], start, "TextSource.encoding")
+        return Example(text, domain=self._domains[file_index])
 
     def _read(self, i: int) -> bytes:
         file_index, start, stop = (int(n) for n in self._ranges[i][:3])
@@ -521,7 +570,7 @@ class LineDocuments(_RangeDocuments):
     def where(self, i: int) -> str:
         """The file and line number."""
         file_index, _, _, line = (int(n) for n in self._ranges[i])
-        return f"{self._paths[file_index]}:{line}"
+        return f"{plain.origin(self._paths[file_index])}:{line}"
 
 
 def open_lines(
@@ -530,6 +579,8 @@ def open_lines(
     fraction: float,
     split: str,
     make: Callable[[Sequence[str], np.ndarray], LineDocuments],
+    texts: Sequence[str] = (),
+    encoding: str = plain.UTF_8,
 ) -> LineDocuments:
     """Opens a split of JSON-lines files; small files are checked completely before the run starts.
 
@@ -539,13 +590,18 @@ def open_lines(
       fraction: the fraction of the lines that is held out if there are no validation files.
       split: "train" or "validation".
       make: makes the documents from paths and rows of (file, start, stop, line number).
+      texts: fields with texts; a line in which one is null is skipped.
+      encoding: of the files.
     """
-    name, paths, explicit = disk.choose_files(source, *files, split)
-    tables = []
+    name, paths, explicit = disk.choose_files(source, *files, split, encoding)
+    tables, total = [], 0
     for i, path in enumerate(paths):
         starts, stops, numbers = disk.line_bounds(path)
-        tables.append(np.stack((np.full(len(starts), i), starts, stops, numbers), axis=1))
+        table = np.stack((np.full(len(starts), i), starts, stops, numbers), axis=1)
+        total += len(table)
+        tables.append(np.delete(table, disk.null_lines(path, starts, stops, texts), axis=0))
     lines = np.concatenate(tables)
+    _tell_skipped(name, disk.shown(paths), total - len(lines), total)
     if not len(lines):
         raise UserError(f"{name} ({disk.shown(paths)}) have no lines: the corpus is empty")
     # Check before the split: a file that is not JSON must not be reported as too short to hold lines out.
@@ -604,15 +660,14 @@ class _TableDocuments(Documents):
     def example(self, i: int) -> Example:
         source, row = self._source, int(self._rows[i])
         record = self._table[row]
-        columns = [source.field, *filter(None, (source.inputs_field, source.domain_field))]
-        for column in columns:
+        for column in filter(None, (source.field, source.inputs_field)):
             if not isinstance(record[column], str):
                 kind = type(record[column]).__name__
                 raise UserError(f"row {row}: field {column!r} must be text, not {kind}")
         return Example(
             record[source.field],
             None if source.inputs_field is None else record[source.inputs_field],
-            source.domain if source.domain_field is None else record[source.domain_field],
+            source.domain if source.domain_field is None else _domain(record[source.domain_field], source.domain),
         )
 
     def fingerprint(self) -> dict[str, Any]:

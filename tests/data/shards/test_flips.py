@@ -33,7 +33,7 @@ FLIPS = 40
 def records_of(path, kind: str, block_bytes: int) -> list:
     """All records of a file, block by block."""
     source = ShardedSource(files=(str(path),), format=Format(kind), block_bytes=block_bytes)
-    shards = listed("files", [str(path)])
+    shards = source._plain("files", listed("files", [str(path)]))
     reader = source._format("files", shards)
     (entry,) = shards
     found = [record for start, stop in reader.blocks(entry).tolist() for record in reader.records(entry, start, stop)]

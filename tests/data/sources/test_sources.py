@@ -6,6 +6,7 @@ import json
 import sys
 import types
 
+import pyarrow
 import pytest
 
 from capibara.core.types import UserError
@@ -132,6 +133,13 @@ class _Table(list):
     column_names = ("body", "id")
     _fingerprint = "abc"
 
+    @property
+    def data(self):
+        return pyarrow.Table.from_pylist(list(self))
+
+    def __getitem__(self, key):
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
 
 def test_hugging_face(monkeypatch, tmp_path):
     table = _Table({"body": f"text {i}", "id": i} for i in range(100))
@@ -152,6 +160,18 @@ def test_hugging_face(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="Couldn't find unknown") as caught:
         HuggingFaceSource(path="unknown").open("train")
     assert "\n" not in str(caught.value)
+
+
+def test_null_texts_of_a_data_set_are_skipped_and_counted(monkeypatch, caplog):
+    table = _Table({"body": None if i % 10 == 3 else f"text {i}", "id": i} for i in range(100))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: table))
+    source = HuggingFaceSource(path="known", field="body", validation_fraction=0.2)
+    found = texts(source.open("train")) + texts(source.open("validation"))
+    assert sorted(found) == sorted(f"text {i}" for i in range(100) if i % 10 != 3)
+    assert "10 of 100 texts are null: skipped" in caplog.text
+    table[:] = [{"body": None, "id": 0}] * 3
+    with pytest.raises(UserError, match="no row with a text"):
+        source.open("train")
 
 
 def test_hugging_face_is_optional(monkeypatch):
