@@ -59,11 +59,11 @@ def prepare(
       UserError: Beam is not installed, there is no document, or the folder holds another build.
     """
     extras.require("apache_beam", extra="beam", why=f"--runner={runner}")
-    files = files_of(patterns)
+    problems = Problems()
+    files = files_of(patterns, problems)
     with _output(out, settings, inputs_of(files)) as output:
         if (manifest := output.done()) is not None:
             return manifest
-        problems = Problems()
         parts = parts_of(files, settings.fields, settings.part_bytes, problems)
         if not parts:
             raise UserError(f"IN has no document (problems: {problems.total:,}): name other files")
@@ -333,6 +333,7 @@ def _finish(job: _Job, output: Output | BucketOutput, problems: Problems) -> Man
         PartSummary(problems=Problems.from_json(one["problems"]), **{name: one[name] for name in names}) for one in read
     ]
     counts = summary.total(job.parts, summaries, problems)
+    counts.update(summary.of_files(output.inputs, problems))
     counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
     counts["exact_duplicates"] = counts["documents"] - counts["blank"]
     for one in found:

@@ -51,7 +51,7 @@ def prepare(
     """
     progress("hashing the input", "")
     problems = Problems()
-    files = files_of(patterns)
+    files = files_of(patterns, problems)
     parts = parts_of(files, settings.fields, settings.part_bytes, problems)
     count = min(num_workers, len(parts)) if len(parts) > 1 else 0
     with Workers(count, __name__) as workers:  # they start while the input is hashed
@@ -227,6 +227,7 @@ class _Build:
     def run(self, problems: Problems) -> Manifest:
         """Runs all steps that are not done; `problems`: of files that have no parts."""
         counts = self._hash(problems)
+        counts.update(summary.of_files(self._output.inputs, problems))
         counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
         kept = self._exact(counts)
         kept = self._filter(kept, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import unicodedata
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -24,7 +25,7 @@ class Hashed:
     """The documents of a part by their exact text.
 
     Attributes:
-      keys: [2, n] uint64, a BLAKE2b hash of each document that is not blank.
+      keys: [2, n] uint64, a BLAKE2b hash of each document that is not blank, in NFC.
       documents: [n] uint32, its number in the part.
       count: documents, blank ones included.
       text_bytes: of all texts, in UTF-8.
@@ -84,6 +85,8 @@ def _hash(part: CorpusPart, settings: CorpusPreparation, on_new: Callable[[int, 
         content = text.encode("utf-8", "surrogatepass")
         text_bytes += len(content)
         if text and not text.isspace():
+            if (same := normalized(text)) is not text:
+                text, content = same, same.encode("utf-8", "surrogatepass")
             digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
             digests.append(digest)
             documents.append(count)
@@ -122,8 +125,16 @@ def sketch_part(part: CorpusPart, settings: CorpusPreparation, kept: np.ndarray)
     for number, document in kept_documents(part, settings, kept):
         text = filters.judge(document.text, settings.filters, dropped)
         if text is not None:
-            sketcher.add(number, text)
+            sketcher.add(number, normalized(text))
     return sketcher.finish(dropped)
+
+
+def normalized(text: str) -> str:
+    """The text as duplicates are compared: in NFC, so that two spellings of one character are the same.
+
+    NFKC would join texts that say something else, such as x\N{SUPERSCRIPT TWO} and x2.
+    """
+    return text if text.isascii() or unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
 
 
 class _Sketcher:

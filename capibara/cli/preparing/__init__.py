@@ -127,4 +127,6 @@ def report(manifest: Manifest, args: argparse.Namespace) -> int:
     if not manifest.problems:
         return 0
     print(manifest.problems.text(), file=sys.stderr)
-    return 0 if args.allow_skipped else exits.EXIT_SKIPPED
+    # What a folder has besides the files that are read is told, and is no fault.
+    is_skipped = manifest.problems.total > manifest.counts.get("files_left_out", 0)
+    return exits.EXIT_SKIPPED if is_skipped and not args.allow_skipped else 0

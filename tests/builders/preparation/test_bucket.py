@@ -38,7 +38,7 @@ def test_files_in_a_bucket_are_read_as_local_ones(tmp_path):
 
 def test_a_missing_address_is_refused():
     with pytest.raises(UserError, match="memory://nothing/.*matches no file"):
-        documents.files_of(["memory://nothing/*.jsonl"])
+        documents.files_of(["memory://nothing/*.jsonl"], Problems())
 
 
 def opened(config=None, inputs=(INPUT,)):

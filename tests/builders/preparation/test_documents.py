@@ -20,7 +20,9 @@ FIELDS = Fields(text="text", domain="domain", document_bytes=1 << 20)
 def read(*patterns, part_bytes=1 << 20, fields=FIELDS):
     """The documents of files, in all their parts, and the problems at the lines of the parts."""
     found, problems = [], Problems()
-    parts = documents.parts_of(documents.files_of([str(one) for one in patterns]), fields, part_bytes, problems)
+    parts = documents.parts_of(
+        documents.files_of([str(one) for one in patterns], problems), fields, part_bytes, problems
+    )
     assert [part.number for part in parts] == [*range(len(parts))]
     for part in parts:
         reader = documents.PartReader(part, fields)
@@ -160,7 +162,7 @@ def test_what_the_fast_parser_refuses_is_read_by_the_other(tmp_path, monkeypatch
 )
 def test_a_missing_library_is_no_problem_of_the_file(tmp_path, monkeypatch, library, name):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    (part,) = documents.parts_of(documents.files_of([str(tmp_path)]), FIELDS, 1 << 20, Problems())
+    (part,) = documents.parts_of(documents.files_of([str(tmp_path)], Problems()), FIELDS, 1 << 20, Problems())
     piece = part.pieces[0]._replace(file=part.pieces[0].file._replace(url=str(tmp_path / name)))
     (tmp_path / name).write_text('{"text": "x"}\n')
     monkeypatch.setitem(sys.modules, library, None)
@@ -172,4 +174,4 @@ def test_a_missing_library_is_no_problem_of_the_file(tmp_path, monkeypatch, libr
 
 def test_missing_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="matches no file"):
-        documents.files_of([str(tmp_path / "*.jsonl")])
+        documents.files_of([str(tmp_path / "*.jsonl")], Problems())
