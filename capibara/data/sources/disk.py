@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.sources import plain
-from capibara.storage import copies, stores
+from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
+_LINES = (".jsonl", ".ndjson", ".json", ".txt")
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
@@ -101,12 +103,39 @@ def expand_packed(name: str, patterns: Sequence[str]) -> list[str]:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     for pattern in patterns:
+        if os.path.isdir(pattern):
+            paths += inside(name, pattern)
+            continue
         store = stores.of(pattern)
         entries = store.matching(pattern)
         if not entries:
             raise UserError(f"{name} ({pattern!r}) matches no file")
         paths += [entry.url for entry in entries] if store.has_local_paths else _copies(name, pattern, entries)
     return list(dict.fromkeys(paths))
+
+
+def inside(name: str, folder: str) -> list[str]:
+    """The files of a folder on this machine, and of the folders in it, of texts and JSON lines; logs what it leaves out.
+
+    Raises:
+      UserError: it has none.
+    """
+    endings = (*_LINES, *(f".{extension}" for extension in _DOMAINS))
+    wanted = tuple(ending + packing for ending in endings for packing in ("", *packed.COMPRESSED))
+    found: list[str] = []
+    left_out: list[str] = []
+    for above, folders, names in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        for one in sorted(names):
+            path = os.path.join(above, one)
+            is_read = one.lower().endswith(wanted) and not one.startswith(".") and os.path.isfile(path)
+            (found if is_read else left_out).append(path)
+    if not found:
+        raise UserError(f"{name} ({folder!r}) is a folder without a file of texts or JSON lines: name files, or a glob")
+    if left_out:
+        line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
+        logging.getLogger(__name__).warning(line, name, folder, len(found), len(left_out), left_out[0])
+    return found
 
 
 def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:

@@ -145,3 +145,17 @@ def test_a_file_that_was_replaced_is_unpacked_again(tmp_path):
     for text in ("one and\ntwo and\n", "three and\nfour and\nfive and\n"):
         path.write_bytes(gzip.compress(text.encode()))
         assert lines_of(TextSource(files=(str(path),), document_bytes=6)) == sorted(text.splitlines())
+
+
+def test_files_may_be_a_folder_and_what_it_has_besides_is_told(tmp_path, caplog):
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("a.txt", "inner/b.md", "c.png", ".d.txt"):
+        (folder / name).write_text("".join(f"{name} {i}\n" for i in range(9)))
+    (folder / "e.py.gz").write_bytes(gzip.compress(b"x = 1\n" * 9))
+    found = lines_of(TextSource(files=(str(folder),), document_bytes=20))
+    assert found == sorted([f"{name} {i}" for name in ("a.txt", "inner/b.md") for i in range(9)] + ["x = 1"] * 9)
+    assert "3 files read, 2 left out" in caplog.text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="is a folder without a file"):
+        TextSource(files=(str(tmp_path / "empty"),)).open("train")
