@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -52,8 +53,17 @@ class Rendering:
         return yaml.dump_all(self.documents, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=10**6)
 
 
+# Kubernetes reads manifests in Go (sigs.k8s.io/yaml 1.4), where more texts are no texts than for PyYAML: 1e-3, 1e5 and 0o17
+# are numbers there, `y` is a truth value. What any version of YAML, or its reader, takes for something else is quoted.
+_NO_TEXT = re.compile(
+    r"(?i)[-+]?(?:0x[0-9a-f_]*|0o[0-7_]*|0b[01_]*|[0-9._:]+(?:e[-+]?[0-9_]*)?|\.?(?:inf|infinity|nan))"
+    r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[t \t].*)?"
+    r"|y|n|yes|no|on|off|true|false|null|nil|~|=|<<"
+)
+
+
 class _Dumper(yaml.SafeDumper):
-    """Values that YAML would read as something else, such as "8x8" or "on", are quoted by SafeDumper itself."""
+    """Quotes texts that YAML's versions and readers may take for something else, such as "on" or "1e5"."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         del indentless
@@ -61,6 +71,13 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: object) -> bool:
         return True
+
+    def text_of(self, value: str) -> yaml.ScalarNode:
+        """A text, in quotes where it needs them."""
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style="'" if _NO_TEXT.fullmatch(value) else None)
+
+
+_Dumper.add_representer(str, _Dumper.text_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

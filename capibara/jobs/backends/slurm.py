@@ -17,6 +17,7 @@ _MOST_MINUTES = 365 * 24 * 60
 # The exit codes after which the job is to run again: hung or to be tried again, and stopped by SIGTERM after a checkpoint.
 _AGAIN = (75, 143)
 _END_S = 30  # for the launcher to end after the run
+_EARLY_S = 60  # that Slurm may send its signal before it is due; source: slurm.schedmd.com/sbatch.html, --signal
 _LONGEST_GRACE_S = 65_535  # of sbatch --signal
 _WORD = re.compile(r"[A-Za-z0-9_,.-]+")
 
@@ -71,8 +72,15 @@ class Slurm(Backend):
         _check_word("--priority", spec.priority)
         if not 30 <= spec.grace_s + _END_S <= _LONGEST_GRACE_S:
             raise UserError(f"--grace is {spec.grace_s}, must be at most {_LONGEST_GRACE_S - _END_S} with launch slurm")
-        if self.minutes is not None and 60 * self.minutes <= spec.grace_s + _END_S:
-            raise UserError(f"--minutes={self.minutes} must be longer than --grace={spec.grace_s} and {_END_S} s more")
+        lead_s, minutes = spec.grace_s + _END_S + _EARLY_S, self._minutes(spec)
+        if minutes is not None and 60 * minutes <= lead_s:
+            flag, mend = f"--minutes={self.minutes}", "give more minutes"
+            if minutes != self.minutes:
+                flag, mend = f"--budget_usd={spec.budget_usd:g} leaves {minutes} min, which", "give a larger budget"
+            raise UserError(
+                f"{flag} must be longer than {lead_s} s: Slurm sends SIGTERM --grace={spec.grace_s} and {_END_S} s before the "
+                f"end, and up to {_EARLY_S} s earlier: {mend}, or a shorter --grace"
+            )
         if spec.capacity != "on_demand":
             raise UserError(f"--capacity={spec.capacity} has no effect with launch slurm: use --partition or --qos")
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.jobs import backends, bundle
 from capibara.jobs.secrets import Secret, Source
 from capibara.jobs.spec import Attempt, Bundle
@@ -171,8 +173,25 @@ def test_a_job_with_a_budget_is_not_put_back(tmp_path):
     process.communicate(timeout=60)
     text = (tmp_path / "job.sh").read_text()
     assert "#SBATCH --time=60\n" in text and "#SBATCH --no-requeue" in text and requeued(tmp_path) == ""
-    spent = dataclasses.replace(spec, attempt=Attempt(spent_s=3600))
-    assert "#SBATCH --time=1\n" in text_of("slurm", spent)  # 0 would be no limit
+    spent = dataclasses.replace(spec, attempt=Attempt(spent_s=3590))
+    with pytest.raises(UserError, match="--budget_usd=172.8 leaves 1 min, which must be longer than 390 s"):
+        text_of("slurm", spent)
+
+
+@pytest.mark.parametrize("grace_s", [0, 30, 300, 3000])
+@pytest.mark.parametrize("spent_s", [0, 1800, 3300, 3599])
+def test_a_start_is_longer_than_its_signals_lead(grace_s, spent_s):
+    """Of each time that is submitted, something is left to train, though Slurm sends its signal up to a minute early."""
+    spec = job("2xh100-8", image=None, budget_usd=172.8, grace_s=grace_s, attempt=Attempt(spent_s=spent_s))  # an hour
+    for minutes in (None, 1, 2, 5, 6, 7, 30, 51, 52, 600):
+        try:
+            text = text_of("slurm", spec, minutes=minutes)
+        except UserError as error:
+            left_s = min(60 * (minutes or 600), 3600 - spent_s)
+            assert left_s // 60 * 60 <= grace_s + 30 + 60 and "must be longer than" in str(error)
+            continue
+        time_min, lead_s = re.search(r"--time=(\d+)\n", text), re.search(r"--signal=B:TERM@(\d+)\n", text)
+        assert 60 * int(time_min[1]) - int(lead_s[1]) - 60 > 0
 
 
 @pytest.mark.parametrize(("minutes", "shorter"), [(30, 30), (600, 60)])
