@@ -45,6 +45,7 @@ class Inspection:
     def __init__(self, model_dir: str, step: int | None = None):
         self._folder, self._alone = step_folders.folder_of(model_dir), step is not None
         self._lost: list[int] = []
+        run_manifest.check_own_steps(self._folder.parent)
         with contextlib.suppress(UserError):  # the run's manifest was modified, which `verified` reports
             self._lost = run_manifest.lost_steps(self._folder.parent)
         try:

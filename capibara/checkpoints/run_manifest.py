@@ -25,7 +25,7 @@ from capibara.checkpoints.manifest import Corrupted
 from capibara.core import bucket_faults, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.storage import hashing, stores
+from capibara.storage import hashing, outputs, stores
 from capibara.storage.store import PARTIAL
 
 NAME = "manifest.json"
@@ -33,6 +33,8 @@ CONFIG = "config.gin"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TRACKERS = "trackers"  # how far each tracker is with the run: changes after the run, and is not in the manifest
+# What is read or written where a run folder is used: none of it may be a link out of the folder.
+_OWN = (NAME, CONFIG, METRICS, CHECKPOINTS, TRACKERS, "tensorboard", tokenizer_files.OWN, tokenizer_files.ORIGIN)
 _FORMAT = 1
 _MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # limits of a manifest
 _LOCK = threading.RLock()  # the saving thread adds steps while the run writes files
@@ -86,6 +88,7 @@ def read(folder: epath.Path) -> RunManifest | None:
       UserError: the bucket refuses to read it.
     """
     path = folder / NAME
+    check_own(folder, NAME)
     if not path.exists():
         return None
     try:
@@ -189,6 +192,8 @@ def hashes(folder: epath.Path) -> dict[str, str]:
 def check(folder: epath.Path) -> None:
     """Raises UserError if files needed to read a run were modified; accepts a run without a manifest."""
     known = (CONFIG, tokenizer_files.PATHS)
+    check_own(folder, *_OWN)
+    check_own_steps(folder)
     try:
         found = read(folder)
     except Corrupted as fault:
@@ -201,6 +206,42 @@ def check(folder: epath.Path) -> None:
     if wrong := faults(folder, found, Role.CONFIG):
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UserError(f"{folder}: {wrong[0]}{more}: {_mend(folder)}")
+
+
+def check_own(folder: epath.Path, *names: str) -> None:
+    """Raises UserError if a file or folder of these names is a link out of the run folder."""
+    for name in names:
+        outputs.own(folder, name)
+
+
+def config_text(folder: epath.Path) -> str | None:
+    """The recorded configuration of a run folder that may come from anyone, to be shown; None: it has none.
+
+    Without a manifest there is no hash to compare: such a text may be shown, and no run is built of it.
+
+    Raises:
+      UserError: it is a link out of the folder, no regular file, too large, no text, or has changed since it was written.
+    """
+    text = outputs.read_own(folder, CONFIG, limits.MIB)
+    try:
+        entry = None if (found := read(folder)) is None else found.entries.get(CONFIG)
+    except Corrupted as fault:
+        raise UserError(f"{fault}: {_mend(folder)}") from None
+    if text is None or entry is None:
+        return text
+    if hashing.file_hash(folder / CONFIG) not in (entry.xxh128, entry.before):
+        raise UserError(f"{folder}: {CONFIG} has changed since it was written: {_mend(folder)}")
+    return text
+
+
+def check_own_steps(folder: epath.Path) -> None:
+    """Raises UserError if the folder of the checkpoints, a step's or what describes it is a link out of the run folder."""
+    inner = folder / CHECKPOINTS
+    check_own(folder, CHECKPOINTS)
+    if not stores.of(folder).has_local_paths or not os.path.isdir(inner):
+        return
+    for name in os.listdir(inner):
+        check_own(folder, *(f"{CHECKPOINTS}/{name}/{inner}" for inner in ("", manifest.NAME, manifest.RUN)))
 
 
 def faults(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
@@ -325,6 +366,10 @@ def _hash_or_nothing(path: epath.Path) -> str:
 
 def _fault(folder: epath.Path, entry: Entry) -> str | None:
     path = folder / entry.path
+    try:
+        check_own(folder, entry.path)
+    except UserError as error:
+        return str(error)
     try:
         size = stores.of(path).size(path)
         if path.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         text = page.page(runs, price_of, args.title)
     outputs.save(args.output, text)
+    for run in runs:
+        for note in run.notes:
+            print(f"{run.name}: {note}", file=sys.stderr)
     if args.json:
         print(json.dumps(page.as_json(runs, price_of), indent=1))
     else:

@@ -140,15 +140,15 @@ def _is_name(name: str) -> bool:
 
 
 def own_file(folder: str, name: str) -> str:
-    """The path of a file of a model folder that is copied wherever the model is saved.
+    """The path of a file, or a folder, in a folder that may come from anyone, whose content is copied or shown.
 
     Raises:
-      UserError: it is a symbolic link out of the folder (other than into the hub's cache that contains the folder): the
-        file that it leads to would be copied without the user's notice.
+      UserError: it, or a folder on its way, is a symbolic link out of the folder (other than into the hub's cache that
+        contains the folder): what it leads to would be copied or shown without the user's notice.
     """
     path = os.path.join(folder, name)
-    if os.path.islink(path):
-        real, root = os.path.realpath(path), os.path.realpath(folder)
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    if os.path.commonpath([real, root]) != root:
         above = os.path.dirname(os.path.dirname(root))  # models--OWNER--NAME/snapshots/REVISION
         roots = [
             root,

@@ -46,8 +46,12 @@ class DiskStore:
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         try:
-            with open(path, "rb") as file:
-                content = os.pread(file.fileno(), stop - start, start)
+            # Without waiting for a writer, if it is a pipe: that cannot be read at a position.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                content = os.pread(descriptor, stop - start, start)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): copy it again") from None
         if len(content) != stop - start:

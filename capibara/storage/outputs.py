@@ -81,7 +81,7 @@ def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
     """
     try:
         if not stores.of(path).has_local_paths:
-            return stores.of(path).read(path).decode()
+            return stores.of(path).read(path, most).decode()
         disk.check_regular(path)
         if os.path.isfile(path):
             limits.check_file(path, most)
@@ -89,12 +89,29 @@ def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except limits.Refused as error:
+        raise UserError(f"{path} has {error}: name another file") from None
     except (IsADirectoryError, PermissionError) as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): it must be a file that you may read") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}): copy it again") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
+
+
+def own(folder: str | os.PathLike[str], name: str) -> str:
+    """The path of a file in a folder that may come from anyone; in a bucket there are no links.
+
+    Raises:
+      UserError: it, or a folder on its way, is a link out of the folder.
+    """
+    folder = os.fspath(folder)
+    return limits.own_file(folder, name) if stores.of(folder).has_local_paths else os.path.join(folder, name)
+
+
+def read_own(folder: str | os.PathLike[str], name: str, most: int = limits.SMALL_BYTES) -> str | None:
+    """`read` of a file in a folder that may come from anyone; raises as that and `own`."""
+    return read(own(folder, name), most)
 
 
 def replace(path: str, content: str | bytes) -> None:

@@ -43,7 +43,11 @@ class Chain:
           UserError: it is none of these.
         """
         path = stores.of(path).absolute(path)
-        found = _document(os.path.join(path, writing.MANIFEST))
+        outputs.own(path, writing.MANIFEST)  # a link is no manifest of the folder's: said before it counts as none
+        above, inner = os.path.split(os.path.dirname(path))
+        if inner == _CHECKPOINTS:
+            outputs.own(above, os.path.join(inner, os.path.basename(path)))
+        found = _document(path)
         if found is not None and "step" in found:
             return self._step(path, found)
         if found is not None and "fingerprint" in found:
@@ -61,6 +65,8 @@ class Chain:
     def _run(self, path: str, found: Mapping[str, Any]) -> Node:
         """A run folder, by its newest checkpoint."""
         steps, facts = _steps(found), dict[str, str | int]()
+        for name in ("", *map(str, steps)):
+            outputs.own(path, os.path.join(_CHECKPOINTS, name))
         facts["steps"] = len(steps)
         for event in history.read(path):
             facts["run"] = history.run_id(event)
@@ -122,6 +128,8 @@ class Chain:
             return None
         self._open.add(folder)
         try:
+            if not _is_folder(folder):  # the size and hash of a file that a manifest of anyone names are not shown
+                return Node(kind=Kind.FILE, path=folder, state=State.UNKNOWN, facts=facts)
             return dataclasses.replace(self.of(folder), facts=facts)
         except UserError:  # a model of another program
             return Node(kind=Kind.FILE, path=folder, state=State.UNKNOWN, facts=facts)
@@ -135,10 +143,10 @@ def newest_step(run: str) -> tuple[str, dict[str, Any]] | None:
     Args:
       run: the run folder; may be in a bucket.
     """
-    for step in reversed(_steps(_document(os.path.join(run, writing.MANIFEST)) or {})):
-        folder = os.path.join(run, _CHECKPOINTS, str(step))
-        if (manifest := _document(os.path.join(folder, writing.MANIFEST))) is not None:
-            return folder, manifest
+    for step in reversed(_steps(_document(run) or {})):
+        inner = os.path.join(_CHECKPOINTS, str(step))
+        if (manifest := _document(run, os.path.join(inner, writing.MANIFEST))) is not None:
+            return os.path.join(run, inner), manifest
     return None
 
 
@@ -155,14 +163,18 @@ def _steps(run: Mapping[str, Any]) -> list[int]:
     return sorted(step for step in found if type(step) is int) if isinstance(found, list) else []
 
 
-def _document(path: str) -> dict[str, Any] | None:
-    """A JSON object; None: there is none, or it is something else."""
+def _document(folder: str, name: str = writing.MANIFEST) -> dict[str, Any] | None:
+    """The JSON object in a folder's own file; None: there is none, or it is something else, or a link elsewhere."""
     try:
-        text = outputs.read(path, _STEP_BYTES)
+        text = outputs.read_own(folder, name, _STEP_BYTES)
         found = None if text is None else limits.parse_json(text, values=_STEP_VALUES, finite=False)
     except (UserError, ValueError, limits.Refused):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _is_folder(path: str) -> bool:
+    return not stores.of(path).has_local_paths or os.path.isdir(path)
 
 
 def _files_wrong(folder: str, files: object) -> tuple[str, ...]:

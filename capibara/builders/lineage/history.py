@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ _ENDS = ("COMPLETE", "FAIL", "ABORT")
 
 def read(folder: str) -> list[dict[str, Any]]:
     """The events in a folder's `lineage.jsonl`, oldest first; empty if there is none. Malformed lines are skipped."""
-    path = os.path.join(folder, FILE)
+    path = outputs.own(folder, FILE)
     if stores.of(path).has_local_paths:
         return [one.value for one in reading.records(path, Problems())]
     found = []

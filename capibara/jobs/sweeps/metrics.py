@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from capibara.core.fields import did_you_mean
 from capibara.core.types import TryAgain, UserError
-from capibara.storage import stores
+from capibara.storage import outputs, stores
 
 _FILE = "metrics.jsonl"  # in a run folder; written by monitoring.trackers.loggers
 _NAME = re.compile(r"(train|eval)/(\S+)")
@@ -63,19 +63,24 @@ class Metric:
         """
         path = f"{model_dir}/{_FILE}"
         try:
-            content = stores.of(path).read(path)
+            return self._of_lines(stores.of(path).lines(outputs.own(model_dir, _FILE)))
         except FileNotFoundError:
             return Report()
+        except UserError:  # a link out of the folder, a pipe, a line without end
+            raise
         except Exception as error:  # of any bucket library
             raise TryAgain(f"{path} cannot be read: {type(error).__name__}: {error}") from None
-        return self.of_text(content.decode("utf-8", errors="replace"))
 
     def of_text(self, text: str) -> Report:
+        """`read` of a text."""
+        return self._of_lines(text.encode("utf-8", "surrogatepass").split(b"\n"))
+
+    def _of_lines(self, lines: Iterable[bytes]) -> Report:
         """What the lines report, as if the run had never been interrupted: of repeated steps the last counts."""
         points: dict[int, float] = {}
         names: dict[str, None] = {}
         reason: str | None = None
-        for record in _records(text):
+        for record in _records(lines):
             kind, step, event = record["kind"], record["step"], record.get("event")
             assert isinstance(step, int)
             if kind == "event" and event in _AGAIN:
@@ -117,12 +122,12 @@ def _number(value: object, is_kept: bool) -> float | None:
     return math.nan if is_kept else None
 
 
-def _records(text: str) -> Iterator[Record]:
+def _records(lines: Iterable[bytes]) -> Iterator[Record]:
     """The complete lines."""
-    for line in text.split("\n"):
+    for line in lines:
         try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
+            record = json.loads(line.decode("utf-8", errors="replace"))
+        except (ValueError, RecursionError):  # the last line of a run that was killed
             continue
         if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
             yield record

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.builders.lineage import history
 from capibara.builders.lineage.chain import Chain
 from capibara.builders.lineage.nodes import Check
 from capibara.checkpoints import run_manifest
@@ -41,6 +42,7 @@ class RunFacts:
       config: the operative Gin configuration; empty: there is none.
       samples: the newest texts, cut to a length that can be read.
       lineage: text lines on where its data comes from.
+      notes: what is wrong with the folder, and what is not shown for that: a line each.
     """
 
     name: str
@@ -49,6 +51,7 @@ class RunFacts:
     config: str
     samples: Sequence[Record]
     lineage: Sequence[str]
+    notes: Sequence[str] = ()
 
     @functools.cached_property
     def _views(self) -> Mapping[str, View]:
@@ -138,9 +141,17 @@ def read(folder: str) -> RunFacts:
     run = whole(folder)
     if not run.start:
         raise UserError(f"{run.path} has no start of a run: name a run folder that `capibara train` has written")
-    config, lineage = _config(folder), _lineage(folder)
+    notes: list[str] = []
+    _check_metrics(folder, notes)
+    config, lineage = _config(folder, notes), _lineage(folder, notes)
     return RunFacts(
-        name=printable(run.name), path=folder, run=run, config=config, samples=_samples(run), lineage=lineage
+        name=printable(run.name),
+        path=folder,
+        run=run,
+        config=config,
+        samples=_samples(run),
+        lineage=lineage,
+        notes=[printable(line) for line in notes],
     )
 
 
@@ -169,15 +180,35 @@ def distinct(runs: Sequence[RunFacts]) -> list[RunFacts]:
     return found
 
 
-def _config(folder: str) -> str:
-    path = os.path.join(folder, run_manifest.CONFIG)
+def _check_metrics(folder: str, notes: list[str]) -> None:
+    """Notes if metrics.jsonl, or the manifest that has its hash, has changed since the run wrote it."""
+    path = run_manifest.folder_of(folder)
+    if not stores.of(path).has_local_paths:  # it would be read twice
+        return
     try:
-        return stores.of(path).read(path, limits.SMALL_BYTES).decode("utf-8", errors="replace")
-    except (OSError, UserError, limits.Refused):
+        found = run_manifest.read(path)
+        faults = [] if found is None else run_manifest.faults(path, found, run_manifest.Role.LOG)
+        notes += [line for line in faults if line.startswith(run_manifest.METRICS)]
+    except (run_manifest.Corrupted, OSError, UserError) as error:
+        notes.append(limits.cause(error, 400))
+
+
+def _config(folder: str, notes: list[str]) -> str:
+    try:
+        return run_manifest.config_text(run_manifest.folder_of(folder)) or ""
+    except (OSError, UserError) as error:
+        notes.append(f"the configuration is left out: {limits.cause(error, 400)}")
         return ""
 
 
-def _lineage(folder: str) -> list[str]:
+def _lineage(folder: str, notes: list[str]) -> list[str]:
+    try:
+        path = run_manifest.folder_of(folder)
+        run_manifest.check_own(path, run_manifest.NAME, history.FILE)
+        run_manifest.check_own_steps(path)
+    except (OSError, UserError) as error:
+        notes.append(f"the lineage is left out: {limits.cause(error, 400)}")
+        return []
     try:
         return redact(Chain(Check.SIZES).of(folder).text()).splitlines()
     except Exception:  # whatever the manifests of an untrusted folder lead to

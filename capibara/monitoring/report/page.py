@@ -191,6 +191,7 @@ def _shown(number: int, run: RunFacts) -> dict[str, Any]:
         "config": redact(run.config),
         "samples": run.samples,
         "lineage": "\n".join(run.lineage),
+        "notes": run.notes,
         "parts": parts,
         "time_words": ", ".join(part["words"] for part in parts),
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from capibara.builders.lineage import chain
 from capibara.core.types import UserError
-from capibara.storage import outputs, stores
+from capibara.storage import outputs
 
 NAME = "lineage.json"
 _EVENTS = "lineage.jsonl"  # of a run with LineageFile
@@ -24,7 +24,7 @@ def of_run(model_dir: str) -> str:
         if datasets:
             found["checkpoint"] = {"step": os.path.basename(folder), "xxh128": manifest.get("xxh128")}
             found["datasets"] = datasets
-    events = (_read(os.path.join(model_dir, _EVENTS)) or "").split("\n")
+    events = (_read(model_dir, _EVENTS) or "").split("\n")
     if len(events) > 1 and (event := _parsed(events[-2])) is not None:
         found["event"] = event
     return json.dumps(found, indent=1) if found else ""
@@ -33,15 +33,13 @@ def of_run(model_dir: str) -> str:
 def plans(model_dir: str) -> Iterator[tuple[str, str]]:
     """Names and texts of the plan in a run folder, if `capibara plan` has written one there."""
     for name in _PLANS:
-        if (text := _read(os.path.join(model_dir, name))) is not None:
+        if (text := _read(model_dir, name)) is not None:
             yield name, text
 
 
-def _read(path: str) -> str | None:
-    if stores.of(path).has_local_paths and os.path.islink(path):
-        return None  # in a run folder of others it may lead to any file of this machine
+def _read(model_dir: str, name: str) -> str | None:
     try:
-        return outputs.read(path)
+        return outputs.read_own(model_dir, name)
     except UserError:
         return None
 

@@ -104,7 +104,7 @@ def configuration(model_dir: str) -> tuple[str, dict[str, str]]:
       UserError: it cannot be read.
     """
     path = os.path.join(model_dir, run_manifest.CONFIG)
-    text = outputs.read(path) or ""
+    text = outputs.read_own(model_dir, run_manifest.CONFIG) or ""
     try:
         bound = config.changes("", text)
     except (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError) as error:
@@ -119,7 +119,7 @@ def locked(model_dir: str, within_s: float) -> Iterator[None]:
     Raises:
       UserError: another one does, for longer than `within_s`.
     """
-    folder = epath.Path(os.path.join(stores.of(model_dir).absolute(model_dir), FOLDER))
+    folder = epath.Path(outputs.own(stores.of(model_dir).absolute(model_dir), FOLDER))
     try:
         stores.of(folder).make_folder(folder)
     except OSError as error:

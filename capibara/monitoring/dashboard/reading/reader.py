@@ -194,6 +194,7 @@ class Reader:
 
     def _has_grown(self, run: Run) -> bool:
         """Whether there is something to read; a file that is another one is read from its beginning."""
+        run.check_own()
         store = stores.of(run.path)
         size = _size(run.path)
         if size == run.position:

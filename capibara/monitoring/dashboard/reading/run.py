@@ -19,6 +19,7 @@ from capibara.monitoring.dashboard.reading.parsing import Era, Record, Sample
 from capibara.monitoring.dashboard.reading.preview import Preview
 from capibara.monitoring.dashboard.reading.tables import Table, View
 from capibara.monitoring.trackers.loggers import AGAIN, metrics_path
+from capibara.storage import outputs
 
 _MOST_EVENTS, _MOST_SAMPLES = 5_000, 20_000
 _MOST_KINDS = 16
@@ -139,6 +140,10 @@ class Run:
             self.is_coarse = True
             self.version += 1
             self.epoch += 1
+
+    def check_own(self) -> None:
+        """Raises UserError if its file is a link out of its folder: in a folder of others it may lead to any file."""
+        outputs.own(self.folder, os.path.basename(self.path))
 
     def apply(self, eras: list[Era], to_come: float = 0.0) -> None:
         """Adds what a range of the file holds; `to_come`: how many times as much is still to be read."""

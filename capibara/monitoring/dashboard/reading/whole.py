@@ -23,6 +23,7 @@ def whole(folder: str) -> Run:
     """
     run = Run(folder, os.path.basename(os.path.normpath(folder)))
     try:
+        run.check_own()
         if stores.of(run.path).has_local_paths:
             check_regular(run.path)
             if os.path.isdir(run.path):

@@ -7,6 +7,7 @@ import os
 import re
 
 from capibara import config
+from capibara.checkpoints import run_manifest
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
 from capibara.monitoring.dashboard.reading import parsing
@@ -57,19 +58,19 @@ def samples(run: Run, prompt: str | None, before: float | None, limit: int) -> d
 
 
 def config_text(run: Run) -> str | None:
-    """The run's operative configuration; None: there is none that can be read."""
-    path, store = os.path.join(run.folder, "config.gin"), stores.of(run.folder)
-    if store.has_local_paths and os.path.islink(path):
-        return None  # in a run folder of others it may lead to any file of this machine
+    """The run's operative configuration; None: there is none that can be read, or it has changed."""
     try:
-        return store.read(path, _MOST_CONFIG_BYTES).decode("utf-8", "replace")
+        return run_manifest.config_text(run_manifest.folder_of(run.folder))
     except _FAULTS:
         return None
 
 
 def configuration(run: Run) -> dict[str, Json]:
     """The configuration, as text and as bindings."""
-    text = config_text(run)
+    try:
+        text = run_manifest.config_text(run_manifest.folder_of(run.folder))
+    except _FAULTS as error:
+        return {"text": None, "bindings": [], "unavailable": limits.cause(error, 400)}
     if text is None:
         return {"text": None, "bindings": [], "unavailable": "the run folder has no config.gin"}
     return {
