@@ -10,23 +10,34 @@ import contextlib
 import dataclasses
 import enum
 import fcntl
+import glob
+import math
 import os
 import pathlib
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from capibara.core import limits, processes
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import spec_file
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.spec import Attempt, JobSpec
 
 _BUSY_S = 30.0  # for another process that writes
+_TOLD_S = 1.0  # of waiting, after which a line says so
+_OPENING_S = 1.5  # for another process that has the whole file, while it is opened
+_LATEST_S = 1e11  # of a time in a row
+# Rows that SQLite's own check finds: each costs itself. Source: sqlite.org/pragma.html#pragma_integrity_check
+_OF_A_ROW = re.compile(r"(?:NULL|TEXT|NUMERIC|non-\S+) value in \w+\.\w+")
+_QUARANTINED, _RECOVERED = "corrupted", "recovered"
 _VERSION = 1
 _ID = 0x6361_7069  # of our databases, in the header of the file
 _LOCK = b"of capibara's jobs\n"  # content of the locks
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)  # it is a file's name, too: of the job's lock
 _MAGIC, _ID_AT = b"SQLite format 3\0", 68  # source: sqlite.org/fileformat2.html
 
 
@@ -126,23 +137,30 @@ def default_path() -> pathlib.Path:
     return pathlib.Path(root).expanduser() / "capibara" / "jobs.sqlite"
 
 
+class Unreadable(UserError):
+    """The row of a job is no record; the job's resources are as they were."""
+
+
 class Records:
     """The database; several processes and threads may use it at once.
 
     A file that SQLite cannot read, as a disk that was full may leave it, is quarantined beside it, and an empty one takes its
-    place: `capibara launch recover` fills it from the labels of the jobs' resources.
+    place: `capibara launch recover` fills it from the labels of the jobs' resources. Whoever opens the database is told of
+    that file until then. A row that is no record costs that job alone.
 
     Every method raises TryAgain if the disk is full, or another process writes for half a minute.
 
     Args:
       path: of its file; folders are made.
-      say: called with a line if the file was quarantined.
+      say: called with a line if a file was quarantined, a row is no record, or another process is waited for.
 
     Raises:
       UserError: the file cannot be opened, or is not of this program.
+      TryAgain: another process has the whole file.
     """
 
     def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
+        self._say, self._told = say, set[str]()
         with _named(path):
             path = path.resolve()  # else a link would have a lock of its own
             self.path, self._lock = path, threading.RLock()
@@ -157,36 +175,64 @@ class Records:
                 except sqlite3.DatabaseError as error:
                     if isinstance(error, sqlite3.OperationalError):
                         raise
-                    self._quarantine(error, say)
+                    self._quarantine(error)
                     self._database = self._opened()
+        for aside in self.quarantined():
+            self._say_once(
+                f"{path} has not all jobs: {aside.name} was no readable database, and is quarantined; its jobs still run: "
+                "find them with capibara launch recover",
+                aside.name,
+            )
 
-    def _quarantine(self, error: sqlite3.Error, say: Callable[[str], None]) -> None:
-        aside = self.path.with_name(f"{self.path.name}.corrupted-{time.time():.0f}")
+    def _quarantine(self, error: sqlite3.Error) -> None:
+        aside = self.path.with_name(f"{self.path.name}.{_QUARANTINED}-{time.time():.0f}")
         self.path.rename(aside)
         for extra in ("-wal", "-shm", "-journal"):
             self.path.with_name(self.path.name + extra).unlink(missing_ok=True)
-        say(
-            f"{self.path} was no readable database ({error}): quarantined as {aside.name}; its jobs still run: find them "
-            "with capibara launch recover"
+        self._say_once(
+            f"{self.path} was no readable database ({limits.cause(error)}): quarantined as {aside.name}; its jobs still run: "
+            "find them with capibara launch recover",
+            aside.name,
         )
+
+    def _say_once(self, text: str, about: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self._say(text)
+
+    def quarantined(self) -> list[pathlib.Path]:
+        """The files that were no readable databases, whose jobs nobody has found again yet."""
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.{_QUARANTINED}-*"))
+
+    def recovered(self) -> list[pathlib.Path]:
+        """Renames the quarantined files: their jobs were found again. Returns the new paths."""
+        marked = [
+            (aside, aside.with_name(aside.name.replace(f".{_QUARANTINED}-", f".{_RECOVERED}-")))
+            for aside in self.quarantined()
+        ]
+        return [aside.rename(target) for aside, target in marked]
 
     def _opened(self) -> sqlite3.Connection:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(self.path, timeout=_OPENING_S, isolation_level=None, check_same_thread=False)
+        database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # a row of bad text costs that row
         try:
             # A write-ahead log would not work in a home folder that several machines have by NFS.
             database.execute("PRAGMA journal_mode = DELETE")
             database.execute("PRAGMA synchronous = FULL")  # what is written is there after a power failure, too
-            (found,) = database.execute("PRAGMA integrity_check").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(found.splitlines()[0])
+            lines = [line for (text,) in database.execute("PRAGMA integrity_check") for line in text.splitlines()]
+            if faults := [line for line in lines if line != "ok" and not _OF_A_ROW.fullmatch(line)]:
+                raise sqlite3.DatabaseError(faults[0])
             (version,) = database.execute("PRAGMA user_version").fetchone()
             if version > _VERSION:
                 raise UserError(f"{self.path} is of a later version of capibara ({version}): update capibara")
             if version < _VERSION:
                 database.executescript(_TABLES)
-        except BaseException:
+            database.execute(f"PRAGMA busy_timeout = {_BUSY_S * 1000:.0f}")
+        except BaseException as error:
             database.close()
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                raise TryAgain(f"{self.path} is locked by another process: try again when it has ended") from None
             raise
         return database
 
@@ -198,11 +244,19 @@ class Records:
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
         """For one thread alone; raises TryAgain where the disk is full or another process writes for too long."""
-        with self._lock:
-            try:
+        told = threading.Timer(_TOLD_S, self._say_waiting)
+        told.daemon = True
+        told.start()
+        try:
+            with self._lock:
                 yield
-            except sqlite3.OperationalError as error:
-                raise TryAgain(f"{self.path} cannot be read or written: {error}") from None
+        except sqlite3.OperationalError as error:
+            raise TryAgain(f"{self.path} cannot be read or written: {error}") from None
+        finally:
+            told.cancel()
+
+    def _say_waiting(self) -> None:
+        self._say(f"{self.path} is in use by another process: waiting, at most {_BUSY_S:.0f} s")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -212,18 +266,35 @@ class Records:
             yield
 
     def all(self) -> list[Record]:
-        """All jobs, in the order in which they were launched."""
+        """All jobs, in the order in which they were launched; a line tells of each whose row is no record."""
         with self._using():
-            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY launched_s, name")
-            return [_record(row) for row in rows]
+            rows = self._database.execute(
+                f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY launched_s, name"
+            ).fetchall()
+        found = []
+        for row in rows:
+            try:
+                found.append(self._record_of(row))
+            except Unreadable as error:
+                self._say_once(str(error), str(error))  # the manager looks again and again
+        return found
+
+    def _record_of(self, row: tuple[object, ...]) -> Record:
+        try:
+            return _record(row)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise Unreadable(
+                f"job {limits.shortened(row[0], 60)} is left out: its row in {self.path} is no record "
+                f"({limits.cause(error)}); its resources are as they were: find it with capibara launch recover"
+            ) from None
 
     def find(self, name: str) -> Record | None:
-        """The job of a name, or None."""
+        """The job of a name, or None; raises Unreadable if its row is no record."""
         if not name.isascii():  # no job has such a name, and it may be no text
             return None
         with self._using():
             row = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE name = ?", (name,)).fetchone()
-        return _record(row) if row else None
+        return self._record_of(row) if row else None
 
     def add(self, record: Record) -> Record:
         """Adds a job, or returns the one that runs already with the same name and the same files and flags.
@@ -269,11 +340,12 @@ class Records:
             values,
         )
 
-    def resume(self, record: Record) -> None:
-        """Writes a job down that is to run again; as `put`."""
+    def resume(self, record: Record) -> Record:
+        """Writes a job down that is to run again, and returns it; as `put`."""
         with self._writing():
             self._write(record)
             self._database.execute("UPDATE jobs SET is_cancelled = 0 WHERE name = ?", (record.name,))
+        return record
 
     def cancel(self, name: str) -> None:
         """Notes that a job is to end; any process may."""
@@ -294,7 +366,7 @@ class Records:
         """Time and text of what has happened to a job, the oldest first."""
         with self._using():
             rows = self._database.execute("SELECT time_s, text FROM events WHERE job = ? ORDER BY rowid", (name,))
-            return [(float(time_s), str(text)) for time_s, text in rows]
+            return [(float(time_s), str(text)) for time_s, text in rows if isinstance(time_s, (int, float))]
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[bool]:
@@ -334,12 +406,21 @@ def _named(path: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, *, wait: bool) -> Iterator[bool]:
     file: IO[bytes] = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+    until_s = time.monotonic() + _OPENING_S
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not wait:
+                    yield False
+                    return
+            if time.monotonic() > until_s:
+                holder = processes.lock_holder(file.fileno())
+                by = f"process {holder}" if holder else "another process"
+                raise TryAgain(f"{path} is locked by {by}: try again when it has ended")
+            time.sleep(0.02)
         if not os.fstat(file.fileno()).st_size:
             file.write(_LOCK)
             file.flush()
@@ -367,21 +448,43 @@ def _row(record: Record) -> list[str | int | float | None]:
     ]
 
 
-def _record(row: tuple[str, ...]) -> Record:
+def _record(row: tuple[object, ...]) -> Record:
+    """The record of a row; raises ValueError if it is none: SQLite puts any type into any column."""
     values = dict(zip(_COLUMNS, row, strict=True))
+    texts = {name: _text(name, values[name]) for name in ("name", "text", "launch", "state", "reason")}
+    if not _NAME.fullmatch(texts["name"]):
+        raise ValueError("its name is no job's")
     attempt = Attempt(
-        launch=values["launch"],
-        number=int(values["number"]),
-        failures=int(values["failures"]),
-        spent_s=int(values["spent_s"]),
+        launch=texts["launch"],
+        number=_count("number", values["number"]),
+        failures=_count("failures", values["failures"]),
+        spent_s=_count("spent_s", values["spent_s"]),
     )
     return Record(
-        name=values["name"],
-        text=values["text"],
+        name=texts["name"],
+        text=texts["text"],
         attempt=attempt,
-        state=State(values["state"]),
-        reason=values["reason"],
-        outcome=State(values["outcome"]) if values["outcome"] else None,
-        **{name: float(values[name]) for name in ("launched_s", "submit_s", "due_s", "running_s", "gone_s")},
-        pauses=int(values["pauses"]),
+        state=State(texts["state"]),
+        reason=texts["reason"],
+        outcome=State(_text("outcome", values["outcome"])) if values["outcome"] is not None else None,
+        **{name: _time(name, values[name]) for name in ("launched_s", "submit_s", "due_s", "running_s", "gone_s")},
+        pauses=_count("pauses", values["pauses"]),
     )
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{name} is no text")
+    return value
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {limits.shortened(value, 20)}, must be a whole number of at least 0")
+    return value
+
+
+def _time(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value <= _LATEST_S:
+        raise ValueError(f"{name} is {limits.shortened(value, 20)}, must be a time in seconds")
+    return float(value)

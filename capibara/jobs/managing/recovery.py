@@ -11,7 +11,7 @@ from collections.abc import Callable
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import reports, spec_file
 from capibara.jobs.backends.backend import Backend
-from capibara.jobs.managing.records import Record, Records, State
+from capibara.jobs.managing.records import Record, Records, State, Unreadable
 from capibara.jobs.spec import JobSpec
 from capibara.jobs.systems.system import Phase, Resource, System
 
@@ -42,7 +42,7 @@ def recover(
         by_job[one.job].append(one)
     added = []
     for name, resources in sorted(by_job.items()):
-        known = records.find(name)
+        known, is_lost = _known(records, name)
         live = [one for one in resources if not one.phase.has_ended or system.ended_costs]
         newest = max(live or resources, key=lambda one: (one.created_s, one.attempt.number))
         if known is not None and (not known.state.is_final or known.attempt.launch == newest.attempt.launch):
@@ -70,9 +70,17 @@ def recover(
             reason="recovered from its labels",
             launched_s=newest.created_s or time.time(),
         )
-        added.append(records.add(record))
+        added.append(records.resume(record) if is_lost else records.add(record))
         records.note(name, f"recovered from the labels of {newest.id} (attempt {newest.attempt.number + 1})")
     return added
+
+
+def _known(records: Records, name: str) -> tuple[Record | None, bool]:
+    """What the database has of a job, and whether its row is no record, which is written anew."""
+    try:
+        return records.find(name), False
+    except Unreadable:
+        return None, True
 
 
 def _running_s(spec: JobSpec, resource: Resource) -> float:

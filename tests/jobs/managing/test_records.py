@@ -1,6 +1,8 @@
 """The jobs' database: what is written down stays, whatever happens to the process or to the file."""
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import signal
@@ -8,9 +10,11 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from capibara.cli.launching import watching
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import spec_file
 from capibara.jobs.backends.gke import Gke
@@ -243,3 +247,112 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(UserError, match="name another --state"):
         Records(tmp_path / "file" / "state" / "jobs.sqlite")
     assert os.listdir(tmp_path) == ["file"]
+
+
+BAD = {
+    "name": [b"run", 5, "", "../../x", "a\ud800"],
+    "text": [5, b"\xff\xfe"],
+    "launch": [5.5, b"\xff"],
+    "number": ["many", 1.5, -1],
+    "failures": ["x"],
+    "spent_s": ["x", float("inf")],
+    "state": ["gone", "", b"\xff"],
+    "reason": [b"\xff", 5],
+    "outcome": ["gone", ""],
+    "launched_s": ["x", -1.0, 1e300, float("inf"), b"\xff"],
+    "running_s": ["x"],
+    "pauses": [b"", 1.5],
+}
+
+
+@pytest.mark.parametrize("column", BAD)
+def test_a_row_that_is_no_record_costs_that_row(tmp_path, column):
+    for value in BAD[column]:
+        path, lines = tmp_path / f"{len(os.listdir(tmp_path))}.sqlite", []
+        with contextlib.closing(Records(path)) as opened:
+            for name in ("a", "b", "c"):
+                opened.put(record(name))
+                opened.note(name, "launched")
+        encoded = (
+            value.encode("utf-8", "surrogateescape" if value != "a\ud800" else "surrogatepass")
+            if isinstance(value, str)
+            else value
+        )
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute("PRAGMA ignore_check_constraints = 1")
+            cast = "CAST(? AS TEXT)" if isinstance(value, str) else "?"
+            database.execute(f"UPDATE jobs SET {column} = {cast} WHERE name = 'b'", (encoded,))
+            (kind,) = database.execute(
+                f"SELECT typeof({column}) FROM jobs WHERE launch != 'none' LIMIT 1 OFFSET 1"
+            ).fetchone()
+        with contextlib.closing(Records(path, lines.append)) as opened:
+            names = [one.name for one in opened.all()]
+            if kind == "text" and isinstance(value, (int, float)):
+                continue  # SQLite has made a text of it: no fault
+            assert names == ["a", "c"], (column, value, names)
+            assert [one.name for one in opened.all()] == ["a", "c"]  # and says so once
+            assert (
+                len(lines) == 1 and "its row in" in lines[0] and "launch recover" in lines[0] and "\n" not in lines[0]
+            )
+            if column != "name":
+                with pytest.raises(UserError, match="job 'b' is left out"):
+                    opened.check(record("b"))  # its resources may run: it is not launched once more
+            opened.put(record("d"))
+            assert [one.name for one in opened.all()] == ["a", "c", "d"] and opened.quarantined() == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"backend": 5}', "[" * 10_000, '{"name": "b", "slice": {}}', "\x00"]
+)
+def test_a_job_of_another_text_is_shown(records, text):
+    """A job's file may be of another version, or be no file of a job: its row is shown, and others are managed."""
+    records.put(dataclasses.replace(record("b"), text=text))
+    records.put(record("a"))
+    lines = watching.table(records.all(), 100.0).splitlines()
+    assert len(lines) == 3 and [watching.as_json(one, 100.0)["name"] for one in records.all()] == ["a", "b"]
+
+
+def test_a_quarantined_file_is_named_until_its_jobs_are_found(tmp_path):
+    path, lines = tmp_path / "jobs.sqlite", []
+    with contextlib.closing(Records(path)) as opened:
+        opened.put(record())
+    path.write_bytes(b"no database\n" * 100)
+    for _ in range(3):  # whoever opens it
+        lines.clear()
+        Records(path, lines.append).close()
+        assert "quarantined" in lines[-1] and "corrupted-" in lines[-1] and "capibara launch recover" in lines[-1]
+    with contextlib.closing(Records(path)) as opened:
+        (renamed,) = opened.recovered()
+    assert renamed.read_bytes().startswith(b"no database")
+    lines.clear()
+    Records(path, lines.append).close()
+    assert lines == []
+
+
+def test_a_locked_file_is_told_within_two_seconds(tmp_path):
+    path, lines = tmp_path / "jobs.sqlite", []
+    with contextlib.closing(Records(path, lines.append)) as opened, contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        begun_s = time.monotonic()
+        with pytest.raises(TryAgain, match="locked by another process"):
+            Records(path)
+        assert time.monotonic() - begun_s < 2.0
+        writing = threading.Thread(target=opened.put, args=(record(),))  # which waits longer, and says so
+        writing.start()
+        while not lines and time.monotonic() - begun_s < 10.0:
+            time.sleep(0.01)
+        assert time.monotonic() - begun_s < 4.0 and "in use by another process: waiting, at most 30 s" in lines[0]
+        other.rollback()
+        writing.join(20.0)
+        assert opened.find("run") is not None
+
+
+def test_a_file_that_another_process_opens_is_told_within_two_seconds(tmp_path):
+    path = tmp_path / "jobs.sqlite"
+    Records(path).close()
+    with open(f"{path}.lock", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        begun_s = time.monotonic()
+        with pytest.raises(TryAgain, match="is locked by process [0-9]+"):
+            Records(path)
+        assert time.monotonic() - begun_s < 2.0
