@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from capibara.builders.redaction.rules import IDENTIFIER_PATH, Check, Rule, is_placeholder, is_random
 
@@ -30,6 +31,11 @@ _OF_IT = re.compile(
 )
 _FLAG = re.compile(r"(?:^|[\s\"'])--?(?:[A-Za-z0-9]{1,20}-)*$")
 _PATH_OR_URL = re.compile(r"(?:\.{0,2}|~)/\S*|[A-Za-z]:\\\S*|[a-z]+://\S*")
+_PLACE = re.compile(
+    r"[\w.-]{1,80}:\d+(?::\d+)?|v?\d+(?:\.\d+)+\S{0,20}|[\w.-]+@[\w.-]+"
+)  # file:line, a version, an address
+# What may stand before a name and its value with only spaces between: ENV of Docker, setx, set -x of fish, or nothing.
+_BEFORE_NAME = re.compile(r"\s*(?:(?:ENV|ARG|setx|setenv|set\s+-\w{1,3}|config\s+set|secrets?\s+set)\s+)?[\w.-]*")
 _WORDS = re.compile(r"[A-Za-z]+(?:[_-][A-Za-z]+)*")
 
 
@@ -58,9 +64,37 @@ def _is_bare(found: re.Match[str]) -> bool:
 def _is_flag(found: re.Match[str]) -> bool:
     value = found["value"]
     before = found.string[max(0, found.start() - 40) : found.start()]
-    if _FLAG.search(before) is None or _names_another(found) or is_placeholder(value) or value.startswith("-"):
+    if _FLAG.search(before) is None or is_placeholder(value) or value.startswith("-"):
         return False
+    if found["name"].lower() == "key" and not found["rest"]:
+        return _is_key(value)  # `tool --key VALUE`: a name that stands for much else
+    if _names_another(found):
+        return False
+    if found["name"].lower() in ("secret", "token") and len(value) >= 8 and is_random(value, 2.5):
+        return _is_password(value)
     return len(value) >= 4 and (_is_password(value) if found["password"] else _is_key(value))
+
+
+def _is_laid_out(found: re.Match[str]) -> bool:
+    """Whether what stands beside a name in a table, a pair, or on the next line is a secret: less sure than after "="."""
+    value, line = found["value"], found.string[found.string.rfind("\n", 0, found.start()) + 1 : found.start()]
+    if _names_another(found) or is_placeholder(value) or _PLACE.fullmatch(value):
+        return False
+    if found["space"] and not _BEFORE_NAME.fullmatch(line):
+        return False
+    if found["alone"] is not None and (found["space"] or found["line"]) and found["alone"].strip(" \t\r\"'`,;)"):
+        return False
+    return _is_shown(found, value)
+
+
+def _is_pair(found: re.Match[str]) -> bool:
+    return not (_names_another(found) or is_placeholder(found["value"])) and _is_shown(found, found["value"])
+
+
+def _is_shown(found: re.Match[str], value: str) -> bool:
+    if found["password"]:
+        return _is_password(value) and len(value) >= 6 and is_random(value, 2.0)
+    return _is_key(value)
 
 
 def _is_named_password(found: re.Match[str]) -> bool:
@@ -157,6 +191,27 @@ NAMED = (
         check=_is_element,
         anchor=_ANCHOR,
     ),
+    # | name | value |, name: NAME and value: VALUE (Kubernetes, HTML, XML), <td>name</td><td>value, the next line, ENV NAME VALUE
+    _rule(
+        "named_secret",
+        rf"{_NAME}{_REST}[\"'`*\])]{{0,4}}(?:[ \t]{{0,40}}\|[ \t]{{0,40}}[\"'`*]{{0,3}}"
+        rf"|[\s,;{{]{{1,60}}(?:--?)?[\"']?(?:value|val|default|content|body|data)[\"']?(?:\s{{0,8}}[:=]\s{{0,8}}|[ \t]{{1,4}})[\"']?"
+        rf"|</(?:td|th|dt|b|strong|code)>\s{{0,60}}(?:<[^<>\n]{{1,80}}>\s{{0,20}}){{1,2}}"
+        rf"|(?P<line>(?:[ \t]{{1,4}}(?:is|are|was))?[ \t]{{0,8}}[:=]?[ \t]{{0,8}}[\\(]?[ \t]{{0,4}}\r?\n(?:[ \t]{{0,40}}\r?\n)?[ \t]{{0,40}}[\"'`]?)"
+        rf"|(?P<space>[ \t]{{1,8}}[\"']?))"
+        rf"(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{6,400}})(?=[\s\"'`,;|)\]}}<*]|$)(?=(?P<alone>[^\n]{{0,12}}))",
+        *_GATES,
+        check=_is_laid_out,
+        anchor=_ANCHOR,
+    ),
+    # value: VALUE and name: NAME
+    _rule(
+        "named_secret",
+        rf"[\"']?\bvalue[\"']?\s{{0,8}}[:=]\s{{0,8}}[\"']?(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{6,400}})[\"']?[\s,]{{1,60}}(?:-[ ])?[\"']?"
+        rf"(?:name|key|id)[\"']?\s{{0,8}}[:=]\s{{0,8}}[\"']?[A-Za-z0-9_.-]{{0,40}}?{_NAME}{_REST}",
+        "value",
+        check=_is_pair,
+    ),
     # <password>value</password>
     _rule(
         "named_secret",
@@ -193,8 +248,12 @@ NAMED = (
         r"\b(?:identified(?:\s+with\s+\w+)?\s+(?:by|as)|password|passphrase)\s{1,4}(?P<quote>[\"'])(?P<value>[^\"'\n]{3,200})(?P=quote)",
         "identified", "password", "passphrase",
     ),
-    # machine example.org login me password value (.netrc)
-    _rule("password", r"\b(?:machine\s+\S{1,200}|default)\s+login\s+\S{1,200}\s+password\s+(?P<value>\S{3,200})", "login"),
+    # machine example.org login me password value (.netrc, in any order)
+    _rule(
+        "password",
+        r"\b(?:machine\s{1,8}\S{1,200}|default)(?:\s{1,40}(?:login|account)\s{1,8}\S{1,200}){0,2}\s{1,40}password\s{1,8}(?P<value>\S{3,200})",
+        "machine", "default",
+    ),
     # curl -u user:value, mysql -pvalue, sshpass -p value
     _rule("password", r"\bcurl\b[^\n]{0,400}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:(?P<value>[^\s\"']{3,200})", "curl"),
     _rule(
@@ -209,12 +268,48 @@ NAMED = (
     ),
 )  # fmt: skip
 
-_SECRET_NAME = re.compile(rf"(?i){_NAME}{_REST}")
+# The row of a table that names its columns, and what parts them.
+_HEAD = re.compile(
+    rf"(?im)^(?=[^\n]{{0,2000}}?(?:{_PASSWORD}|{_KEY}))(?P<head>[^\n|,;\t]{{0,80}}(?:[|,;\t][^\n|,;\t]{{0,80}}){{1,40}})\r?\n"
+)
+_CELL_MARKS = " \t\r\"'`*"
+_MOST_ROWS = 10_000
+
+
+def in_columns(text: str) -> Iterator[tuple[int, int, str]]:
+    """Secrets below the name of their column, in Markdown and CSV: start and end in the text, and the kind."""
+    for head in _HEAD.finditer(text):
+        mark = next((mark for mark in "|\t;," if mark in head["head"]), ",")
+        names = head["head"].split(mark)
+        if not all(_COLUMN.fullmatch(name.strip(_CELL_MARKS)) for name in names):
+            continue
+        named = {
+            at: found for at, name in enumerate(names) if (found := _SECRET_NAME.fullmatch(name.strip(_CELL_MARKS)))
+        }
+        named = {at: found for at, found in named.items() if not _names_another(found)}
+        at = head.end() if named else len(text)
+        for _ in range(_MOST_ROWS):
+            end = text.find("\n", at)
+            row = text[at : end if end >= 0 else len(text)]
+            if (cells := row.split(mark)) and len(cells) != len(names):
+                break
+            for column, found in named.items():
+                value = cells[column].strip(_CELL_MARKS)
+                begin = at + sum(len(cell) + 1 for cell in cells[:column]) + cells[column].find(value)
+                if value and not is_placeholder(value) and _is_shown(found, value):
+                    yield begin, begin + len(value), "password" if found["password"] else "named_secret"
+            if end < 0:
+                break
+            at = end + 1
+
+
+_COLUMN = re.compile(r"[^\W\d][\w .-]{0,60}|")
+_SECRET_NAME = re.compile(rf"(?i)[A-Za-z0-9_. -]{{0,40}}?{_NAME}{_REST}")
 
 
 def is_secret_member(name: str, value: str) -> bool:
     """Whether a member of a JSON object is a secret, by its name: {"password": "..."}."""
-    found = _SECRET_NAME.search(name)
+    found = _SECRET_NAME.match(name)
     if found is None or _names_another(found) or is_placeholder(value):
         return False
     return _is_password(value) if found["password"] else _is_key(value)

@@ -162,6 +162,7 @@ def _texts(value: Json) -> Iterator[str]:
 
 def _secret_members(value: Json) -> Iterator[str]:
     if isinstance(value, Mapping):
+        yield from _pairs(value)
         for name, member in value.items():
             if isinstance(member, str) and is_secret_member(name, member):
                 yield member
@@ -170,6 +171,14 @@ def _secret_members(value: Json) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _secret_members(item)
+
+
+def _pairs(value: Mapping[str, Json]) -> Iterator[str]:
+    """The value of {"name": "DB_PASSWORD", "value": "..."}, as Kubernetes and others have it."""
+    members = {name.lower(): member for name, member in value.items() if isinstance(member, str)}
+    for name in ("name", "key"):
+        if name in members and "value" in members and is_secret_member(members[name], members["value"]):
+            yield members["value"]
 
 
 def _mapped(value: Json, redacted: Mapping[str, str]) -> Json:

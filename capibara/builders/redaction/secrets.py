@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from capibara.builders.redaction.named import NAMED
+from capibara.builders.redaction.named import NAMED, in_columns
 from capibara.builders.redaction.personal import PERSONAL
 from capibara.builders.redaction.rules import (
     FORMS,
@@ -147,7 +147,7 @@ def find(text: str, *, depth: int = 0) -> list[Found]:
         scan = _Scan(view)
         found += scan.by_rules()
         if not view.is_joined:
-            found += scan.unnamed()
+            found += [*scan.unnamed(), *scan.in_columns()]
         if depth < _DEEPEST:
             found += scan.in_base64(depth)
     return _merged(found) if found else found
@@ -214,6 +214,11 @@ class _Scan:
         for match in _QUOTED.finditer(self._text):
             if entropy(match[2]) >= _UNNAMED_ENTROPY and _is_generated(match[2]):
                 yield self._found(match.span(2), "high_entropy", Category.SECRET, match[2], len(rules()))
+
+    def in_columns(self) -> Iterator[Found]:
+        """What stands in a table below the name of a secret."""
+        for start, end, kind in in_columns(self._text):
+            yield self._found((start, end), kind, Category.SECRET, self._text[start:end], len(rules()))
 
     def in_base64(self, depth: int) -> Iterator[Found]:
         """Runs of base64 that encode a text in which something is found."""
