@@ -44,7 +44,7 @@ RULES = {
     "strategies": _BASE | {"training", "inference"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
     "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest", "builders.lineage"},
-    "jobs": _LOW | {"sharding", "planner"},
+    "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
 # Within a room: folders that a folder must not import.
 WITHIN = {

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import re
 
+from capibara.builders.redaction import secrets as detector
 from capibara.core.types import UserError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -15,6 +16,7 @@ _KUBERNETES = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?)/([-._A-Za-z0-9]+)")
 _NAMES = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASS|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIALS?)$", re.IGNORECASE
 )
+# Beginnings of tokens, also of some that are cut short: what is launched must not have even a part of one.
 _VALUES = re.compile(
     r"(?:^|[\s\"'=:])(hf_\w|sk-\w|ghp_\w|github_pat_|AIza\w|AKIA\w|xox[abp]-|-----BEGIN |eyJ[A-Za-z0-9_-]{10})"
 )
@@ -75,14 +77,15 @@ def parse(text: str) -> Secret:
 
 
 def has_secret(text: str) -> bool:
-    """Whether a text has a token of a well-known form."""
-    return _VALUES.search(text) is not None
+    """Whether a text has a secret, as the redaction of data sets finds them: by its form, or by a name beside it."""
+    return _VALUES.search(text) is not None or detector.has_secret(text)
 
 
 def check_public(variable: str, value: str) -> None:
     """Raises UserError if a plain value looks like a secret; the message does not repeat it."""
     is_path = value.startswith("/") and variable.upper().endswith("CREDENTIALS")
-    if has_secret(value) or (value and not is_path and _NAMES.search(variable)):
+    named = f"{variable}={value}"
+    if has_secret(value) or (not is_path and (has_secret(named) or value and _NAMES.search(variable))):
         raise UserError(
             f"--env={variable}=... looks like a secret, and everyone who sees the job could read it: use "
             f"--secret={variable}=projects/P/secrets/S, kubernetes:SECRET/KEY or env:VARIABLE"

@@ -139,6 +139,7 @@ class JobSpec:
         if self.capacity not in [*Capacity]:
             raise UserError(f"--capacity={self.capacity} must be one of {', '.join(Capacity)}")
         object.__setattr__(self, "capacity", Capacity(self.capacity))
+        self._check_secrets()  # before any message that repeats a text
         if not _NAME.fullmatch(self.name):
             raise UserError(
                 f"job name {self.name!r} must be 1 to 40 lower-case letters, digits and hyphens, a letter first and no "
@@ -153,7 +154,6 @@ class JobSpec:
             if not _is_line(value):
                 raise UserError(f"--env={variable}=... must be one line of text")
             check_public(variable, value)
-        self._check_secrets()
         texts = {"--image": self.image, "--priority": self.priority, "--reservation": self.reservation}
         for flag, text in {**texts, "--storage": self.bundle.url}.items():
             if text is not None and not (text and _is_line(text) and " " not in text and text[0] != "-"):
@@ -170,7 +170,15 @@ class JobSpec:
 
     def _check_secrets(self) -> None:
         """No value of a secret stands where it can be read, and each variable has one value."""
-        plain = (self.image, self.priority, self.reservation, *self.arguments, *self.labels, *self.labels.values())
+        plain = (
+            self.name,
+            self.image,
+            self.priority,
+            self.reservation,
+            *self.arguments,
+            *self.labels,
+            *self.labels.values(),
+        )
         if any(text is not None and has_secret(text) for text in plain) or has_secret(
             self.bundle.url.replace("/", " ")
         ):

@@ -80,13 +80,16 @@ class Found:
 
 
 @functools.cache
-def rules() -> tuple[Rule, ...]:
+def rules(*, plugins: bool = True) -> tuple[Rule, ...]:
     """All rules, the most specific first.
+
+    Args:
+      plugins: with those of detect-secrets.
 
     Raises:
       UserError: detect-secrets is not installed.
     """
-    return (*TOKENS, *FORMS, *_of_plugins(), *NAMED, *PERSONAL)
+    return (*TOKENS, *FORMS, *(_of_plugins() if plugins else ()), *NAMED, *PERSONAL)
 
 
 class _Group(NamedTuple):
@@ -97,10 +100,10 @@ class _Group(NamedTuple):
 
 
 @functools.cache
-def _groups() -> dict[re.Pattern[str] | None, _Group]:
+def _groups(plugins: bool) -> dict[re.Pattern[str] | None, _Group]:
     """The rules by their `within` or `anchor`."""
     grouped: dict[re.Pattern[str] | None, list[tuple[int, Rule]]] = {}
-    for rank, rule in enumerate(rules()):
+    for rank, rule in enumerate(rules(plugins=plugins)):
         grouped.setdefault(rule.within or rule.anchor, []).append((rank, rule))
     found = {}
     for coarse, ranked in grouped.items():
@@ -130,7 +133,12 @@ def _of_plugins() -> Iterator[Rule]:
             )
 
 
-def find(text: str, *, depth: int = 0) -> list[Found]:
+def has_secret(text: str) -> bool:
+    """Whether a text has a secret by own rules; without detect-secrets, for verbs that must not need it."""
+    return any(one.category is Category.SECRET for one in find(text, plugins=False))
+
+
+def find(text: str, *, depth: int = 0, plugins: bool = True) -> list[Found]:
     """All that the rules find in a text, without overlaps, in its order.
 
     Where two findings overlap, they become one over both, of the more specific kind.
@@ -138,13 +146,14 @@ def find(text: str, *, depth: int = 0) -> list[Found]:
     Args:
       text: the text.
       depth: how often it was decoded from base64.
+      plugins: with the rules of detect-secrets.
 
     Raises:
       UserError: detect-secrets is not installed.
     """
     found: list[Found] = []
     for view in views_of(text):
-        scan = _Scan(view)
+        scan = _Scan(view, plugins)
         found += scan.by_rules()
         if not view.is_joined:
             found += [*scan.unnamed(), *scan.in_columns()]
@@ -156,8 +165,8 @@ def find(text: str, *, depth: int = 0) -> list[Found]:
 class _Scan:
     """The search of one view; runs of text that many rules look at are found once."""
 
-    def __init__(self, view: View):
-        self._view = view
+    def __init__(self, view: View, plugins: bool):
+        self._view, self._plugins = view, plugins
         self._text = view.text
         self._spans: dict[re.Pattern[str], list[tuple[int, int]]] = {}
 
@@ -179,7 +188,7 @@ class _Scan:
 
     def by_rules(self) -> Iterator[Found]:
         """What the rules find."""
-        for coarse, group in _groups().items():
+        for coarse, group in _groups(self._plugins).items():
             if coarse is not None and not self._spans_of(coarse):
                 continue
             if self._view.is_joined and not any(rule.is_token for _, rule in group.rules):
@@ -225,7 +234,7 @@ class _Scan:
         for begin, end in self._spans_of(LONG_RUN):
             for match in _BASE64.finditer(self._text, begin, end):
                 decoded = decoded_base64(match[0])
-                if decoded is not None and (inner := find(decoded, depth=depth + 1)):
+                if decoded is not None and (inner := find(decoded, depth=depth + 1, plugins=self._plugins)):
                     first = min(inner, key=lambda one: one.rank)
                     yield self._found(match.span(), first.kind, first.category, match[0], first.rank)
 
