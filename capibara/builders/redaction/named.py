@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from capibara.builders.redaction.rules import IDENTIFIER_PATH, Check, Rule, is_placeholder, is_random
 
@@ -15,7 +15,7 @@ _PASSWORD = (
 _KEY_OF = ("api", "access", "auth", "private", "secret", "encryption", "signing", "master", "account", "session", "ssh")
 _KEY = r"keys?|secrets?|tokens?|(?<![a-z])auth(?![a-z])"
 _NAME = rf"(?P<name>(?P<password>{_PASSWORD})|(?P<key>{_KEY}))"
-_ANCHOR = re.compile(
+ANCHOR = re.compile(
     "[Pp](?:[Aa][Ss][Ss]|[Ww])|[Kk][Ee][Yy]|[Ss][Ee][Cc][Rr][Ee][Tt]|[Tt][Oo][Kk][Ee][Nn]|[Aa][Uu][Tt][Hh]|"
     "[Cc][Rr][Ee][Dd][Ee][Nn][Tt][Ii][Aa][Ll]|[Kk][Ee][Nn]{2}[Ww][Oo][Rr][Tt]|[Cc][Oo][Nn][Tt][Rr][Aa][Ss][Ee]|"
     "[Mm][Oo][Tt]_?[Dd][Ee]|[Ss][Ee][Nn][Hh][Aa]|[Ww][Aa][Cc][Hh][Tt][Ww]|[Пп]ароль|密码|パスワード"
@@ -165,7 +165,7 @@ NAMED = (
         rf"{_QUOTE}(?P<value>[^\"'`\n]{{4,400}}?)(?P=quote)",
         *_GATES,
         check=_is_literal,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # NAME=value, export NAME=value, name: value (YAML), name = value (INI)
     _rule(
@@ -173,7 +173,7 @@ NAMED = (
         rf"{_NAME}{_REST}(?P<equals>=|[ \t]?[:=][ \t]{{1,8}}|:)(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{4,400}})(?=[\s\"'`,;&|)\]}}]|$)",
         *_GATES,
         check=_is_bare,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # "password": 83625471 (JSON)
     _rule(
@@ -181,7 +181,7 @@ NAMED = (
         rf"{_NAME}{_REST}\\{{0,4}}[\"']\s?:\s?(?P<value>\d{{6,30}})(?=[\s,}}\]]|$)",
         *_GATES,
         check=_is_number,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # password: >-, and the value in the next line (YAML)
     _rule(
@@ -189,7 +189,7 @@ NAMED = (
         rf"{_NAME}{_REST}\s?:[ \t]{{1,4}}[|>][+-]?[ \t]{{0,4}}\n[ \t]{{1,40}}(?P<value>\S{{4,400}})$",
         *_GATES,
         check=_is_element,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # | name | value |, name: NAME and value: VALUE (Kubernetes, HTML, XML), <td>name</td><td>value, the next line, ENV NAME VALUE
     _rule(
@@ -202,7 +202,7 @@ NAMED = (
         rf"(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{6,400}})(?=[\s\"'`,;|)\]}}<*]|$)(?=(?P<alone>[^\n]{{0,12}}))",
         *_GATES,
         check=_is_laid_out,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # value: VALUE and name: NAME
     _rule(
@@ -218,7 +218,7 @@ NAMED = (
         rf"{_NAME}{_REST}>(?P<value>[^<>\s]{{4,400}})</",
         *_GATES,
         check=_is_element,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # <input type="password" value="value">
     _rule(
@@ -238,7 +238,7 @@ NAMED = (
         rf"{_NAME}{_REST}(?:=|\s{{1,4}})[\"']?(?P<value>[^\s\"'`,;(){{}}\[\]<>&|]{{4,400}})",
         *_GATES,
         check=_is_flag,
-        anchor=_ANCHOR,
+        anchor=ANCHOR,
     ),
     # Password=value; in a connection string
     _rule("password", r"[;\"'][ ]?(?:password|pwd)[ ]?=[ ]?(?P<value>[^;\"'\s]{3,200})(?=;|[\"']|\s|$)", "password", "pwd"),
@@ -268,27 +268,36 @@ NAMED = (
     ),
 )  # fmt: skip
 
-# The row of a table that names its columns, and what parts them.
-_HEAD = re.compile(
-    rf"(?im)^(?=[^\n]{{0,2000}}?(?:{_PASSWORD}|{_KEY}))(?P<head>[^\n|,;\t]{{0,80}}(?:[|,;\t][^\n|,;\t]{{0,80}}){{1,40}})\r?\n"
-)
+_HEAD = re.compile(r"[^\n|,;\t]{0,80}(?:[|,;\t][^\n|,;\t]{0,80}){1,40}")  # the row of a table that names its columns
 _CELL_MARKS = " \t\r\"'`*"
-_MOST_ROWS = 10_000
+_MOST_HEAD = 3500  # characters
 
 
-def in_columns(text: str) -> Iterator[tuple[int, int, str]]:
-    """Secrets below the name of their column, in Markdown and CSV: start and end in the text, and the kind."""
-    for head in _HEAD.finditer(text):
-        mark = next((mark for mark in "|\t;," if mark in head["head"]), ",")
-        names = head["head"].split(mark)
+def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """Secrets below the name of their column, in Markdown and CSV: start and end in the text, and the kind.
+
+    Args:
+      text: the text.
+      anchors: where a name may begin.
+    """
+    done = 0  # each row is looked at once, and a long line is no row: the time is linear
+    for anchor in anchors:
+        begin = text.rfind("\n", max(0, anchor - _MOST_HEAD), anchor) + 1
+        if begin < done or not begin and anchor > _MOST_HEAD or (head := _HEAD.match(text, begin)) is None:
+            continue
+        done = head.end()
+        if text[head.end() : head.end() + 1] != "\n":
+            continue
+        mark = next((mark for mark in "|\t;," if mark in head[0]), ",")
+        names = head[0].split(mark)
         if not all(_COLUMN.fullmatch(name.strip(_CELL_MARKS)) for name in names):
             continue
         named = {
             at: found for at, name in enumerate(names) if (found := _SECRET_NAME.fullmatch(name.strip(_CELL_MARKS)))
         }
         named = {at: found for at, found in named.items() if not _names_another(found)}
-        at = head.end() if named else len(text)
-        for _ in range(_MOST_ROWS):
+        at = head.end() + 1
+        while named:
             end = text.find("\n", at)
             row = text[at : end if end >= 0 else len(text)]
             if (cells := row.split(mark)) and len(cells) != len(names):
@@ -300,7 +309,7 @@ def in_columns(text: str) -> Iterator[tuple[int, int, str]]:
                     yield begin, begin + len(value), "password" if found["password"] else "named_secret"
             if end < 0:
                 break
-            at = end + 1
+            at = done = end + 1
 
 
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,60}|")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from capibara.builders.redaction.named import NAMED, in_columns
+from capibara.builders.redaction.named import ANCHOR, NAMED, in_columns
 from capibara.builders.redaction.personal import PERSONAL
 from capibara.builders.redaction.rules import (
     FORMS,
@@ -226,7 +226,7 @@ class _Scan:
 
     def in_columns(self) -> Iterator[Found]:
         """What stands in a table below the name of a secret."""
-        for start, end, kind in in_columns(self._text):
+        for start, end, kind in in_columns(self._text, [start for start, _ in self._spans_of(ANCHOR)]):
             yield self._found((start, end), kind, Category.SECRET, self._text[start:end], len(rules()))
 
     def in_base64(self, depth: int) -> Iterator[Found]:
