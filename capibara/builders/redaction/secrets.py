@@ -222,12 +222,16 @@ class _Scan:
         """Quoted texts that look generated, whatever they are called."""
         for match in _QUOTED.finditer(self._text):
             if entropy(match[2]) >= _UNNAMED_ENTROPY and _is_generated(match[2]):
-                yield self._found(match.span(2), "high_entropy", Category.SECRET, match[2], len(rules()))
+                yield self._found(
+                    match.span(2), "high_entropy", Category.SECRET, match[2], len(rules(plugins=self._plugins))
+                )
 
     def in_columns(self) -> Iterator[Found]:
         """What stands in a table below the name of a secret."""
         for start, end, kind in in_columns(self._text, [start for start, _ in self._spans_of(ANCHOR)]):
-            yield self._found((start, end), kind, Category.SECRET, self._text[start:end], len(rules()))
+            yield self._found(
+                (start, end), kind, Category.SECRET, self._text[start:end], len(rules(plugins=self._plugins))
+            )
 
     def in_base64(self, depth: int) -> Iterator[Found]:
         """Runs of base64 that encode a text in which something is found."""
