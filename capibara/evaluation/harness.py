@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from capibara import config
@@ -25,12 +25,26 @@ from capibara.inference.sampling.sampling import Sampling
 extras.require("lm_eval", extra="harness", why="--harness")
 from lm_eval import evaluator, utils  # noqa: E402
 from lm_eval.api.model import TemplateLM  # noqa: E402
+from lm_eval.models.utils import normalize_gen_kwargs  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 _AHEAD = 4  # queued requests per slot
 _NEW_TOKENS = 256  # the default of a task
 _SEED = 1234  # the harness's default
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in the harness's order
+_DRAWN = ("top_k", "top_p", "min_p")  # without effect on a greedy text
+# Options of transformers' `generate`, to which lm-eval's HFLM passes what it does not know, at values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "output_scores", "output_logits"), (False,)),
+    "guidance_scale": (1,),
+}
+_WITHOUT_EFFECT = ("use_cache", "length_penalty", "early_stopping")  # the last two are for beams, of which there is one
 
 
 @configurable
@@ -147,7 +161,7 @@ class CapibaraLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates texts, greedily unless a task sets do_sample; a repeated request gets another seed."""
+        """Generates texts by `sampling_of`; a repeated request gets another seed."""
         arguments = [request.args for request in requests]
         came: collections.Counter = collections.Counter()
         samplings = []
@@ -156,6 +170,7 @@ class CapibaraLM(TemplateLM):
             with _named(request):
                 samplings.append(self._sampling(kwargs, seed=came[same]))
             came[same] += 1
+        self._tell_default([request for request in requests if _limit_in(request.args[1]) is None])
         texts: list[str] = []
         cut: list[Any] = []
         made = self._subject.in_turns(list(zip(requests, samplings)), self._generated, self._subject.slots)
@@ -188,25 +203,99 @@ class CapibaraLM(TemplateLM):
         return engine.submit(ids[-room:] or [self.prefix_token_id], sampling, ends=ends), len(ids) <= room
 
     def _sampling(self, kwargs: dict[str, Any], seed: int = 0) -> Sampling:
-        known = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name)}
-        until = kwargs.get("until") or ()
-        draws = kwargs.get("do_sample", False)
-        named = next((name for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in kwargs), None)
-        tokens = _NEW_TOKENS if named is None else kwargs[named]
-        if self._reads is None and named is None:
-            tokens = max(min(tokens, self.max_length // 2), 1)
-        elif self._reads is None and tokens >= self.max_length:
+        sampling = sampling_of(kwargs, self._default_tokens, seed)
+        if self._reads is None and sampling.max_new_tokens >= self.max_length:
+            name = _limit_in(kwargs)
             raise UserError(
-                f"its {named} is {tokens}, but prompt and answer must fit Dataset.length ({self.max_length}): raise that, "
-                f"or lower the task's {named}"
+                f"its {name} is {sampling.max_new_tokens}, but prompt and answer must fit Dataset.length "
+                f"({self.max_length}): raise that, or lower the task's {name}"
             )
+        return sampling
+
+    def _tell_default(self, requests: Sequence[Any]) -> None:
+        if requests and self._default_tokens < _NEW_TOKENS:
+            logging.getLogger(__name__).warning(
+                "%d texts end after %d tokens, half of a row, because their tasks name no limit and the harness's %d do not "
+                "fit beside a prompt; the first is %s: raise Dataset.length, or set the task's max_gen_toks",
+                *(len(requests), self._default_tokens, _NEW_TOKENS, _where(requests[0])),
+            )
+
+    @property
+    def _default_tokens(self) -> int:
+        """The most tokens of a text whose task names no limit: the harness's, or half a row."""
+        return _NEW_TOKENS if self._reads is not None else max(min(_NEW_TOKENS, self.max_length // 2), 1)
+
+
+def sampling_of(kwargs: Mapping[str, Any], default_tokens: int, seed: int = 0) -> Sampling:
+    """A task's `generation_kwargs`, as the harness's own normaliser reads them (lm_eval.models.utils, 0.4.13).
+
+    A temperature above 0 draws texts, with or without `do_sample`. Without `top_k` all tokens may be drawn, as with vLLM.
+
+    Args:
+      kwargs: of the task.
+      default_tokens: the most tokens, if the task names no limit.
+      seed: of the text.
+
+    Raises:
+      UserError: an option that changes the text and that we do not have, or a value out of range.
+    """
+    try:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), default_tokens))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"its generation_kwargs {dict(kwargs)} have a limit or a temperature that is no number ({error}): correct it"
+        ) from None
+    until, draws = options.pop("until"), options.pop("do_sample")
+    tokens, temperature = options.pop("max_gen_toks"), float(options.pop("temperature", 0))
+    if not all(part is None or isinstance(part, str) for part in until):
+        raise UserError(f"its until is {until}, must be strings: correct it")
+    if not isinstance(draws, bool):
+        raise UserError(f"its do_sample is {draws!r}, must be true or false: correct it")
+    if draws and temperature <= 0:
+        raise UserError("its do_sample is true, but its temperature is 0 or missing: set it, or do_sample: false")
+    if tokens < 1:
+        raise UserError(f"its {_limit_in(kwargs)} is {tokens}, must be at least 1: raise it")
+    fields = _fields({name: value for name, value in options.items() if value is not None})
+    if not draws:
+        fields = {name: value for name, value in fields.items() if name not in _DRAWN}
+    try:
         return Sampling(
             max_new_tokens=tokens,
-            temperature=float(kwargs.get("temperature", 1.0)) if draws else 0.0,
+            temperature=temperature if draws else 0.0,
             seed=seed,
-            stop=tuple(part for part in ([until] if isinstance(until, str) else until) if part),
-            **(known if draws else {}),
+            stop=tuple(part for part in until if part),
+            **fields,
         )
+    except UserError as error:
+        raise UserError(f"its {str(error).replace('Sampling.', '')}") from None
+
+
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The other fields of Sampling in normalised options, without those that change nothing."""
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise UserError(
+                    f"its {name} is {value!r}, which capibara does not have: remove it, or set it to {_NEUTRAL[name][0]}"
+                )
+        elif name not in (*_DRAWN, "repetition_penalty"):
+            raise UserError(f"its {name} ({value!r}) is no option of generation that capibara has: remove it")
+        elif not number or name == "top_k" and value != int(value):
+            raise UserError(f"its {name} is {value!r}, must be a number: correct it")
+        elif name == "top_k":
+            fields |= {name: int(value)} if value not in (0, -1) else {}  # transformers' and vLLM's "all"
+        else:
+            fields[name] = float(value)
+    return fields
+
+
+def _limit_in(kwargs: Mapping[str, Any]) -> str | None:
+    """The name of the limit that counts."""
+    return next((name for name in _LIMITS if kwargs.get(name) is not None), None)
 
 
 def evaluate(
