@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from capibara.config import configurable
-from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, check_share, weighted_sum
+from capibara.consensus.merging.method import Array, BaseUse, Floored, Weighted, check_share, weighted_sum
 
 
 @configurable
@@ -39,7 +39,7 @@ class Linear(Weighted):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelStock(Method):
+class ModelStock(Floored):
     """Between the base and the mean of its fine-tunes, closer to the mean the more they agree (Jang et al. 2024).
 
     With k models whose offsets from the base have the mean cosine c: t = k c / (1 + (k - 1) c) of the mean.
@@ -57,14 +57,22 @@ class ModelStock(Method):
         assert base is not None, "check sees to it"
         rows = base.shape[-1] if self.by_row and base.ndim else base.size
         offsets = [(tensor - base).reshape(-1, rows) for tensor in tensors]
-        norms = [np.linalg.norm(offset, axis=-1) for offset in offsets]
-        cosines = [
-            np.clip(np.einsum("rc,rc->r", a, b) / np.maximum(norm_a * norm_b, 1e-6), -1, 1)
-            for (a, norm_a), (b, norm_b) in itertools.combinations(zip(offsets, norms, strict=True), 2)
-        ]
-        cosine, count = np.mean(cosines, axis=0, dtype=np.float64), len(tensors)
+        norms = [np.sqrt(_dots(offset, offset)) for offset in offsets]
+
+        def cosine_of(first: int, second: int) -> Array:
+            below = np.maximum(norms[first] * norms[second], self.floor(1e-6))
+            dots = _dots(offsets[first], offsets[second])
+            return np.clip(np.divide(dots, below, out=np.zeros_like(dots), where=below > 0), -1, 1)
+
+        cosines = [cosine_of(first, second) for first, second in itertools.combinations(range(len(offsets)), 2)]
+        cosine, count = np.mean(cosines, axis=0), len(tensors)
         below = 1 + (count - 1) * cosine
         # Opposite offsets: no finite t, the base remains.
         t = np.divide(count * cosine, below, out=np.zeros_like(cosine), where=np.abs(below) >= 1e-6)
         mean_offset = sum(offsets[1:], start=offsets[0]) / np.float32(count)
         return base + (t.astype(np.float32)[:, None] * mean_offset).reshape(base.shape)
+
+
+def _dots(a: Array, b: Array) -> Array:
+    """Inner products [R] of rows [R, C], in float64: squares of small offsets are not in float32."""
+    return np.einsum("rc,rc->r", a, b, dtype=np.float64)

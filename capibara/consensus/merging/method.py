@@ -89,6 +89,28 @@ class Method(abc.ABC):
                 )
 
 
+class Floors(enum.StrEnum):
+    """Absolute bounds of a method, below which a norm, a sum or a weight is not what it is."""
+
+    NONE = "none"  # the published formula, for models and offsets of any size
+    MERGEKIT = "mergekit"  # those of mergekit 0.1.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Floored(Method):
+    """A method that mergekit computes with absolute bounds.
+
+    Attributes:
+      floors: none, as published; or mergekit: what is smaller than its bounds gives other results than a multiple of it.
+    """
+
+    floors: Floors = Floors.NONE
+
+    def floor(self, bound: float) -> float:
+        """The bound with mergekit's floors, otherwise 0."""
+        return bound if self.floors is Floors.MERGEKIT else 0.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(Method):
     """A method in which models have weights.
@@ -109,9 +131,12 @@ class Weighted(Method):
         return list(self.weights) or [1.0] * models
 
 
+_CANCELLED = 1e-8  # of the sum of their magnitudes: weights whose sum is smaller cancel out, but for rounding
+
+
 def check_share(weights: Sequence[float]) -> None:
     """Raises UserError if weights cannot be scaled to sum to 1."""
-    if weights and abs(sum(weights)) < 1e-8:
+    if weights and abs(sum(weights)) <= _CANCELLED * sum(map(abs, weights)):
         shown = ", ".join(f"{weight:g}" for weight in weights)
         raise UserError(f"weights are {shown}, their sum must not be 0: try 1 for each, or normalize = False")
 
@@ -126,13 +151,19 @@ def draw_of(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-_PIECE = 1 << 16  # elements of a product in float32; their sum is in float64
+_PIECE = 1 << 16  # elements that are float64 at a time: squares of small and of large float32 are not in float32
 
 
 def dot(a: Array, b: Array) -> float:
     """Sum of products of two arrays."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    return sum(float(np.dot(flat_a[i : i + _PIECE], flat_b[i : i + _PIECE])) for i in range(0, flat_a.size, _PIECE))
+
+    def piece(start: int) -> float:
+        part_a = flat_a[start : start + _PIECE].astype(np.float64)
+        part_b = part_a if b is a else flat_b[start : start + _PIECE].astype(np.float64)
+        return float(np.dot(part_a, part_b))
+
+    return sum(map(piece, range(0, flat_a.size, _PIECE)))
 
 
 def norm(a: Array) -> float:

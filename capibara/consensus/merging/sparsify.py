@@ -8,8 +8,6 @@ import numpy as np
 
 from capibara.consensus.merging.method import Array
 
-_SMALL = 1e-7  # a smaller sum of magnitudes is not scaled
-
 
 class Rescale(enum.StrEnum):
     """How kept values make up for the dropped ones."""
@@ -56,12 +54,14 @@ def _between(offset: Array, first: int, end: int) -> Array:
     return offset * mask.reshape(offset.shape)
 
 
-def keep_random(offset: Array, probability: Array | float, draw: np.random.Generator, rescale: Rescale) -> Array:
-    """Each value with its own probability; zeros elsewhere. Draws one uniform number for each value."""
+def keep_random(
+    offset: Array, probability: Array | float, draw: np.random.Generator, rescale: Rescale, least: float = 0.0
+) -> Array:
+    """Each value with its own probability; zeros elsewhere. Draws one uniform number for each value; `least` as in `rescaled`."""
     mask = draw.random(offset.shape, dtype=np.float32) < probability
     if rescale is Rescale.PROBABILITY:
         return np.divide(offset, probability, out=np.zeros_like(offset), where=mask, casting="same_kind")
-    return rescaled(offset, offset * mask, rescale)
+    return rescaled(offset, offset * mask, rescale, least)
 
 
 def probabilities(offset: Array, density: float, spread: float) -> Array:
@@ -77,9 +77,12 @@ def probabilities(offset: Array, density: float, spread: float) -> Array:
     return (density - spread + share * 2 * spread).astype(np.float32).reshape(offset.shape)
 
 
-def rescaled(offset: Array, kept: Array, rescale: Rescale) -> Array:
-    """Kept values with the sum of magnitudes of the whole offset, for Rescale.NORM; unchanged otherwise."""
+def rescaled(offset: Array, kept: Array, rescale: Rescale, least: float = 0.0) -> Array:
+    """Kept values with the sum of magnitudes of the whole offset, for Rescale.NORM; unchanged otherwise.
+
+    A sum of magnitudes that is 0 or less than `least` is not scaled.
+    """
     if rescale is not Rescale.NORM:
         return kept
     before, after = (float(np.abs(x).sum(dtype=np.float64)) for x in (offset, kept))
-    return kept if min(before, after) < _SMALL else np.float32(before / after) * kept
+    return kept if after == 0 or min(before, after) < least else np.float32(before / after) * kept

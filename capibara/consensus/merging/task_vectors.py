@@ -11,14 +11,18 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.consensus.merging import sparsify
-from capibara.consensus.merging.method import Array, BaseUse, Method, Weighted, weighted_sum
+from capibara.consensus.merging.method import Array, BaseUse, Floored, Floors, Weighted, check_share, dot, weighted_sum
 from capibara.consensus.merging.sparsify import Rescale
 from capibara.core.types import UserError
 
+_CANCELLED = 1e-6  # share of the weights, below which their sum in float32 is rounding
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TaskVectors(Weighted):
+class _TaskVectors(Weighted, Floored):
     """The base and a weighted sum of offsets from it.
+
+    mergekit's floors: sums of weights below 1e-8 are not divided by.
 
     Attributes:
       scale: factor of the sum (lambda).
@@ -36,6 +40,8 @@ class _TaskVectors(Weighted):
         super().__post_init__()
         if not math.isfinite(self.scale):
             raise UserError(f"scale is {self.scale}, must be finite: try 1.0")
+        if self.normalize and not self.votes and self.floors is Floors.NONE:
+            check_share(self.weights)
 
     def kept(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
         """What is left of a model's offset."""
@@ -51,7 +57,10 @@ class _TaskVectors(Weighted):
         else:
             total, share = weighted_sum(kept, weights), np.asarray(sum(weights))
         if self.normalize:
-            total = total / np.where(np.abs(share) < 1e-8, 1, share).astype(np.float32)
+            # Of weights that are not negative no sum is rounding, however small: one model may be alone with its sign.
+            rounding = _CANCELLED * sum(map(abs, weights)) if min(weights) < 0 else 0.0
+            cancelled = np.abs(share) < max(self.floor(1e-8), rounding)
+            total = total / np.where(cancelled | (share == 0), 1, share).astype(np.float32)
         return base + np.float32(self.scale) * total
 
 
@@ -120,6 +129,8 @@ class Ties(_Sparse):
 class _Random(_Sparse):
     """Like _Sparse, by random masks.
 
+    mergekit's floors: a sum of magnitudes below 1e-7 is not rescaled.
+
     Attributes:
       rescale: how kept values make up for dropped ones: norm, as in mergekit; probability, as published; or none.
     """
@@ -134,7 +145,8 @@ class _Random(_Sparse):
         density = self.density_of(model)
         if density == 1:
             return offset
-        return sparsify.keep_random(offset, self.probability(offset, density), draw, self.rescale)
+        probability = self.probability(offset, density)
+        return sparsify.keep_random(offset, probability, draw, self.rescale, self.floor(1e-7))
 
 
 @configurable
@@ -235,13 +247,14 @@ class DellaLinear(_Della):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sce(Method):
+class Sce(Floored):
     """Select, calculate, erase: values in which models differ most, weighted by energy, after a vote (Wan et al. 2024).
+
+    mergekit's floors: below 1e-6, a sum of mean squares of a tensor's offsets gives all models the same weight, and a sum of
+    weights counts as 1e-6.
 
     Attributes:
       density: the share of the values with the highest variance between models to keep, of those that differ.
-      least_energy: below this sum of mean squares of a tensor's offsets all models weigh the same, as in mergekit; 0 is as
-        published.
     """
 
     name: ClassVar[str] = "sce"
@@ -249,26 +262,23 @@ class Sce(Method):
     fewest: ClassVar[int] = 1
 
     density: float = 1.0
-    least_energy: float = 1e-6
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if not self.least_energy >= 0:
-            raise UserError(f"least_energy is {self.least_energy}, must be at least 0: try 1e-6")
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         assert base is not None, "check sees to it"
         offsets = [tensor - base for tensor in tensors]
         if self.density < 1:
-            variance = np.var(np.stack(offsets), axis=0)
+            variance = _variance(offsets)
             selected = int(np.count_nonzero(variance) * self.density)
             mask = np.zeros(variance.size, bool)
             if selected:
                 mask[np.argpartition(variance.reshape(-1), -selected)[-selected:]] = True
             offsets = [offset * mask.reshape(offset.shape) for offset in offsets]
-        energies = [float(np.mean(np.square(offset), dtype=np.float64)) if offset.size else 0.0 for offset in offsets]
+        energies = [dot(offset, offset) / max(offset.size, 1) for offset in offsets]
         total = sum(energies)
-        same = total == 0 or total < self.least_energy
+        same = total == 0 or total < self.floor(1e-6)
         weights = [1 / len(offsets) if same else energy / total for energy in energies]
         positive = weighted_sum(offsets, [1.0] * len(offsets)) >= 0
         merged, share = np.zeros_like(base), np.zeros_like(base)
@@ -276,4 +286,14 @@ class Sce(Method):
             agrees = np.where(positive, offset > 0, offset < 0)
             merged += np.float32(weight) * offset * agrees
             share += np.float32(weight) * agrees
-        return base + merged / np.maximum(share, np.float32(1e-6))
+        share = np.maximum(share, np.float32(self.floor(1e-6)))
+        return base + np.divide(merged, share, out=np.zeros_like(merged), where=share > 0)
+
+
+def _variance(offsets: Sequence[Array]) -> Array:
+    """The variance of each value between models, up to a common factor; 0 where all are equal, whatever is rounded."""
+    stacked = np.stack(offsets)
+    largest = np.abs(stacked).max(initial=0)
+    if largest > 0:
+        stacked = stacked / largest  # squares of small offsets are not in float32
+    return np.where(stacked.max(axis=0) > stacked.min(axis=0), np.var(stacked, axis=0), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 SHAPES = {"matrix": (5, 4), "vector": (6,)}
+SCALES = (1.0, 1e-9)  # of all tensors; at the smaller one mergekit's bounds count
 THREE = {"weights": (1.0, 0.5, 2.0)}
 ITS_THREE = {"weight": [1.0, 0.5, 2.0]}
 SPARSE, ITS_SPARSE = {**THREE, "density": (0.5, 0.7, 0.3)}, {**ITS_THREE, "density": [0.5, 0.7, 0.3]}
@@ -48,12 +49,13 @@ CASES = {
 }  # fmt: skip
 
 
-def tensors(shape: str) -> list[np.ndarray]:
-    """A base and three models near it, some of whose values are the base's."""
+def tensors(shape: str, scale: float = 1.0) -> list[np.ndarray]:
+    """A base and three models near it, some of whose values are the base's, times `scale`."""
     draw = np.random.default_rng(len(shape))
     base = draw.standard_normal(SHAPES[shape], np.float32)
     offsets = [np.float32(0.3) * draw.standard_normal(SHAPES[shape], np.float32) for _ in range(3)]
-    return [base, *(base + offset * (draw.random(SHAPES[shape]) < 0.9) for offset in offsets)]
+    whole = [base, *(base + offset * (draw.random(SHAPES[shape]) < 0.9) for offset in offsets)]
+    return [np.float32(scale) * tensor for tensor in whole]
 
 
 def uniform(shape: str) -> np.random.Generator:

@@ -10,9 +10,9 @@ import torch
 from mergekit.merge_methods import merge_tensors
 
 
-def merged(case: str, shape: str) -> list[float]:
+def merged(case: str, shape: str, scale: float) -> list[float]:
     method, _, settings, count, has_base = cases.CASES[case]
-    base, *models = map(torch.from_numpy, cases.tensors(shape))
+    base, *models = map(torch.from_numpy, cases.tensors(shape, scale))
     # mergekit's slerp calls the first model the base.
     given = [base, *models[:count]] if has_base else models[:count]
     index = 0 if has_base or method == "slerp" else None
@@ -28,8 +28,12 @@ def merged(case: str, shape: str) -> list[float]:
         name: dict(zip(ids[-count:], value)) if isinstance(value, list) else value for name, value in settings.items()
     }
     result = merge_tensors(given, method, parameters=per_model, ids=ids, base_index=index)
-    return [round(float(value), 7) for value in result.flatten()]
+    return [float(f"{float(value):.8g}") for value in result.flatten()]
 
 
 if __name__ == "__main__":
-    print(json.dumps({case: {shape: merged(case, shape) for shape in cases.SHAPES} for case in cases.CASES}))
+    answers = {
+        str(scale): {case: {shape: merged(case, shape, scale) for shape in cases.SHAPES} for case in cases.CASES}
+        for scale in cases.SCALES
+    }
+    print(json.dumps(answers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 
 from capibara import config
 from capibara.consensus.merging import METHODS
+from capibara.consensus.merging.method import Floors
 from capibara.consensus.merging.sparsify import Rescale
 from capibara.core.types import UserError
 
@@ -24,15 +26,24 @@ PYTHON = os.environ.get("MERGEKIT_PYTHON")
 TOLERANCE = 1e-5
 
 
+def of_mergekit(method, **settings):
+    """The method with mergekit's bounds, if it has any."""
+    fields = METHODS[method].__dataclass_fields__
+    return METHODS[method](**settings, **({"floors": Floors.MERGEKIT} if "floors" in fields else {}))
+
+
 def check(answers):
     for case, (method, settings, _, count, has_base) in cases.CASES.items():
-        made = METHODS[method](**settings)
-        made.check(count, has_base=has_base)
-        for shape in cases.SHAPES:
-            base, *models = cases.tensors(shape)
-            got = made.merge(models[:count], base if has_base else None, cases.uniform(shape))
-            assert got.dtype == np.float32 and got.shape == cases.SHAPES[shape], case
-            np.testing.assert_allclose(got.reshape(-1), answers[case][shape], rtol=0, atol=TOLERANCE, err_msg=case)
+        published, mergekits = METHODS[method](**settings), of_mergekit(method, **settings)
+        published.check(count, has_base=has_base)
+        for shape, scale in itertools.product(cases.SHAPES, cases.SCALES):
+            base, *models = cases.tensors(shape, scale)
+            want = answers[str(scale)][case][shape]
+            for made in (published, mergekits) if scale == 1 else (mergekits,):
+                got = made.merge(models[:count], base if has_base else None, cases.uniform(shape))
+                assert got.dtype == np.float32 and got.shape == cases.SHAPES[shape], case
+                message = f"{case}, {shape}, {scale}"
+                np.testing.assert_allclose(got.reshape(-1), want, rtol=0, atol=TOLERANCE * scale, err_msg=message)
 
 
 def test_every_method_gives_what_mergekit_gave():
@@ -75,17 +86,114 @@ def test_larger_values_of_a_row_are_kept_more_often_by_della():
     np.testing.assert_allclose(kept, np.linspace(0.1, 0.9, 10), atol=0.08)
 
 
-def test_equal_models_stay_as_they_are():
-    base, (one, _) = models()
-    for name, cls in METHODS.items():
-        count = cls.most or 2
-        if cls.base == "required" and name not in ("model_stock", "sce"):
-            made = cls(normalize=True, **({"density": (1.0,)} if "density" in cls.__dataclass_fields__ else {}))
-        else:
-            made = cls()
-        merges_base = cls.base != "unused" and name != "moe"  # whose base takes the place of the mean
-        got = made.merge([one] * count, base if merges_base else None, np.random.default_rng(0))
-        np.testing.assert_allclose(got, one, atol=1e-6, err_msg=name)
+@pytest.mark.parametrize("size", [1e6, 1.0, 1e-4, 1e-8, 1e-12])
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_models_stay_as_they_are(name, size):
+    """At any norm of what was learned: the base is 0, so that the sums themselves round nothing away."""
+    cls = METHODS[name]
+    one = models()[1][0]
+    one = one * np.float32(size / np.linalg.norm(one))
+    if cls.base == "required" and name not in ("model_stock", "sce"):
+        made = cls(normalize=True, **({"density": (1.0,)} if "density" in cls.__dataclass_fields__ else {}))
+    else:
+        made = cls()
+    merges_base = cls.base != "unused" and name != "moe"  # whose base takes the place of the mean
+    for count in {cls.most} if cls.most else {2, 3, 5}:
+        got = made.merge([one] * count, np.zeros_like(one) if merges_base else None, np.random.default_rng(0))
+        np.testing.assert_allclose(got, one, rtol=2e-6, atol=0, err_msg=f"{name}, {count}")
+
+
+SETTINGS = [
+    (METHODS[name], settings)
+    for name, several in {
+        **dict.fromkeys(METHODS, [{}]),
+        "slerp": [{"t": 0.3}],
+        "nuslerp": [{"weights": (1.0, 3.0)}, {"along": "rows"}, {"along": "columns"}],
+        "multislerp": [{"weights": (1.0, 0.5, 2.0)}, {"normalize": False}],
+        "karcher": [{"weights": (1.0, 0.5, 2.0)}],
+        "ties": [{"density": (0.5, 0.7, 0.3)}, {"weights": (1.0, -0.5, 2.0)}],
+        "dare_linear": [{"rescale": "norm"}, {"rescale": "probability"}, {"normalize": True}],
+        "della": [{"rescale": "norm"}, {"rescale": "probability"}],
+        "sce": [{}, {"density": 0.6}],
+        "model_stock": [{}, {"by_row": True}],
+    }.items()
+    for settings in several
+]
+FACTORS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-4, 1e-3, 1e3, 1e6)
+
+
+BINARY = [2.0**power for power in (-40, -30, -23, -20, -13, -10, 10, 20)]  # round nothing, so that equal values stay equal
+
+
+@pytest.mark.parametrize(("cls", "settings"), SETTINGS, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_multiple_of_models_gives_that_multiple(cls, settings):
+    made, draw, count = cls(**settings), np.random.default_rng(5), cls.most or 3
+    for number, shape in enumerate([(5, 4), (7,), (6, 3), (1, 8)] * 4):
+        base = draw.standard_normal(shape, np.float32)
+        # Exact in float32, with any base, and some of them 0 or equal.
+        offsets = np.round(draw.standard_normal((count, *shape)) * 64) / 256 * (draw.random((count, *shape)) < 0.8)
+        offsets *= np.array([2.0**-power for power in range(count)]).reshape(-1, *[1] * len(shape))
+        base = np.round(base * 256) / 256
+        given = [(base + offset).astype(np.float32) for offset in offsets]
+        has_base = cls.base == "required" or cls.base == "optional" and number % 2
+        want = made.merge(given, base if has_base else None, np.random.default_rng(number))
+        assert np.isfinite(want).all()
+        for factor in BINARY:
+            scaled = [np.float32(factor) * x for x in given]
+            got = made.merge(scaled, np.float32(factor) * base if has_base else None, np.random.default_rng(number))
+            close = 3e-6 * np.abs(want).max()
+            np.testing.assert_allclose(got / np.float32(factor), want, rtol=0, atol=close, err_msg=f"{shape} {factor}")
+
+
+@pytest.mark.parametrize(("cls", "settings"), SETTINGS, ids=lambda value: getattr(value, "name", str(value)))
+def test_small_offsets_are_merged_as_large_ones_are(cls, settings):
+    """Of a base of 0; and where nothing was learned the base remains."""
+    if cls.base == "unused" or cls.name == "moe":
+        pytest.skip("has no offsets")
+    made, (base, given), count = cls(**settings), models(3, 60), cls.most or 3
+    offsets, zero = [x - base for x in given[:count]], np.zeros_like(base)
+    want = made.merge(offsets, zero, np.random.default_rng(1))
+    for factor in FACTORS:
+        got = made.merge([np.float32(factor) * x for x in offsets], zero, np.random.default_rng(1))
+        close = 3e-6 * np.abs(want).max()
+        np.testing.assert_allclose(got / np.float32(factor), want, rtol=0, atol=close, err_msg=str(factor))
+        scaled = np.float32(factor) * base
+        np.testing.assert_array_equal(made.merge([scaled] * count, scaled, np.random.default_rng(1)), scaled)
+
+
+def shoemake(t, a, b):
+    """In float64: sin((1 - t) w) / sin w of one, and sin(t w) / sin w of the other."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    unit_a, unit_b = a / np.linalg.norm(a), b / np.linalg.norm(b)
+    angle = 2 * np.arctan2(np.linalg.norm(unit_a - unit_b), np.linalg.norm(unit_a + unit_b))
+    return (np.sin((1 - t) * angle) * a + np.sin(t * angle) * b) / np.sin(angle)
+
+
+@pytest.mark.parametrize("angle", [1e-5, 1e-3, 0.02, 0.03, 0.5, 1.5, 3.1, 3.12, 3.141])
+def test_slerp_is_shoemakes_at_any_angle(angle):
+    one, other = np.zeros(8, np.float32), np.zeros(8, np.float32)
+    one[0], other[:2] = 3.0, (2 * np.cos(angle), 2 * np.sin(angle))
+    for t in (0.1, 0.5, 0.8):
+        for name, settings in (("slerp", {"t": t}), ("nuslerp", {"weights": (1 - t, t)})):
+            got = METHODS[name](**settings).merge([one, other], None, np.random.default_rng(0))
+            want = shoemake(t, one, other)
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * max(1, np.abs(want).max() / np.sin(angle)))
+    straight = METHODS["slerp"](t=0.5, floors="mergekit").merge([one, other], None, np.random.default_rng(0))
+    is_straight = np.array_equal(straight, 0.5 * one + 0.5 * other)
+    assert is_straight == (abs(np.cos(angle)) > 0.9995)
+
+
+def test_one_model_alone_with_its_sign_counts_whole_however_small_its_weight():
+    base, down, up = np.zeros(3, np.float32), np.array([0, -1, 1], np.float32), np.array([3, 0, 0], np.float32)
+    for weight in (1e-3, 1e-9):
+        got = METHODS["ties"](weights=(1.0, weight), density=(1.0,)).merge([down, up], base, np.random.default_rng(0))
+        np.testing.assert_allclose(got, [3, -1, 1], rtol=1e-6)
+    # sce weighs by energy, and divides by the weights of those that agree.
+    small = np.float32(1e-4) * up
+    got = METHODS["sce"]().merge([down, small], base, np.random.default_rng(0))
+    np.testing.assert_allclose(got, [3e-4, -1, 1], rtol=1e-6)
+    its = METHODS["sce"](floors="mergekit").merge([down, small], base, np.random.default_rng(0))
+    np.testing.assert_allclose(its, [3e-4 * 9e-8 / 2 / 1e-6, -1, 1], rtol=1e-3)
 
 
 def test_tensors_of_zeros_and_of_one_value_are_merged():
@@ -108,6 +216,8 @@ MISTAKES = {
     "density is 1.5, must be greater than 0 and at most 1": ("sce", {"density": 1.5}),
     "density is nan, must be": ("dare_ties", {"density": (float("nan"),)}),
     "spread is 0.5, must be at least 0 and keep": ("della", {"spread": 0.5}),
+    "weights are 1, -1, their sum must not be 0": ("nuslerp", {"weights": (1.0, -1.0)}),
+    "weights are 2e-09, -2e-09, their sum": ("task_arithmetic", {"weights": (2e-9, -2e-9), "normalize": True}),
     "t is 1.5, must be from 0": ("slerp", {"t": 1.5}),
     "outliers is 1.0, must be": ("breadcrumbs", {"outliers": 1.0}),
     "scale is inf, must be finite": ("task_arithmetic", {"scale": float("inf")}),
