@@ -15,6 +15,8 @@ from capibara.consensus.aggregation.points import Points
 from capibara.consensus.aggregation.rules import DistanceRule, check_positive
 from capibara.core.types import UserError
 
+_LEAST = float(jnp.finfo(jnp.float32).tiny)  # distances between equal points
+
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,8 @@ class GeometricMedian(DistanceRule):
 
     Attributes:
       iterations: steps; each costs n x n operations, whatever the size of the model.
-      smoothing: a distance below this one counts as this one.
+      smoothing: a distance below this share of the median distance from the coordinate median counts as that share; the
+        paper has an absolute bound.
     """
 
     iterations: int = 64
@@ -37,11 +40,16 @@ class GeometricMedian(DistanceRule):
         check_positive("GeometricMedian", "smoothing", self.smoothing)
 
     def weights(self, points: Points) -> jax.Array:
-        def weigh(squared_P: jax.Array) -> jax.Array:
-            inverse_R = jnp.where(points.is_alive_R, 1 / jnp.maximum(jnp.sqrt(squared_P[:-1]), self.smoothing), 0.0)
-            return points.without_reference(inverse_R / jnp.maximum(jnp.sum(inverse_R), 1e-30))
+        from_start_P = jnp.diag(points.gram_PP)  # the centre of the Gram matrix is the coordinate median
+        ordered_R = jnp.sort(jnp.where(points.is_alive_R, from_start_P[:-1], jnp.inf))
+        # Not the mean or the largest, which one outlier decides. 0: most candidates are equal, and are the result.
+        least = jnp.maximum(self.smoothing * jnp.sqrt(ordered_R[jnp.maximum(points.count - 1, 0) // 2]), _LEAST)
 
-        start_P = weigh(jnp.diag(points.gram_PP))  # the centre of the Gram matrix is the coordinate median
+        def weigh(squared_P: jax.Array) -> jax.Array:
+            inverse_R = jnp.where(points.is_alive_R, least / jnp.maximum(jnp.sqrt(squared_P[:-1]), least), 0.0)
+            return points.without_reference(inverse_R / jnp.where(points.count > 0, jnp.sum(inverse_R), 1.0))
+
+        start_P = weigh(from_start_P)
         return jax.lax.fori_loop(1, self.iterations, lambda _, w: weigh(points.squared_from(w)), start_P)
 
 

@@ -132,5 +132,5 @@ class Arc(PreAggregation):
 def _towards_reference(points: Points, radius: jax.Array) -> jax.Array:
     """Rows [R, P] that bring the candidates within a radius of the reference."""
     distance_R = points.from_reference_R
-    share_R = jnp.where(distance_R > radius, radius / jnp.maximum(distance_R, 1e-30), 1.0)
+    share_R = jnp.where(distance_R > radius, radius / jnp.where(distance_R > 0, distance_R, 1.0), 1.0)
     return jnp.concatenate([jnp.diag(share_R), (1 - share_R)[:, None]], axis=1)

@@ -42,11 +42,11 @@ class Caf(DistanceRule):
         def lower(_: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             left_R, best_R, least = state
             total = jnp.sum(left_R)
-            shares_R = left_R / jnp.maximum(total, 1e-30)
+            shares_R = left_R / jnp.where(total > 0, total, 1.0)
             variance, along_R = leading(gram_RR, shares_R)
             is_on, is_better = total > least_left, variance < least
             most = jnp.max(along_R)
-            lowered_R = left_R * jnp.where(along_R < most, 1 - along_R / jnp.maximum(most, 1e-30), 0.0)
+            lowered_R = left_R * jnp.where(along_R < most, 1 - along_R / jnp.where(most > 0, most, 1.0), 0.0)
             return (
                 jnp.where(is_on & (most > 0), lowered_R, left_R),
                 jnp.where(is_on & is_better, shares_R, best_R),
@@ -138,9 +138,11 @@ def leading(gram_RR: jax.Array, shares_R: jax.Array) -> tuple[jax.Array, jax.Arr
     centred_RR = gram_RR - to_mean_R[:, None] - to_mean_R[None, :] + shares_R @ to_mean_R
     root_R = jnp.sqrt(shares_R)
     kernel_RR = root_R[:, None] * centred_RR * root_R[None, :]
-    scale = jnp.maximum(jnp.max(jnp.abs(kernel_RR)), 1e-30)  # squares of the largest outliers would not be finite
+    largest = jnp.max(jnp.abs(kernel_RR))
+    scale = jnp.where(largest > 0, largest, 1.0)  # squares of the largest outliers would not be finite
     values_R, vectors_RR = jnp.linalg.eigh(kernel_RR / scale)
     along_R = matmul(centred_RR / scale, root_R * vectors_RR[:, -1])
     along_R = jnp.where(shares_R > 0, along_R, 0.0)
-    along_R = along_R / jnp.maximum(jnp.max(jnp.abs(along_R)), 1e-30)
+    furthest = jnp.max(jnp.abs(along_R))
+    along_R = along_R / jnp.where(furthest > 0, furthest, 1.0)
     return scale * jnp.maximum(values_R[-1], 0.0), jnp.square(along_R)

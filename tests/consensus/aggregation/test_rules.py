@@ -165,6 +165,34 @@ def test_a_rule_is_its_definition(rule, x):
         np.testing.assert_allclose(np.asarray(report.weights) @ x, want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "centred clipping"])  # whose radius is absolute
+def test_a_multiple_of_nodes_gives_that_multiple(rule, x):
+    want, _ = aggregate(rule, x)
+    for factor in (1e-12, 1e-9, 1e-6, 1e-4, 1e6):
+        got, report = aggregate(rule, x * factor)
+        np.testing.assert_allclose(got / np.float32(factor), want, rtol=0, atol=4e-6, err_msg=str(factor))
+        same = np.broadcast_to(x[0] * factor, x.shape)
+        np.testing.assert_allclose(aggregate(rule, same)[0], np.float32(same[0]), rtol=1e-6)
+        assert report.masked == ()
+
+
+def test_a_multiple_of_nodes_and_radius_gives_that_multiple(x):
+    want, _ = aggregate("centred clipping", x)
+    for factor in (1e-12, 1e-6, 1e6):
+        rule = Aggregation(rule=CenteredClipping(radius=4.0 * factor), faults=2)
+        nodes = {"kernel": np.float32(x * factor)}
+        got, _ = rule(nodes, {"kernel": np.zeros(SIZE, np.float32)}, jax.random.key(0))
+        np.testing.assert_allclose(got["kernel"] / np.float32(factor), want, rtol=0, atol=4e-6, err_msg=str(factor))
+
+
+def test_the_geometric_median_of_mostly_equal_nodes_is_theirs(x):
+    """Also beside nodes that are far off: its smoothing is not theirs."""
+    for factor in (1e-12, 1.0, 1e6):
+        nodes = np.broadcast_to(x[0] * factor, x.shape).copy()
+        nodes[-4:] = x[1:5] * factor * 1e6
+        np.testing.assert_allclose(aggregate("geometric median", nodes)[0], nodes[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_node_that_is_not_finite_is_a_fault_that_is_spent(rule, x):
     """The rule goes on with the others, fewer of which can be faulty."""

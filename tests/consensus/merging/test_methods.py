@@ -122,7 +122,9 @@ SETTINGS = [
 FACTORS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-4, 1e-3, 1e3, 1e6)
 
 
-BINARY = [2.0**power for power in (-40, -30, -23, -20, -13, -10, 10, 20)]  # round nothing, so that equal values stay equal
+BINARY = [
+    2.0**power for power in (-40, -30, -23, -20, -13, -10, 10, 20)
+]  # round nothing, so that equal values stay equal
 
 
 @pytest.mark.parametrize(("cls", "settings"), SETTINGS, ids=lambda value: getattr(value, "name", str(value)))

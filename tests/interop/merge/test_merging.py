@@ -194,5 +194,6 @@ def test_folders_are_merged_as_by_mergekit(models, tmp_path, method):
     subprocess.run([PYTHON, str(script), f"{tmp_path}/config.yaml", f"{tmp_path}/theirs"], check=True)
     ours = [models / "a", models / "b", f"--method={method}", f"--to={tmp_path}/ours"]
     ours += [f"--base={models}/base"] if has_base else []
+    ours += [f"--gin.{cls.__name__}.floors='mergekit'"] if "floors" in cls.__dataclass_fields__ else []
     assert run(*ours, *(["--density=0.5"] if settings else [])) == 0
     assert_close(weights(tmp_path / "ours"), weights(tmp_path / "theirs"), 1e-5)
