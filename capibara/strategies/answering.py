@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,6 +24,8 @@ from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.objectives.batches import RunParts
+from capibara.strategies import rewards as judge
+from capibara.strategies.rewards import Reward
 
 _ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
 
@@ -69,7 +72,7 @@ class Answering(Protocol):
     @property
     def mesh(self) -> ServingMesh: ...
     @property
-    def rewards(self) -> tuple[Callable[..., float], ...]: ...
+    def rewards(self) -> tuple[Reward, ...]: ...
     @property
     def reward_weights(self) -> tuple[float, ...] | None: ...
 
@@ -80,6 +83,9 @@ class PromptDocuments(Protocol):
 
     def __getitem__(self, i: int) -> str:
         """The prompt."""
+
+    def __len__(self) -> int:
+        """The number of prompts."""
 
     def record(self, i: int) -> Mapping[str, Any]:
         """The record of document `i`."""
@@ -120,7 +126,7 @@ class Answerer:
         dataset = run.dataset
         self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
         splits = ("train", "validation") if run.evaluates else ("train",)
-        self._documents = {split: _prompts(dataset, split) for split in splits}
+        self._documents = {split: prompt_documents(dataset, split) for split in splits}
         self._engine: Engine | None = None
         self._own: OwnChips | None = None
 
@@ -164,6 +170,8 @@ class Answerer:
           Interrupted: the run must stop.
           UserError: a reward on any process is not a number.
         """
+        for prompt in prompts:
+            check_record(self._grpo.rewards, self._documents[split], prompt.number)
         mine = hosts.share(prompts)
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else mine:
@@ -225,7 +233,29 @@ class Answerer:
         return Answer(prompt.ids, tokens, drawn, total, tuple(parts), completion.finish is Finish.LENGTH)
 
 
-def _prompts(dataset: Dataset, split: str) -> PromptDocuments:
+def check_records(rewards: Sequence[Reward], dataset: Dataset, split: str, limit_s: float) -> None:
+    """Raises UserError if a ready reward cannot judge answers to a prompt; looks at as many as the time limit allows.
+
+    `Answerer` checks the others before it answers them.
+    """
+    documents, begin_s = prompt_documents(dataset, split), time.monotonic()
+    for number in range(len(documents)):
+        if time.monotonic() - begin_s > limit_s:
+            return
+        check_record(rewards, documents, number)
+
+
+def check_record(rewards: Sequence[Reward], documents: PromptDocuments, number: int) -> None:
+    """Raises UserError that names the file and line if a ready reward cannot judge answers to a prompt."""
+    for reward in rewards:
+        try:
+            judge.check_record(reward, documents.record(number))
+        except UserError as error:
+            raise UserError(f"{documents.where(number)}: {error}") from None
+
+
+def prompt_documents(dataset: Dataset, split: str) -> PromptDocuments:
+    """The prompts of a split, with their records."""
     found = dataset.documents(split)
     if not isinstance(found, PromptDocuments):
         raise UserError(

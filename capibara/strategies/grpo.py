@@ -32,10 +32,12 @@ from capibara.objectives.base import DrawnFrom, Metrics, Objective, Totals, log_
 from capibara.objectives.batches import RunParts
 from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.sharding import RematPolicy
+from capibara.strategies.answering import check_records
 from capibara.strategies.policy_loss import Variant, advantages, policy_loss
 from capibara.strategies.rewards import Reward, check_reward
 from capibara.strategies.rollouts import Rollouts
 
+_CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
 ENTRIES = ("advantages", "drawn", "old", "reference")  # additional entries of a batch of answers, float32 [B, T]
 
 
@@ -188,6 +190,7 @@ class Grpo(Loss):
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
         del shard_index, shard_count  # every process reads all prompts
+        check_records(self.rewards, dataset, split, _CHECK_S)
         prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
         return make_loader(prompts, split=split, batch_size=max(1, batch_size // self.group), epochs=epochs)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.strategies.numbers import last_number
 
 
 class Reward(Protocol):
@@ -58,19 +59,30 @@ def numeric_answer(
     field: str = "answer",
     pattern: str | None = None,
     tolerance: float = 1e-6,
+    absolute: float = 0.0,
 ) -> float:
     """1 if the last number of the answer equals the last number of the record's answer, otherwise 0.
 
+    `strategies.numbers` has the ways to write a number. An answer that has two readings, such as 1,5, is wrong; a record's is
+    refused.
+
     Args:
       prompt, answer, record, field, pattern: as in `exact_answer`.
-      tolerance: the largest relative difference.
+      tolerance: the largest difference as a share of the larger number, as `rel_tol` of math.isclose.
+      absolute: the largest difference that is always allowed, as its `abs_tol`; with 0, only 0 equals 0.
     """
     del prompt
+    for name, value in (("tolerance", tolerance), ("absolute", absolute)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"numeric_answer.{name} is {value}, must be finite and at least 0: try 1e-6")
     text = answer if pattern is None else found(pattern, answer) or ""
-    number, expected = _last_number(text), _last_number(str(_of(record, field)))
+    number, expected = last_number(text), last_number(str(_of(record, field)))
     if expected is None:
-        raise UserError(f"numeric_answer.field ({field!r}) of a record is {record[field]!r}: it must hold a number")
-    return float(number is not None and math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance))
+        raise UserError(
+            f"numeric_answer.field ({field!r}) of a record is {str(record[field])[:100]!r}: it must hold a number that has one "
+            "reading, such as 1234.5 or 3/4"
+        )
+    return float(number is not None and math.isclose(number, expected, rel_tol=tolerance, abs_tol=absolute))
 
 
 @configurable
@@ -104,6 +116,12 @@ def check_reward(reward: object) -> None:
         reward("", "", {})
 
 
+def check_record(reward: Reward, record: Mapping[str, Any]) -> None:
+    """Raises UserError if a ready reward cannot judge answers to the prompt of a record."""
+    if inspect.unwrap(reward) in map(inspect.unwrap, (exact_answer, numeric_answer)):
+        reward("", "", record)
+
+
 def found(pattern: str, text: str) -> str | None:
     """The last match of a pattern in a text, or its first group if it has one."""
     matches = list(_compiled(pattern).finditer(text))
@@ -127,8 +145,3 @@ def _of(record: Mapping[str, Any], field: str) -> Any:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-def _last_number(text: str) -> float | None:
-    numbers = re.findall(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
-    return float(numbers[-1].replace(",", "")) if numbers else None

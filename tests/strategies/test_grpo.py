@@ -333,6 +333,25 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
 # Mistakes.
 
 
+@pytest.mark.parametrize(
+    ("reward", "answer", "said"),
+    [
+        (rewards.numeric_answer, {"answer": "1,5"}, r"'1,5': it must hold a number that has one reading"),
+        (rewards.numeric_answer, {"answer": "none"}, r"'none': it must hold a number"),
+        (rewards.exact_answer, {"result": "5"}, r"a record has no field 'answer'"),
+    ],
+)
+def test_a_record_that_a_ready_reward_cannot_use_is_named_before_anything_is_compiled(
+    make_trainer, train, tmp_path, monkeypatch, reward, answer, said
+):
+    lines = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
+    lines[20:] = [{"prompt": line["prompt"]} | answer for line in lines[20:]]  # some of which are not for validation
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(UserError, match=rf"prompts.jsonl:(2[1-9]|3\d): .*{said}"):
+        train(make_trainer({"rewards": (has_digit, reward)}))
+
+
 def test_rewards_must_be_finite_numbers(make_trainer, train):
     for value in (float("nan"), None, "1"):
 
