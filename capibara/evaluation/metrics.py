@@ -26,11 +26,18 @@ import numpy as np
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
+from capibara.evaluation import rouge_words
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 _RESAMPLES = 200
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DASHES = str.maketrans("\u2212\ufe63\uff0d", "---")
+_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+# Punctuation, but for what makes another number: a sign, a decimal point, and what joins digits.
+_PUNCTUATION = re.compile(
+    r"(?P<kept>(?<![\w)\]}])-(?=[$]?\.?\d)|(?<![\w.])\.(?=\d)|(?<=\d)[-.,:/^*](?=\.?\d)|(?<=\de)-(?=\d))"
+    rf"|[{re.escape(string.punctuation)}]"
+)
 
 
 class Estimate(NamedTuple):
@@ -132,8 +139,13 @@ def _of_choices(metric: Metric) -> Metric:
 
 
 def normalised(text: str) -> str:
-    """Normalises a text as SQuAD does: lower case, no punctuation or articles, single spaces (arXiv:1606.05250)."""
-    text = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION))
+    """Normalises a text as SQuAD does: lower case, no punctuation or articles, single spaces (arXiv:1606.05250).
+
+    Unlike there, numbers stay what they are: -5 is not 5, 1.5 and 1,5 and 1/5 are not 15, and 1,234 is 1234.
+    """
+    text = re.sub(r"(?<=\d)\u2013(?=\d)", "-", text.lower().translate(_DASHES))
+    text = _GROUPS.sub(lambda match: match[0].replace(",", ""), text)
+    text = _ARTICLES.sub(" ", _PUNCTUATION.sub(lambda match: match["kept"] or "", text))
     return " ".join(text.split())
 
 
@@ -173,14 +185,22 @@ def rouge(
     predictions: Sequence[Any],
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeL"),
     stem: bool = False,
+    words: str = "unicode",
 ) -> dict[str, Any]:
     """F-measures of ROUGE from 0 to 1 (package rouge-score); with several right texts, the maximum.
 
-    `kinds`: rougeN for any N, rougeL, rougeLsum (for texts with one sentence per line). `stem`: use Porter's stemmer.
+    `kinds`: rougeN for any N, rougeL, rougeLsum (for texts with one sentence per line). `stem`: use Porter's stemmer for
+    words in ASCII. `words`: "unicode", words of any script (`rouge_words`); "ascii", those of rouge-score, which drops every
+    letter that is not a to z: all of a text in Russian or Chinese, the accents' letters of one in French.
     """
     scorer = extras.require("rouge_score.rouge_scorer", extra="evaluation", why="ROUGE")
+    if words not in ("unicode", "ascii"):
+        raise UserError(f"rouge.words is {words!r}, must be 'unicode' or 'ascii' (rouge-score's own)")
+    tokenizer = rouge_words.Words(stem) if words == "unicode" else None
+    if tokenizer is None:
+        rouge_words.tell_dropped([text for target in targets for text in _several(target)])
     try:
-        one = scorer.RougeScorer(list(kinds), use_stemmer=stem)
+        one = scorer.RougeScorer(list(kinds), use_stemmer=stem, tokenizer=tokenizer)
         one.score("", "")
     except (ValueError, TypeError) as error:
         raise UserError(f"rouge.kinds is {kinds!r} ({error}): try ('rouge1', 'rougeL')") from None
