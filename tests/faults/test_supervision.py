@@ -167,7 +167,7 @@ def test_no_orphan_where_the_launcher_is_killed(tmp_path, how):
     supervisor.send_signal(signal.SIGSTOP)  # so that it does not see what comes next
     os.kill(dead, signal.SIGKILL)
     supervisor.kill()
-    supervisor.wait(10)
+    supervisor.wait(300)
     wait_for(lambda: not runs(other), within_s=30)
 
 
@@ -188,7 +188,7 @@ def test_one_that_saves_when_its_launcher_is_killed_has_the_time_for_it(tmp_path
     supervisor = launcher(tmp_path, code)
     wait_for((tmp_path / "ready").exists)
     supervisor.kill()
-    supervisor.wait(10)
+    supervisor.wait(300)
     wait_for((tmp_path / "saved").exists)
 
 
@@ -213,7 +213,7 @@ def sleeper():
     process = subprocess.Popen(["sleep", "60"], process_group=0)
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(300)
 
 
 @pytest.mark.fault(56)
@@ -247,7 +247,7 @@ def test_a_guard_leaves_a_process_alone_that_has_the_number_of_a_worker(sleeper)
     guard._Ending([(sleeper.pid, start - 1)], grace_s=0.0).run()
     assert runs(sleeper.pid)
     guard._Ending([(sleeper.pid, start)], grace_s=0.0).run()
-    assert sleeper.wait(10) == -signal.SIGKILL
+    assert sleeper.wait(300) == -signal.SIGKILL
 
 
 @pytest.mark.fault(56)
@@ -264,7 +264,7 @@ def test_ctrl_z_stops_the_workers_too_and_they_go_on_with_the_launcher(tmp_path)
     supervisor.send_signal(signal.SIGCONT)
     wait_for(lambda: "T" not in [state(pid) for pid in workers])
     supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(20) == 143
+    assert supervisor.wait(300) == 143
     assert not any(map(runs, workers))
 
 
@@ -277,7 +277,7 @@ def test_a_second_ctrl_c_does_not_wait_for_what_is_stuck(tmp_path):
     for _ in range(2):
         supervisor.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    assert supervisor.wait(20) == 130 and not runs(worker)
+    assert supervisor.wait(300) == 130 and not runs(worker)
 
 
 @pytest.mark.heavy
@@ -362,9 +362,11 @@ def test_a_worker_tells_its_launcher_that_it_lives_and_when_it_is_done(monkeypat
             os.read(read, 1000)
         os.set_blocking(read, True)
         dog.beat(1)
-        time.sleep(0.3)
-    said = os.read(read, 1000)
-    assert said.startswith(b"..") and said.endswith(b".-")
+        said = b""
+        while not said.startswith(b".."):
+            said += os.read(read, 1000)
+    said += os.read(read, 1000)
+    assert said.strip(b".") == b"-" and said.endswith(b".-")
     monkeypatch.setenv("CAPIBARA_BEAT", f"{write}:1")  # inherited from another's worker
     with Watchdog(Watch(at_least_s=0.1)) as dog:
         assert dog._launcher is None
@@ -415,7 +417,7 @@ def holding(tmp_path):
 
     yield hold
     os.kill(started[0], signal.SIGKILL)
-    started[1].wait(10)
+    started[1].wait(300)
 
 
 @pytest.mark.fault(55)

@@ -111,13 +111,13 @@ def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "FOLDER": str(tmp_path)}
     supervisor = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    for _ in range(200):
+    for _ in range(6000):
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
             break
         time.sleep(0.05)
     supervisor.send_signal(how)
-    assert supervisor.wait(30) == (143 if how == signal.SIGTERM else -signal.SIGKILL)
-    for _ in range(200):
+    assert supervisor.wait(300) == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    for _ in range(6000):
         if (tmp_path / "saved").exists():
             break
         time.sleep(0.05)

@@ -17,6 +17,7 @@ from capibara.jobs.maintenance import Maintenance
 
 class Metadata(http.server.BaseHTTPRequestHandler):
     values: dict = {}
+    answers: dict = {}  # by path, how many there were
 
     def do_GET(self):
         name = self.path.removeprefix("/computeMetadata/v1/instance/")
@@ -24,6 +25,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if found is not None else 404)
         self.end_headers()
         self.wfile.write((found or "").encode())
+        self.answers[name] = self.answers.get(name, 0) + 1
 
     def log_message(self, *_):
         pass
@@ -52,22 +54,28 @@ def terms():
 
 
 def until(condition):
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.01)
 
 
+def until_read(count=3):
+    """Waits until whoever watches has read what is announced now: its next reading may have begun before."""
+    before = Metadata.answers.get("maintenance-event", 0)
+    until(lambda: Metadata.answers.get("maintenance-event", 0) >= before + count)
+
+
 def test_each_announcement_is_one_signal(values):
     with terms() as came, Maintenance(every_s=0.01, say=lambda line: None) as watched:
-        time.sleep(0.1)
+        until_read()
         assert not came and not watched.was_announced()
         values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
         until(lambda: came)
-        time.sleep(0.1)
+        until_read()
         assert len(came) == 1 and watched.was_announced() and not watched.was_announced()
         values["maintenance-event"] = "NONE"
-        time.sleep(0.1)
+        until_read()
         values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
         until(lambda: len(came) == 2)
         assert watched.was_announced()
@@ -76,7 +84,7 @@ def test_each_announcement_is_one_signal(values):
 def test_a_metadata_server_that_does_not_answer_announces_nothing(values):
     with terms() as came, Maintenance(every_s=0.01, say=lambda line: None):
         del values["maintenance-event"]
-        time.sleep(0.1)
+        until_read()
         assert not came
     assert not Maintenance.is_preempted()
     values["preempted"] = "TRUE"
@@ -102,7 +110,7 @@ def test_a_run_starts_again_after_each_announcement_until_its_host_is_taken(valu
         with terms() as came:
             values.update(events.pop(0))
             if values["maintenance-event"] == "NONE":
-                time.sleep(0.1)
+                until_read()
             else:
                 until(lambda: came)
         return 128 + signal.SIGTERM

@@ -16,7 +16,7 @@ def plain(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=300.0):
     end_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end_s, "it has not come in time"

@@ -64,7 +64,7 @@ class Pass:
         self.manager.__exit__(*error)
 
     def until(self, condition, name="run"):
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 300
         while True:
             self.manager.look()
             if condition(self.records.find(name)):
@@ -409,8 +409,9 @@ def test_a_host_that_is_silent_is_replaced_and_the_new_one_is_not(records, tmp_p
         began_s = time.monotonic()
         while time.monotonic() - began_s < 0.4:  # its first report may come later
             passes.manager.look()
+            number = records.find("run").attempt.number
+            assert number == 1 or time.monotonic() - began_s >= 0.4  # a look that took long may see it end
             time.sleep(0.01)
-        assert records.find("run").attempt.number == 1
         passes.until(lambda record: record.attempt.number == 2)
     assert any("1 hosts have not reported" in line for line in passes.lines)
 

@@ -100,7 +100,7 @@ def test_one_process_manages_a_job(records):
     with records.lock("run") as has_it, records.lock("another") as has_another:
         assert not has_it and has_another
     other.send_signal(signal.SIGKILL)
-    other.wait(10)
+    other.wait(300)
     with records.lock("run") as has_it:
         assert has_it
 
@@ -123,7 +123,7 @@ def test_what_a_killed_process_has_written_is_there(records):
         last = int(writer.stdout.readline())
     writer.send_signal(signal.SIGKILL)
     last = int(([str(last), *writer.stdout.read().split()])[-1])
-    writer.wait(10)
+    writer.wait(300)
     found = Records(records.path).find("run")
     assert last <= found.pauses <= last + 1
 

@@ -74,7 +74,7 @@ def run(folder, sweep, say=lambda line: None, **options):
 
 
 def wait_for(condition):
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.01)

@@ -370,7 +370,7 @@ def test_a_sweep_that_is_killed_in_the_middle_ends_as_if_it_had_not_been(tmp_pat
             time.sleep(0.005)
         if started is not None:
             process.send_signal(signal.SIGKILL)
-        codes.append(process.wait(30))
+        codes.append(process.wait(300))
     assert codes == [-9, -9, 0]
     study = Study.load(str(folder))
     assert results.table(study.sweep, study.trials) == results.table(undisturbed.sweep, undisturbed.trials)

@@ -15,6 +15,7 @@ import base64
 import collections
 import contextlib
 import copy
+import dataclasses
 import datetime
 import functools
 import http.server
@@ -28,6 +29,7 @@ import threading
 import time
 import urllib.parse
 import uuid
+from collections.abc import Callable
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 from kubernetes_schemas import KINDS, Refused, check_new  # noqa: E402
@@ -85,8 +87,26 @@ def fields_of(item):
     return {"metadata.name": item["metadata"]["name"], "status.phase": item.get("status", {}).get("phase")}
 
 
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What a controller will do.
+
+    Attributes:
+      due_s: at the earliest.
+      read: the kind of objects by which the state before it was read first; None: it was not read yet.
+    """
+
+    due_s: float
+    action: Callable[[dict], None]
+    item: dict
+    read: str | None = None
+
+
 class Controllers:
     """The objects of a cluster, and what its controllers would make of them; not safe for threads.
+
+    A job has a new state at the earliest after the times below, and not before its state was read: by a whole round of whoever
+    watches, that is when what was read first (JobSets, Jobs or their pods) is read again. So no watcher is too slow to see a state.
 
     Args:
       rng: of all that is random.
@@ -94,7 +114,7 @@ class Controllers:
         None: when a test says so.
       fail: the probability that it fails.
       done_after_s: it succeeds so long after it has its chips if it does not fail; None: when a test says so.
-      gone_after_s: what is deleted is gone after so long: the least and the most.
+      gone_after_s: what is deleted is gone after so long, read or not: the least and the most.
     """
 
     def __init__(self, rng, active_after_s=None, fail=0.0, done_after_s=None, gone_after_s=(0.1, 0.5)):
@@ -259,17 +279,20 @@ class Controllers:
             self._plan(self._done_s, self.complete, item)
 
     def _plan(self, after_s, action, item):
-        self._plans.append((time.monotonic() + after_s, action, item))
+        self._plans.append(Plan(time.monotonic() + after_s, action, item))
 
-    def tick(self):
-        """Does what is due by now."""
+    def tick(self, read=None):
+        """Does what is due by now; `read`: the kind of the objects that are about to be read."""
         now = time.monotonic()
-        due = [plan for plan in self._plans if plan[0] <= now]
-        self._plans = [plan for plan in self._plans if plan[0] > now]
-        for _, action, item in due:
-            is_there = any(one is item for one in self.objects.values())
-            if is_there and (action == self.remove or "deletionTimestamp" not in item["metadata"]):
-                action(item)
+        due = [plan for plan in self._plans if plan.due_s <= now and (plan.action == self.remove or read == plan.read)]
+        due = [plan for plan in due if plan.action == self.remove or read is not None]
+        self._plans = [plan for plan in self._plans if plan not in due]
+        for plan in due:
+            is_there = any(one is plan.item for one in self.objects.values())
+            if is_there and (plan.action == self.remove or "deletionTimestamp" not in plan.item["metadata"]):
+                plan.action(plan.item)
+        for plan in self._plans:
+            plan.read = plan.read or read
 
 
 class FakeKubernetes:
@@ -418,13 +441,19 @@ class FakeKubernetes:
         """Serves a call: (code, headers, body)."""
         try:
             with self._lock:
-                self._cluster.tick()
+                self._cluster.tick(self._read_by(method, path))
                 found = self._serve(method, path, query, body)
                 if isinstance(found, tuple):
                     return found
                 return 201 if method == "POST" else 200, {}, json.dumps(found).encode()
         except Refused as error:
             return error.code, error.headers, json.dumps(error.body).encode()
+
+    @staticmethod
+    def _read_by(method, path):
+        """The kind of the objects whose state a call reads; None: it reads none."""
+        at = PATH.fullmatch(path)
+        return at["plural"] if method == "GET" and at and at["plural"] in ("jobsets", "jobs", "pods") else None
 
     def _serve(self, method, path, query, body):
         at = PATH.fullmatch(path)

@@ -12,7 +12,7 @@ from capibara.jobs.spec import Attempt, Bundle
 RULES = Rules(settle_s=0.1, vanish_s=0.1, first_s=0.01, longest_s=0.02)
 
 
-def until(found, longest_s=30.0):
+def until(found, longest_s=300.0):
     """What a function returns as soon as it is true."""
     until_s = time.monotonic() + longest_s
     while not (value := found()):

@@ -49,7 +49,7 @@ def only(cluster):
     return found
 
 
-def until(is_true, within_s=10.0):
+def until(is_true, within_s=300.0):
     end = time.monotonic() + within_s
     while not is_true():
         assert time.monotonic() < end
