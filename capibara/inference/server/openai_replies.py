@@ -10,9 +10,11 @@ from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.stream import Completion, Piece
+from capibara.inference.server import tool_calls
 from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service import RequestedText, Served
 
+_CALLED = {"stop": "tool_calls"}  # a text that was cut off stays that
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 
 Json = dict[str, Any]
@@ -146,6 +148,11 @@ class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _asked: ChatRequest
 
+    def __init__(self, request: ChatRequest, served: Served, asks: Sequence[RequestedText]):
+        super().__init__(request, served, asks)
+        self._tools = tool_calls.names_of(request.tools or []) if request.tool_choice != "none" else set()
+        self._held = [tool_calls.Held() for _ in asks]
+
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
         chunks = [self._chunk(index, "", [], None) for index in range(len(self._asks))]
@@ -158,8 +165,28 @@ class ChatReply(Reply):
         return bool(self._asked.logprobs)
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        rest, calls = tool_calls.split(text, self._tools) if self._tools else (text, [])
+        if calls:
+            message |= {"content": rest or None, "tool_calls": calls}
+            finish = _CALLED.get(finish, finish)
         return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
+
+    def piece(self, index: int, piece: Piece) -> Json | None:
+        if not self._tools:
+            return super().piece(index, piece)
+        named = self._names_tokens and piece.token is not None
+        text = self._held[index].add(self._text_of(piece))
+        return self._chunk(index, text, [piece], None) if text or named else None
+
+    def end(self, index: int, completion: Completion) -> Json:
+        rest, calls = self._held[index].rest(self._tools)
+        finish = str(completion.finish)
+        chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if calls else finish)
+        delta = chunk["choices"][0]["delta"]
+        delta |= {"content": rest} if rest else {}
+        delta |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]} if calls else {}
+        return chunk
 
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
         return {"delta": {} if finish else {"content": text}, "logprobs": self._logprobs(pieces)}
