@@ -52,7 +52,7 @@ class TfRecords(ShardFormat):
                 raise _corrupted(shard, at, "the length of a record has another checksum")
             if at + _FRAME + length > shard.size:
                 raise UserError(f"{shard.url} is cut short: the record at byte {at:,} has {length:,}: copy it again")
-            content = window.bytes(at + _HEAD, length + _FOOT)
+            content = window.read(at + _HEAD, length + _FOOT)
             record, check = content[:length], content[length:]
             if int.from_bytes(check, "little") != masked(google_crc32c.value(record)):
                 raise _corrupted(shard, at, "a record has another checksum")
@@ -77,7 +77,7 @@ class _Window:
         self._shard, self._start = shard, start
         self._content = read(shard, start, min(stop, shard.size))
 
-    def bytes(self, at: int, count: int) -> bytes:
+    def read(self, at: int, count: int) -> bytes:
         have = self._start + len(self._content)
         if at + count > have:
             stop = min(max(at + count, have + SLACK_BYTES), self._shard.size)
@@ -88,7 +88,7 @@ class _Window:
         """The length of the content of the record at position `at`; None: no record begins there."""
         if at + _FRAME > self._shard.size:
             return None
-        head = self.bytes(at, _HEAD)
+        head = self.read(at, _HEAD)
         length, check = struct.unpack("<QI", head)
         return length if check == masked(google_crc32c.value(head[:8])) and length <= _MOST_BYTES else None
 
@@ -96,7 +96,7 @@ class _Window:
         """The position of the first record that begins in [start, stop), by what follows it; None: there is none."""
         for at in range(start, stop, _LOOK_BYTES):
             count = min(at + _LOOK_BYTES, stop) - at
-            content = np.frombuffer(self.bytes(at, min(count + _HEAD - 1, self._shard.size - at)), np.uint8)
+            content = np.frombuffer(self.read(at, min(count + _HEAD - 1, self._shard.size - at)), np.uint8)
             offsets = len(content) - _HEAD + 1
             if offsets < 1:
                 return None
@@ -143,7 +143,7 @@ class _Window:
     def _before(self, begin: int, stop: int) -> bytes:
         """Bytes that may begin before the window."""
         if begin >= self._start:
-            return self.bytes(begin, stop - begin)
+            return self.read(begin, stop - begin)
         return read(self._shard, begin, stop)
 
 

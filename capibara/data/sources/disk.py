@@ -212,7 +212,7 @@ def null_lines(path: str, starts: np.ndarray, stops: np.ndarray, fields: Sequenc
     names = {json.dumps(field, ensure_ascii=is_ascii) for field in fields for is_ascii in (True, False)}
     pattern = b"(?:" + b"|".join(re.escape(name.encode()) for name in sorted(names)) + rb")\s*:\s*null"
     content = np.memmap(path, np.uint8, "r")
-    places = [match.start() for match in re.finditer(pattern, content)]
+    places = [match.start() for match in re.finditer(pattern, content.data)]
     found = []
     for i in np.unique(np.searchsorted(starts, places, side="right") - 1).tolist():
         try:
