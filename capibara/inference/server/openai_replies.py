@@ -151,7 +151,7 @@ class ChatReply(Reply):
     def __init__(self, request: ChatRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(request, served, asks)
         self._tools = tool_calls.names_of(request.tools or []) if request.tool_choice != "none" else set()
-        self._held = [tool_calls.Held() for _ in asks]
+        self._held = [tool_calls.CallStream() for _ in asks]
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}

@@ -42,7 +42,7 @@ def _call(text: str, names: Collection[str]) -> dict[str, Any] | None:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-class Held:
+class CallStream:
     """Holds back the rest of a streamed text from where a call begins, or may begin."""
 
     def __init__(self) -> None:

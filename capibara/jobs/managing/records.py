@@ -160,7 +160,7 @@ class Records:
     """
 
     def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
-        self._say, self._told = say, set[str]()
+        self._say, self._told, faults = say, set[str](), dict[str, str]()
         with _named(path):
             path = path.resolve()  # else a link would have a lock of its own
             self.path, self._lock = path, threading.RLock()
@@ -171,29 +171,19 @@ class Records:
                 raise UserError(f"{path} is no database of jobs: name another --state")
             with _locked(path.with_name(f"{path.name}.lock"), wait=True):
                 try:
-                    self._database = self._opened()
+                    self._database = _opened(self.path)
                 except sqlite3.DatabaseError as error:
                     if isinstance(error, sqlite3.OperationalError):
                         raise
-                    self._quarantine(error)
-                    self._database = self._opened()
+                    faults[_set_aside(path).name] = limits.cause(error)
+                    self._database = _opened(self.path)
         for aside in self.quarantined():
+            cause = f" ({faults[aside.name]})" if aside.name in faults else ""
             self._say_once(
-                f"{path} has not all jobs: {aside.name} was no readable database, and is quarantined; its jobs still run: "
-                "find them with capibara launch recover",
+                f"{path} has not all jobs: {aside.name} was no readable database{cause}, and is quarantined; its jobs still "
+                "run: find them with capibara launch recover",
                 aside.name,
             )
-
-    def _quarantine(self, error: sqlite3.Error) -> None:
-        aside = self.path.with_name(f"{self.path.name}.{_QUARANTINED}-{time.time():.0f}")
-        self.path.rename(aside)
-        for extra in ("-wal", "-shm", "-journal"):
-            self.path.with_name(self.path.name + extra).unlink(missing_ok=True)
-        self._say_once(
-            f"{self.path} was no readable database ({limits.cause(error)}): quarantined as {aside.name}; its jobs still run: "
-            "find them with capibara launch recover",
-            aside.name,
-        )
 
     def _say_once(self, text: str, about: str) -> None:
         if about not in self._told:
@@ -206,35 +196,8 @@ class Records:
 
     def recovered(self) -> list[pathlib.Path]:
         """Renames the quarantined files: their jobs were found again. Returns the new paths."""
-        marked = [
-            (aside, aside.with_name(aside.name.replace(f".{_QUARANTINED}-", f".{_RECOVERED}-")))
-            for aside in self.quarantined()
-        ]
-        return [aside.rename(target) for aside, target in marked]
-
-    def _opened(self) -> sqlite3.Connection:
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        database = sqlite3.connect(self.path, timeout=_OPENING_S, isolation_level=None, check_same_thread=False)
-        database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # a row of bad text costs that row
-        try:
-            # A write-ahead log would not work in a home folder that several machines have by NFS.
-            database.execute("PRAGMA journal_mode = DELETE")
-            database.execute("PRAGMA synchronous = FULL")  # what is written is there after a power failure, too
-            lines = [line for (text,) in database.execute("PRAGMA integrity_check") for line in text.splitlines()]
-            if faults := [line for line in lines if line != "ok" and not _OF_A_ROW.fullmatch(line)]:
-                raise sqlite3.DatabaseError(faults[0])
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version > _VERSION:
-                raise UserError(f"{self.path} is of a later version of capibara ({version}): update capibara")
-            if version < _VERSION:
-                database.executescript(_TABLES)
-            database.execute(f"PRAGMA busy_timeout = {_BUSY_S * 1000:.0f}")
-        except BaseException as error:
-            database.close()
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-                raise TryAgain(f"{self.path} is locked by another process: try again when it has ended") from None
-            raise
-        return database
+        rename = lambda path: path.with_name(path.name.replace(f".{_QUARANTINED}-", f".{_RECOVERED}-"))  # noqa: E731
+        return [aside.rename(rename(aside)) for aside in self.quarantined()]
 
     def close(self) -> None:
         """Closes the database."""
@@ -244,7 +207,8 @@ class Records:
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
         """For one thread alone; raises TryAgain where the disk is full or another process writes for too long."""
-        told = threading.Timer(_TOLD_S, self._say_waiting)
+        text = f"{self.path} is in use by another process: waiting, at most {_BUSY_S:.0f} s"
+        told = threading.Timer(_TOLD_S, self._say, [text])
         told.daemon = True
         told.start()
         try:
@@ -254,9 +218,6 @@ class Records:
             raise TryAgain(f"{self.path} cannot be read or written: {error}") from None
         finally:
             told.cancel()
-
-    def _say_waiting(self) -> None:
-        self._say(f"{self.path} is in use by another process: waiting, at most {_BUSY_S:.0f} s")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -380,6 +341,41 @@ class Records:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 has_it = stack.enter_context(_locked(folder / name, wait=False))
             yield has_it
+
+
+def _opened(path: pathlib.Path) -> sqlite3.Connection:
+    """The database of a file, which is made if it does not exist."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    database = sqlite3.connect(path, timeout=_OPENING_S, isolation_level=None, check_same_thread=False)
+    database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # a row of bad text costs that row
+    try:
+        # A write-ahead log would not work in a home folder that several machines have by NFS.
+        database.execute("PRAGMA journal_mode = DELETE")
+        database.execute("PRAGMA synchronous = FULL")  # what is written is there after a power failure, too
+        lines = [line for (text,) in database.execute("PRAGMA integrity_check") for line in text.splitlines()]
+        if faults := [line for line in lines if line != "ok" and not _OF_A_ROW.fullmatch(line)]:
+            raise sqlite3.DatabaseError(faults[0])
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise UserError(f"{path} is of a later version of capibara ({version}): update capibara")
+        if version < _VERSION:
+            database.executescript(_TABLES)
+        database.execute(f"PRAGMA busy_timeout = {_BUSY_S * 1000:.0f}")
+    except BaseException as error:
+        database.close()
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            raise TryAgain(f"{path} is locked by another process: try again when it has ended") from None
+        raise
+    return database
+
+
+def _set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Renames a file that is no readable database, and removes what SQLite has written beside it."""
+    aside = path.with_name(f"{path.name}.{_QUARANTINED}-{time.time():.0f}")
+    path.rename(aside)
+    for extra in ("-wal", "-shm", "-journal"):
+        path.with_name(path.name + extra).unlink(missing_ok=True)
+    return aside
 
 
 def _is_ours(path: pathlib.Path) -> bool:

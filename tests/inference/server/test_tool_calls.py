@@ -43,7 +43,7 @@ def test_calls_are_taken_out_of_a_text(text):
 def test_a_streamed_text_has_the_same_calls(text):
     draw = random.Random(0)
     for _ in range(50):
-        held, sent, start = tool_calls.Held(), "", 0
+        held, sent, start = tool_calls.CallStream(), "", 0
         while start < len(text):
             size = draw.randrange(1, 20)
             sent += held.add(text[start : start + size])

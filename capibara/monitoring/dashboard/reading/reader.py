@@ -199,10 +199,8 @@ class Reader:
         size = _size(run.path)
         if size == run.position:
             return False
-        is_other = size < run.position
-        if not is_other and run.tail:
-            is_other = store.read_range(run.path, run.position - len(run.tail), run.position) != run.tail
-        if is_other:
+        begin = run.position - len(run.tail)
+        if size < run.position or run.tail and store.read_range(run.path, begin, run.position) != run.tail:
             run.clear()
         run.size = size
         return size > run.position
