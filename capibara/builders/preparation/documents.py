@@ -13,7 +13,7 @@ import glob
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from capibara.builders import fingerprints, reading
@@ -117,7 +117,8 @@ def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
     for pattern in remote:
         if not stores.of(pattern).matching(pattern):
             raise UserError(f"IN ({pattern!r}) matches no file")
-    paths = {path for pattern in patterns if pattern not in remote for path in _local_files(pattern, problems)}
+    local = [pattern for pattern in patterns if pattern not in remote]
+    paths = {path for pattern in local for path in _local_files(pattern, local, problems)}
     files = [file for file in {*found, *_readable(paths, problems)} if _has_content(file, problems)]
     if not files:
         first = next((f" ({problem})" for problem in problems), "")
@@ -125,10 +126,10 @@ def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
     return sorted(files)
 
 
-def _local_files(pattern: str, problems: Problems) -> list[str]:
+def _local_files(pattern: str, named: Collection[str], problems: Problems) -> list[str]:
     """The files that a path, folder or glob on this machine names; what a folder has besides is counted in `problems`."""
     if os.path.isdir(pattern):
-        found = _inside(pattern, problems)
+        found = _inside(pattern, named, problems)
         if not found:
             raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(ENDINGS)}: name another folder")
         return found
@@ -145,8 +146,8 @@ def _local_files(pattern: str, problems: Problems) -> list[str]:
     return files
 
 
-def _inside(folder: str, problems: Problems) -> list[str]:
-    """The files of a folder and the folders in it that end as they must."""
+def _inside(folder: str, named: Collection[str], problems: Problems) -> list[str]:
+    """The files of a folder and the folders in it that end as they must; those that are `named` by themselves count there."""
 
     def refuse(error: OSError) -> None:
         problems.add(str(error.filename), 0, Kind.UNREADABLE, f"cannot be read ({error.strerror})")
@@ -156,6 +157,8 @@ def _inside(folder: str, problems: Problems) -> list[str]:
     for above, folders, names in os.walk(folder, onerror=refuse):
         for name in [*folders, *names]:
             path = os.path.join(above, name)
+            if path in named:
+                continue
             if name.startswith("."):
                 problems.add(path, 0, LEFT_OUT, "is hidden, by its name: name it by itself")
             elif name in folders:
