@@ -185,12 +185,15 @@ def _format_of(url: str) -> Format | None:
     return next((value for ending, value in _ENDINGS.items() if name.endswith(ending) or f"{ending}-" in name), None)
 
 
+_COUNTING = threading.Lock()  # of all blocks, which workers get by pickle, and a lock cannot be pickled
+
+
 class ShardBlocks(Blocks):
     """The blocks of one split of a ShardedSource."""
 
     def __init__(self, source: ShardedSource, index: Index, shard_format: ShardFormat):
         self._index, self._format, self.mix_blocks = index, shard_format, source.mix_blocks
-        self._lock, self._skipped = threading.Lock(), 0
+        self._skipped = 0
         fixed = {Format.JSONL: RecordFormat.JSON, Format.TEXT: RecordFormat.TEXT}
         self._fields = Fields(
             record_format=fixed.get(Format(shard_format.name), source.record),
@@ -223,7 +226,7 @@ class ShardBlocks(Blocks):
 
     def _count_skipped(self, count: int, url: str) -> None:
         """Logs the number of skipped records, ever more seldom."""
-        with self._lock:
+        with _COUNTING:
             before, self._skipped = self._skipped, self._skipped + count
         if count and (not before or len(str(before)) < len(str(self._skipped))):
             line = "%d records have a null for a text so far, the last in %s: skipped"

@@ -129,7 +129,10 @@ class Tensors:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32."""
-        value = self._named.read(name)
+        try:
+            value = self._named.read(name)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
         if name not in self._hashes:
             self._hashes[name] = hashing.hash_of(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
         return np.asarray(value, np.float32)
