@@ -82,5 +82,5 @@ def assert_broken_is_named(capfd, models, folder, method, tensor, value):
     values[tensor][(3,) * values[tensor].ndim] = value
     save_file(values, folder / "broken" / "model.safetensors")
     said = refused(capfd, models / "a", folder / "broken", method, f"--to={folder}/out")
-    assert f"{tensor} of {folder}/broken has values that are not finite" in said
+    assert f"{folder}/broken: {tensor} has values that are not finite" in said
     assert sorted(os.listdir(folder)) == ["broken"]

@@ -69,7 +69,8 @@ def test_folders_are_merged_and_the_report_says_how(models, tmp_path, capsys):
     assert_close(weights(tmp_path / "out"), expected(method, files, models / "base" / "model.safetensors"), 0)
     report = json.loads((tmp_path / "out" / "merge.json").read_text())
     assert report["method"] == "ties" and report["base"]["path"] == f"{models}/base"
-    assert report["settings"] == {"weights": [1, 0.5], "scale": 1, "normalize": True, "density": [0.3, 0.6]}
+    settings = {"weights": [1, 0.5], "scale": 1, "normalize": True, "density": [0.3, 0.6], "floors": "none"}
+    assert report["settings"] == settings
     assert len({one["weights_hash"] for one in [*report["models"], report["base"]]}) == 3
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model:\n- a\n- b\n- base\n" in card and "ties" in card
