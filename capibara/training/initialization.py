@@ -165,6 +165,8 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
         params = tree.joined(values, read(target))
         return params if read.merged is None else run_folder.merger(own, target)(params)
+    if read is not None and trainer.init_with is InitWith.ADAPTERS:
+        raise _no_adapters(trainer)
     if read is not None:
         return read(target)
     stored, made = _of_run(trainer, model, mesh, target)
