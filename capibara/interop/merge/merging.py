@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 
@@ -100,19 +100,9 @@ class MergedModel:
                 merged = self._method.merge(tensors, base, draw_of(self._seed, name))
             except UserError as error:
                 raise UserError(f"{name}: {error}") from None
-        if not np.isfinite(merged).all():
-            _explain(
-                part.name, [*zip(models, tensors)] + ([(self._base, base)] if self._base and base is not None else [])
-            )
+        if not np.isfinite(merged).all():  # the models' own values are: open_model has looked at them
+            raise UserError(f"{part.name} of the result has values that are not finite: try smaller weights")
         return merged
-
-
-def _explain(name: str, pairs: Iterable[tuple[Tensors, np.ndarray]]) -> NoReturn:
-    """Raises UserError about a tensor whose merge is not finite."""
-    for model, tensor in pairs:
-        if not np.isfinite(tensor).all():
-            raise UserError(f"{name} of {model.path} has values that are not finite: leave this model out")
-    raise UserError(f"{name} of the result has values that are not finite: try smaller weights")
 
 
 class _Lazy(Sequence[np.ndarray]):
