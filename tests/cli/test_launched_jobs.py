@@ -279,7 +279,8 @@ def test_a_lost_database_is_recovered(cluster, tmp_path, capsys):
     assert run(*GKE, "--detach") == 0
     (tmp_path / "state" / "jobs.sqlite").write_bytes(b"cut")
     assert run("list") == 0
-    assert "quarantined as jobs.sqlite.corrupted-" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "jobs.sqlite.corrupted-" in err and "is quarantined" in err
     assert run("recover", "gke", "--storage=gs://bucket/cli", "--namespace=ml") == 0
     assert capsys.readouterr().out == "found no jobs\n"
     assert run("recover", "gke", "--storage=gs://bucket/cli") == 0

@@ -121,7 +121,7 @@ DATA = (
     Mistake("one-document-of-which-none-can-be-held-out", ("--gin.FILES=('one.jsonl',)",), ("1 document", "validation files"), lines("one.jsonl", {"text": "a"})),
     Mistake("held-out-rows-that-are-all-too-long", chat_of("tokens", "short.jsonl", "--gin.VALIDATION_FILES=('long.jsonl',)", "--gin.Evaluation.every=3"), ("longer than Dataset.length (64)", "Dataset.length to 344"), lambda folder: [with_tokenizer(CHATML, chat("long.jsonl", "because " * 40))(folder), chat("short.jsonl", "so")(folder)]),
     Mistake("a-line-that-is-no-object", ("--gin.FILES=('list.jsonl',)",), ("list.jsonl:1",), lines("list.jsonl", *["[1, 2]"] * 9)),
-    Mistake("a-null-as-text", ("--gin.FILES=('null.jsonl',)",), ("null.jsonl:1", "text"), lines("null.jsonl", *[{"text": None}] * 9)),
+    Mistake("a-null-as-text", ("--gin.FILES=('null.jsonl',)",), ("null.jsonl", "all 9 texts are null", "another field than text"), lines("null.jsonl", *[{"text": None}] * 9)),
     Mistake("a-table-that-is-not-there", ("--gin_file=tasks/huggingface.gin", "--gin.DATASET_PATH=./nowhere", "--gin.FILES=('x',)", "--gin.VALIDATION_FILES=()"), ("HuggingFaceSource.path ('./nowhere')",), lambda folder: importlib.import_module("datasets")),
     Mistake("datasets-that-is-not-installed", ("--gin.Dataset.source=@HuggingFaceSource()", "--gin.HuggingFaceSource.path=x"), ("datasets is not installed", 'pip install "capibara[hf]"'), missing="datasets"),
     Mistake("seqio-that-is-not-installed", ("--gin.Dataset.source=None", "--gin.Dataset.mixture_or_task_name=python_stdlib"), ("seqio is not installed (needed for SeqIO tasks)", 'pip install "capibara[seqio]"'), missing="seqio"),

@@ -602,8 +602,10 @@ def open_lines(
         tables.append(np.delete(table, disk.null_lines(path, starts, stops, texts), axis=0))
     lines = np.concatenate(tables)
     _tell_skipped(name, disk.shown(paths), total - len(lines), total)
-    if not len(lines):
+    if not total:
         raise UserError(f"{name} ({disk.shown(paths)}) have no lines: the corpus is empty")
+    if not len(lines):
+        raise UserError(f"{name} ({disk.shown(paths)}): all {total} texts are null: name another field than {', '.join(texts)}")
     # Check before the split: a file that is not JSON must not be reported as too short to hold lines out.
     whole = make(paths, lines)
     for first in np.unique(lines[:, 0], return_index=True)[1]:
