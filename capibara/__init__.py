@@ -20,11 +20,9 @@ def __getattr__(name: str) -> object:
     """Imports what `__init__.pyi` lists, on first use."""
     found = _listed().get(name)
     if found is None:
-        import difflib
+        from capibara.core.fields import did_you_mean
 
-        close = difflib.get_close_matches(name, _listed(), n=1)
-        hint = f": did you mean {close[0]}?" if close else ""
-        raise AttributeError(f"module 'capibara' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'capibara' has no attribute {name!r}{did_you_mean(name, _listed())}")
     module, own_name = found
     value = globals()[name] = getattr(_importlib.import_module(module), own_name)
     return value

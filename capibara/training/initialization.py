@@ -75,7 +75,10 @@ def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     with _named("Trainer.init_from"):
-        return load(trainer.init_from)
+        read = load(trainer.init_from)
+    if trainer.init_with is InitWith.ADAPTERS and not isinstance(read, Adapted):
+        raise _no_adapters(trainer)
+    return read
 
 
 def check_there(trainer: Trainer) -> None:
@@ -165,8 +168,6 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
         params = tree.joined(values, read(target))
         return params if read.merged is None else run_folder.merger(own, target)(params)
-    if read is not None and trainer.init_with is InitWith.ADAPTERS:
-        raise _no_adapters(trainer)
     if read is not None:
         return read(target)
     stored, made = _of_run(trainer, model, mesh, target)
@@ -183,8 +184,6 @@ def check_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None, 
     Raises:
       UserError: there is no checkpoint, or one of another model or optimizer.
     """
-    if read is not None and trainer.init_with is InitWith.ADAPTERS and not isinstance(read, Adapted):
-        raise _no_adapters(trainer)
     if read is not None and trainer.init_with is InitWith.STATE and not isinstance(read, HasOptimizer):
         raise _no_optimizer()
     if trainer.init_from is not None and read is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from capibara.core.types import UserError
+from capibara.interop import finite
 
 BLOCK = 32
 _BIAS, _LARGEST_BYTE = 127, 254  # 255 is NaN
@@ -44,10 +44,8 @@ def packed(name: str, values_XI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Raises:
       UserError: values are not finite, or exceed the range of a block.
     """
-    blocks = np.ascontiguousarray(values_XI, np.float32).reshape(*values_XI.shape[:-1], -1, BLOCK)
+    blocks = finite.check(name, np.ascontiguousarray(values_XI, np.float32)).reshape(*values_XI.shape[:-1], -1, BLOCK)
     largest = np.abs(blocks).max(axis=-1)
-    if not np.isfinite(largest).all():
-        raise UserError(f"{name} has values that are not finite: copy the model again, or use another one")
     exponents = np.frexp(largest)[1] - 3
     scales = np.where(largest > 0, np.clip(exponents + _BIAS, 0, _LARGEST_BYTE), 0).astype(np.uint8)
     steps = np.abs(np.ldexp(blocks, _BIAS - scales[..., None].astype(np.int32)))
