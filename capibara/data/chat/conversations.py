@@ -27,11 +27,14 @@ class TrainOn(enum.StrEnum):
 
     ASSISTANT: the assistant's messages, with the end of each turn, except messages with "weight" (or "loss_weight") 0.
     LAST: only the last of these messages.
+    EACH: each of these messages in a document of its own, which ends with it: what a model reads and says at that turn. So
+      thoughts have loss that a template drops from the turns before the last.
     ALL: everything but the first token.
     """
 
     ASSISTANT = "assistant"
     LAST = "last"
+    EACH = "each"
     ALL = "all"
 
 
@@ -67,9 +70,8 @@ class ChatJsonlSource(Source):
 
     def open(self, split: str) -> Documents:
         files, fraction = (self.files, self.validation_files), self.validation_fraction
-        documents = open_lines(
-            "ChatJsonlSource", files, fraction, split, lambda paths, lines: _Chats(paths, lines, self)
-        )
+        chats = open_lines("ChatJsonlSource", files, fraction, split, lambda paths, lines: _Chats(paths, lines, self))
+        documents = _Turns(chats, self) if self.train_on is TrainOn.EACH else chats
         for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
             documents.example(i)  # raises here if the template cannot render it
         return documents
@@ -83,11 +85,11 @@ class _Chats(LineDocuments):
         self._source = source
 
     def check(self, i: int) -> None:
-        _counting(self._conversation(i), self._source.train_on, self.where(i))
+        _counting(self.conversation(i), self._source.train_on, self.where(i))
 
     def example(self, i: int) -> Example:
         source = self._source
-        return render_example(source.template, self._conversation(i), source.train_on, self.where(i), source.domain)
+        return render_example(source.template, self.conversation(i), source.train_on, self.where(i), source.domain)
 
     def __getitem__(self, i: int) -> str:
         return self.example(i).text.replace(GUARD, "")
@@ -97,8 +99,34 @@ class _Chats(LineDocuments):
         rendering = {"format": str(source.format), "train_on": str(source.train_on)}
         return {**super().fingerprint(), **rendering, "template": source.template.fingerprint()}
 
-    def _conversation(self, i: int) -> Conversation:
+    def conversation(self, i: int) -> Conversation:
         return read_conversation(self.record(i), self.where(i), self._source.format)
+
+
+class _Turns(Documents):
+    """One document for each message with loss, up to and with it."""
+
+    def __init__(self, chats: _Chats, source: ChatJsonlSource):
+        self._chats, self._source = chats, source
+        counting = (_counting(chats.conversation(i), source.train_on, chats.where(i)) for i in range(len(chats)))
+        self._turns = np.array([(i, k) for i, turns in enumerate(counting) for k in turns], np.int64).reshape(-1, 2)
+        if not len(self._turns):
+            raise UserError("ChatJsonlSource.files have no message with loss: give at least one the weight 1")
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def example(self, i: int) -> Example:
+        chat, k = self._turns[i].tolist()
+        source, (messages, tools) = self._source, self._chats.conversation(chat)
+        conversation, where = Conversation(messages[: k + 1], tools), self._chats.where(chat)
+        return render_example(source.template, conversation, source.train_on, where, source.domain)
+
+    def __getitem__(self, i: int) -> str:
+        return self.example(i).text.replace(GUARD, "")
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._chats.fingerprint()
 
 
 def render_example(
@@ -121,9 +149,11 @@ def render_example(
       UserError: the template fails, or the assistant's text cannot be located.
     """
     chosen = _counting(conversation, train_on, where)
+    chosen = chosen[-1:] if train_on is TrainOn.EACH else chosen  # the others have documents of their own
     conversation = template.guarded(conversation)
     rendered = template.render(conversation, where, guard=False)
-    template.dropped_parts.check(conversation, rendered.text, where)
+    spoken = chosen[0] if train_on is TrainOn.EACH and chosen else 0
+    template.dropped_parts.check(conversation, rendered.text, where, thoughts_from=spoken)
     if train_on is TrainOn.ALL:
         ranges = [(0, len(rendered.text))]
     else:

@@ -12,6 +12,7 @@ from typing import Any
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 
+_TRAIN_THOUGHTS = "train on each turn alone (ChatJsonlSource.train_on = 'each') "
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
@@ -33,19 +34,25 @@ class DroppedParts:
         self._policy = policy
         self._rendered, self._counts = 0, collections.Counter[str]()
 
-    def check(self, conversation: Conversation, text: str, where: str) -> None:
+    def check(self, conversation: Conversation, text: str, where: str, thoughts_from: int = 0) -> None:
         """Compares a conversation with its rendered text.
+
+        Args:
+          conversation: what was rendered.
+          text: what became of it.
+          where: its file and line.
+          thoughts_from: the first message whose thoughts have to be in the text.
 
         Raises:
           UserError: a part is not in the text, and that is refused.
         """
         self._rendered += 1
-        for part in dict.fromkeys(dropped(conversation, text)):
+        for part in dict.fromkeys(dropped(conversation, text, thoughts_from)):
             self._counts[part] += 1
             if self._policy is Dropped.REFUSE:
                 raise UserError(
-                    f"{where}: the chat template leaves out {part}: use a template with it, remove it from the data, or "
-                    "set ChatTemplate.dropped = 'warn'"
+                    f"{where}: the chat template leaves out {part}: use a template with it, remove it from the data, "
+                    f"{_TRAIN_THOUGHTS if 'thought' in part else ''}or set ChatTemplate.dropped = 'warn'"
                 )
             if (count := self._counts[part]) == 10 ** (len(str(count)) - 1):
                 line = "%s: the chat template leaves out %s; so far of %d conversations of %d rendered ones"
@@ -54,15 +61,15 @@ class DroppedParts:
                 )
 
 
-def dropped(conversation: Conversation, text: str) -> Iterator[str]:
+def dropped(conversation: Conversation, text: str, thoughts_from: int = 0) -> Iterator[str]:
     """The parts of a conversation that are not in its text, which may have other white space or JSON's escapes."""
     text = _plain(text)
     if conversation.tools and not any(_names(tool) in text for tool in conversation.tools):
         yield "the tools"
-    for message in conversation.messages:
+    for number, message in enumerate(conversation.messages):
         role, content = message["role"], message["content"]
         thoughts = [*_THOUGHT.findall(content), *filter(None, [message.get("reasoning_content")])]
-        if not all(_plain(thought) in text for thought in thoughts):
+        if number >= thoughts_from and not all(_plain(thought) in text for thought in thoughts):
             yield f"a thought (<think>) of a message of the {role}"
         if not all(_plain(part) in text for part in _THOUGHT.split(content)[::2]):
             yield f"the content of a message of the {role}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 
 import pytest
 
 from capibara.core.types import UserError
-from capibara.data.chat.conversations import TrainOn, render_example
+from capibara.data.chat.conversations import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat.formats import read_conversation
 from capibara.data.chat.template import ChatTemplate
 from tests.data.chat.test_template_files import TOOLS, make
@@ -77,6 +79,47 @@ def test_it_is_told_the_1st_10th_and_100th_time(tmp_path, caplog):
         render_example(template, read_conversation(RECORD, "a"), TrainOn.ASSISTANT, f"a:{number}")
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[1] for line in lines] == ["0", "9", "99"] and "of 100 conversations of 100" in lines[-1]
+
+
+# As Qwen 3's: a thought is in the text only after the last message of the user.
+LAST_THOUGHT = (
+    "{% for m in messages %}<s>{{ m.role }}: {% if m.role == 'assistant' %}{% if loop.last %}{{ m.content }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def test_thoughts_of_earlier_turns_are_trained_on_each_turn_alone(tmp_path, caplog):
+    turns = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>two and two</think>4"},
+        {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "<think>unseen</think>5", "weight": 0},
+        {"role": "user", "content": "4+4?"},
+        {"role": "assistant", "content": "<think>four and four</think>8"},
+    ]
+    lines = [{"messages": turns}, {"messages": turns[:3]}, {"messages": [turns[0], turns[3]]}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    template = ChatTemplate(tokenizer=str(make(tmp_path / "a", default=LAST_THOUGHT)), dropped="refuse")
+    source = ChatJsonlSource(files=(str(path),), validation_files=(str(path),), template=template, train_on="each")
+    documents = source.open("train")
+    with_loss = [[one.text[slice(*part)] for part in one.loss] for one in map(documents.example, range(len(documents)))]
+    first, last = ["<think>two and two</think>4</s>"], ["<think>four and four</think>8</s>"]
+    assert with_loss == [first, last, first]
+    assert documents.example(1).text.startswith(
+        "<s>user: 2+2?</s><s>assistant: 4</s><s>user: 3+3?</s><s>assistant: 5</s>"
+    )
+    assert not caplog.records and documents.fingerprint()["train_on"] == "each"
+    with pytest.raises(
+        UserError, match=r"leaves out a thought.*train on each turn alone \(ChatJsonlSource.train_on = 'each'\)"
+    ):
+        dataclasses.replace(source, train_on="assistant").open("train")
+    path.write_text(json.dumps(lines[2]) + "\n")
+    with pytest.raises(
+        UserError, match="ChatJsonlSource.files have no message with loss: give at least one the weight 1"
+    ):
+        source.open("train")
 
 
 def test_null_keys_are_no_keys():
