@@ -138,8 +138,8 @@ class StepReader:
     def params(self, restored: Restored, target: PyTree, *, average: bool) -> PyTree:
         """The parameters of a step; see `CheckpointReader.restore_params`."""
         targets, averaged = self.check_params(restored, target, average=average)
-        found = self._read(restored.step, targets)
-        return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
+        arrays = self._read(restored.step, targets)
+        return tree.joined(arrays["ema"], arrays["params"]) if averaged else arrays["params"]
 
     def check_params(self, restored: Restored, target: PyTree, *, average: bool) -> tuple[dict[str, PyTree], set[str]]:
         """The trees of arrays to read for parameters, and the names of those with an average.

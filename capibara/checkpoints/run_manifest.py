@@ -224,7 +224,7 @@ def config_text(folder: epath.Path) -> str | None:
     """
     text = outputs.read_own(folder, CONFIG, limits.MIB)
     try:
-        entry = None if (found := read(folder)) is None else found.entries.get(CONFIG)
+        entry = None if (manifest := read(folder)) is None else manifest.entries.get(CONFIG)
     except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
     if text is None or entry is None:

@@ -28,7 +28,7 @@ from capibara.jobs.backends.backend import Backend
 from capibara.jobs.spec import Attempt, JobSpec
 
 _BUSY_S = 30.0  # for another process that writes
-_TOLD_S = 1.0  # of waiting, after which a line says so
+_NOTICE_S = 1.0  # of waiting, after which a line says so
 _OPENING_S = 1.5  # for another process that has the whole file, while it is opened
 _LATEST_S = 1e11  # of a time in a row
 # Rows that SQLite's own check finds: each costs itself. Source: sqlite.org/pragma.html#pragma_integrity_check
@@ -208,16 +208,16 @@ class Records:
     def _using(self) -> Iterator[None]:
         """For one thread alone; raises TryAgain where the disk is full or another process writes for too long."""
         text = f"{self.path} is in use by another process: waiting, at most {_BUSY_S:.0f} s"
-        told = threading.Timer(_TOLD_S, self._say, [text])
-        told.daemon = True
-        told.start()
+        notice = threading.Timer(_NOTICE_S, self._say, [text])
+        notice.daemon = True
+        notice.start()
         try:
             with self._lock:
                 yield
         except sqlite3.OperationalError as error:
             raise TryAgain(f"{self.path} cannot be read or written: {error}") from None
         finally:
-            told.cancel()
+            notice.cancel()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -232,13 +232,13 @@ class Records:
             rows = self._database.execute(
                 f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY launched_s, name"
             ).fetchall()
-        found = []
+        records = []
         for row in rows:
             try:
-                found.append(self._record_of(row))
+                records.append(self._record_of(row))
             except Unreadable as error:
                 self._say_once(str(error), str(error))  # the manager looks again and again
-        return found
+        return records
 
     def _record_of(self, row: tuple[object, ...]) -> Record:
         try:

@@ -186,8 +186,8 @@ def _check_metrics(folder: str, notes: list[str]) -> None:
     if not stores.of(path).has_local_paths:  # it would be read twice
         return
     try:
-        found = run_manifest.read(path)
-        faults = [] if found is None else run_manifest.faults(path, found, run_manifest.Role.LOG)
+        manifest = run_manifest.read(path)
+        faults = [] if manifest is None else run_manifest.faults(path, manifest, run_manifest.Role.LOG)
         notes += [line for line in faults if line.startswith(run_manifest.METRICS)]
     except (run_manifest.Corrupted, OSError, UserError) as error:
         notes.append(limits.cause(error, 400))
