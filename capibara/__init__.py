@@ -8,6 +8,7 @@ import functools as _functools
 import importlib as _importlib
 import pathlib as _pathlib
 import re as _re
+import sys as _sys
 
 from capibara.core import user_modules as _user_modules
 
@@ -20,9 +21,8 @@ def __getattr__(name: str) -> object:
     """Imports what `__init__.pyi` lists, on first use."""
     found = _listed().get(name)
     if found is None:
-        from capibara.core.fields import did_you_mean
-
-        raise AttributeError(f"module 'capibara' has no attribute {name!r}{did_you_mean(name, _listed())}")
+        # Python's own traceback adds "Did you mean" from these.
+        raise AttributeError(f"module 'capibara' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
     module, own_name = found
     value = globals()[name] = getattr(_importlib.import_module(module), own_name)
     return value

@@ -6,10 +6,11 @@ import types
 
 from capibara.checkpoints import manifest
 from capibara.training import initialization
+from capibara.training.trainer import InitWith
 
 
 def trainer_of(init_from, own):
-    return types.SimpleNamespace(init_from=init_from, model_dir=str(own), seed=0)
+    return types.SimpleNamespace(init_from=init_from, init_with=InitWith.WEIGHTS, model_dir=str(own), seed=0)
 
 
 def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp_path):

@@ -71,7 +71,7 @@ class ChatJsonlSource(Source):
     def open(self, split: str) -> Documents:
         files, fraction = (self.files, self.validation_files), self.validation_fraction
         chats = open_lines("ChatJsonlSource", files, fraction, split, lambda paths, lines: _Chats(paths, lines, self))
-        documents = _Turns(chats, self) if self.train_on is TrainOn.EACH else chats
+        documents: Documents = _Turns(chats, self) if self.train_on is TrainOn.EACH else chats
         for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
             documents.example(i)  # raises here if the template cannot render it
         return documents
@@ -85,11 +85,11 @@ class _Chats(LineDocuments):
         self._source = source
 
     def check(self, i: int) -> None:
-        _counting(self.conversation(i), self._source.train_on, self.where(i))
+        _counting(self._conversation(i), self._source.train_on, self.where(i))
 
     def example(self, i: int) -> Example:
         source = self._source
-        return render_example(source.template, self.conversation(i), source.train_on, self.where(i), source.domain)
+        return render_example(source.template, self._conversation(i), source.train_on, self.where(i), source.domain)
 
     def __getitem__(self, i: int) -> str:
         return self.example(i).text.replace(GUARD, "")
@@ -99,16 +99,16 @@ class _Chats(LineDocuments):
         rendering = {"format": str(source.format), "train_on": str(source.train_on)}
         return {**super().fingerprint(), **rendering, "template": source.template.fingerprint()}
 
-    def conversation(self, i: int) -> Conversation:
+    def _conversation(self, i: int) -> Conversation:
         return read_conversation(self.record(i), self.where(i), self._source.format)
 
 
 class _Turns(Documents):
     """One document for each message with loss, up to and with it."""
 
-    def __init__(self, chats: _Chats, source: ChatJsonlSource):
+    def __init__(self, chats: LineDocuments, source: ChatJsonlSource):
         self._chats, self._source = chats, source
-        counting = (_counting(chats.conversation(i), source.train_on, chats.where(i)) for i in range(len(chats)))
+        counting = (_counting(self._conversation(i), source.train_on, chats.where(i)) for i in range(len(chats)))
         self._turns = np.array([(i, k) for i, turns in enumerate(counting) for k in turns], np.int64).reshape(-1, 2)
         if not len(self._turns):
             raise UserError("ChatJsonlSource.files have no message with loss: give at least one the weight 1")
@@ -118,7 +118,7 @@ class _Turns(Documents):
 
     def example(self, i: int) -> Example:
         chat, k = self._turns[i].tolist()
-        source, (messages, tools) = self._source, self._chats.conversation(chat)
+        source, (messages, tools) = self._source, self._conversation(chat)
         conversation, where = Conversation(messages[: k + 1], tools), self._chats.where(chat)
         return render_example(source.template, conversation, source.train_on, where, source.domain)
 
@@ -127,6 +127,9 @@ class _Turns(Documents):
 
     def fingerprint(self) -> dict[str, Any]:
         return self._chats.fingerprint()
+
+    def _conversation(self, i: int) -> Conversation:
+        return read_conversation(self._chats.record(i), self._chats.where(i), self._source.format)
 
 
 def render_example(

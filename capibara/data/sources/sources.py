@@ -605,7 +605,9 @@ def open_lines(
     if not total:
         raise UserError(f"{name} ({disk.shown(paths)}) have no lines: the corpus is empty")
     if not len(lines):
-        raise UserError(f"{name} ({disk.shown(paths)}): all {total} texts are null: name another field than {', '.join(texts)}")
+        raise UserError(
+            f"{name} ({disk.shown(paths)}): all {total} texts are null: name another field than {', '.join(texts)}"
+        )
     # Check before the split: a file that is not JSON must not be reported as too short to hold lines out.
     whole = make(paths, lines)
     for first in np.unique(lines[:, 0], return_index=True)[1]:
