@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,7 @@ class Setup:
       load: checks a foreign model at `trainer.init_from`.
       spent: seconds by cause.
       ledger: of the run's privacy; None: it has none.
+      data: the counts of each split, as JSON.
     """
 
     trainer: Trainer
@@ -84,6 +85,7 @@ class Setup:
     load: Load | None
     spent: Mapping[str, float]
     ledger: Ledger | None
+    data: Mapping[str, Mapping[str, Any]]
 
     def __enter__(self) -> Setup:
         return self
@@ -218,6 +220,7 @@ class Setup:
                 name: (leaf.shape, str(leaf.dtype))
                 for name, leaf in zip(tree.path_names(self.spec.abstract), jax.tree.leaves(self.spec.abstract))
             },
+            data=self.data,
         )
 
 
@@ -244,6 +247,8 @@ def set_up(
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh, model, spec, ledger, read, own, batches, given = _check(trainer, devices, status, load)
+    for line in checks.data_lines(given.counts):
+        status(line)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
         checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
@@ -278,6 +283,7 @@ def set_up(
         load=load,
         spent=spent,
         ledger=ledger,
+        data={split: counts.as_json() for split, counts in given.counts.items()},
     )
     return setup, initial
 

@@ -9,11 +9,9 @@ import bisect
 import concurrent.futures
 import dataclasses
 import enum
-import glob
 import hashlib
 import itertools
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from capibara.builders import fingerprints, reading
@@ -27,8 +25,7 @@ from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")  # of the files of a folder
-# Kinds of problems besides those of any file: a record without the field, and files that are not read.
-NO_TEXT, LEFT_OUT, EMPTY = "no_text", "left_out", "empty"
+NO_TEXT = "no_text"  # a kind of problem besides those of any file: a record without the field
 _BLOCK_BYTES, _SLACK_BYTES = 1 << 20, 1 << 16  # read at a time; read after a piece for its last line
 _REMOTE_BYTES, _REMOTE_THREADS = 8 << 20, 8  # of a bucket, in which each request takes its time
 _ROWS_BYTES = 4 << 20  # of Parquet files that are read at a time
@@ -117,76 +114,14 @@ def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
     for pattern in remote:
         if not stores.of(pattern).matching(pattern):
             raise UserError(f"IN ({pattern!r}) matches no file")
-    local = [pattern for pattern in patterns if pattern not in remote]
-    paths = {path for pattern in local for path in _local_files(pattern, local, problems)}
-    files = [file for file in {*found, *_readable(paths, problems)} if _has_content(file, problems)]
+    for file in found:
+        if not file.size:
+            problems.add(file.url, 0, Kind.EMPTY, "has no byte")
+    sizes = reading.local_files([pattern for pattern in patterns if pattern not in remote], ENDINGS, problems)
+    files = {file for file in found if file.size} | {Entry(path, size, "") for path, size in sizes.items()}
     if not files:
-        first = next((f" ({problem})" for problem in problems), "")
-        raise UserError(f"IN has no file that can be read{first}: name at least one file, folder or glob")
+        raise reading.nothing_to_read(problems)
     return sorted(files)
-
-
-def _local_files(pattern: str, named: Collection[str], problems: Problems) -> list[str]:
-    """The files that a path, folder or glob on this machine names; what a folder has besides is counted in `problems`."""
-    if os.path.isdir(pattern):
-        found = _inside(pattern, named, problems)
-        if not found:
-            raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(ENDINGS)}: name another folder")
-        return found
-    if os.path.lexists(pattern):
-        return [pattern]
-    matches = sorted(glob.glob(pattern, recursive=True))
-    if not matches:
-        raise UserError(f"IN ({pattern!r}) matches no file")
-    files = [path for path in matches if not os.path.isdir(path)]
-    if "**" not in pattern:  # else what is in them is matched, too
-        for path in matches:
-            if os.path.isdir(path):
-                problems.add(path, 0, LEFT_OUT, "is a folder that a glob matches: name it by itself")
-    return files
-
-
-def _inside(folder: str, named: Collection[str], problems: Problems) -> list[str]:
-    """The files of a folder and the folders in it that end as they must; those that are `named` by themselves count there."""
-
-    def refuse(error: OSError) -> None:
-        problems.add(str(error.filename), 0, Kind.UNREADABLE, f"cannot be read ({error.strerror})")
-
-    wanted = tuple(ending + packing for ending in ENDINGS for packing in ("", *packed.COMPRESSED))
-    found = []
-    for above, folders, names in os.walk(folder, onerror=refuse):
-        for name in [*folders, *names]:
-            path = os.path.join(above, name)
-            if path in named:
-                continue
-            if name.startswith("."):
-                problems.add(path, 0, LEFT_OUT, "is hidden, by its name: name it by itself")
-            elif name in folders:
-                if os.path.islink(path):
-                    problems.add(path, 0, LEFT_OUT, "is a link to a folder: name it by itself")
-            elif name.lower().endswith(wanted):
-                found.append(path)
-            else:
-                problems.add(path, 0, LEFT_OUT, f"has another ending than {', '.join(ENDINGS)}: name it by itself")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-    return found
-
-
-def _readable(paths: Iterable[str], problems: Problems) -> Iterator[Entry]:
-    for path in paths:
-        try:
-            path.encode()
-            yield Entry(path, fingerprints.check_file(path), "")
-        except UnicodeEncodeError:
-            problems.add(ascii(path), 0, Kind.UNREADABLE, "has a name that is no text in UTF-8: rename it")
-        except UserError as error:  # a pipe, a socket, a device, a link to nothing, or no permission
-            problems.add(path, 0, Kind.UNREADABLE, str(error).removeprefix(f"{path} "))
-
-
-def _has_content(file: Entry, problems: Problems) -> bool:
-    if not file.size:
-        problems.add(file.url, 0, EMPTY, "has no byte")
-    return file.size > 0
 
 
 def inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
@@ -269,9 +204,7 @@ def _check_libraries(url: str) -> None:
 
 
 def _format(url: str) -> FileFormat:
-    name = url.lower()
-    for ending in packed.COMPRESSED:
-        name = name.removesuffix(ending)
+    name = packed.plain_name(url)
     if name.endswith(".parquet"):
         return FileFormat.PARQUET
     return FileFormat.JSONL if name.endswith((".jsonl", ".ndjson", ".json")) else FileFormat.TEXT

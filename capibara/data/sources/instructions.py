@@ -24,6 +24,7 @@ from capibara.storage import outputs
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
 _ENDINGS = (".json", ".jsonl")
+_FILES = disk.Kind("conversations", (*_ENDINGS, ".tar", ".tgz", ".zip", ".whl"))
 _MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # largest number of members of an archive, and size of one
 _RATIO, _FREE_BYTES = 32, 64 << 20  # largest compression ratio (text has about 10), for members above so many bytes
 _LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # limits of a .json file, which is read whole
@@ -62,9 +63,8 @@ def prepare_instructions(
     """
     if not 0 < held_out < 1:
         raise UserError(f"--held_out ({held_out}) must lie between 0 and 1: try 0.1")
-    paths = disk.expand("--files", files)
     sides: tuple[list[str], list[str]] = ([], [])
-    for path in paths:
+    for path in disk.expand("--files", files, _FILES):
         for name, content in _contents(path, members):
             lines = [_line(record, f"{name}:{number}") for number, record in _records(name, content)]
             for prompt, line in lines:
@@ -107,10 +107,9 @@ def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     at = ""
     try:
         if name.endswith(".jsonl"):
-            for number, line in limits.lines_of(file, name):
+            for number, line in limits.lines_of(iter(lambda: file.read(limits.MIB), b""), name):
                 at = f"line {number}: "
-                if line.strip():
-                    yield number, limits.parse_json(line, finite=False)
+                yield number, limits.parse_json(line, finite=False)
             return
         records = limits.parse_json(file.read(_LIST_BYTES), values=_LIST_VALUES, finite=False)
         if file.read(1):

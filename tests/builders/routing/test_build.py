@@ -17,6 +17,7 @@ from capibara.builders.executions.build import build as build_executions
 from capibara.builders.playbooks.build import Playbooks
 from capibara.builders.playbooks.build import build as build_playbooks
 from capibara.builders.playbooks.ranking import BulletRanking, DomainFrom
+from capibara.builders.problems import Problems
 from capibara.builders.routing.balance import Balance, BalanceMethod
 from capibara.builders.routing.build import ENDINGS, build
 from capibara.builders.routing.labelling.domains import Domain
@@ -59,7 +60,9 @@ def write_inputs(folder: pathlib.Path) -> list[str]:
         Playbooks(ranking=BulletRanking(domain_from=DomainFrom.SECTION)),
     )
     data.write(folder / "docs.jsonl", data.documents(6))
-    return reading.expand([str(folder / name) for name in ("executions", "playbooks", "docs.jsonl")], ENDINGS)
+    return reading.expand(
+        [str(folder / name) for name in ("executions", "playbooks", "docs.jsonl")], ENDINGS, Problems()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +319,7 @@ def test_the_output_folder_is_no_input(tmp_path):
     folder = str(tmp_path / "in" / "out")
     first = build(paths, folder, SETTINGS)
     assert first.counts["files"] == 2, "a file that is only named like a report is read"
-    again = build(reading.expand([str(tmp_path / "in")], ENDINGS), folder, SETTINGS)
+    again = build(reading.expand([str(tmp_path / "in")], ENDINGS, Problems()), folder, SETTINGS)
     assert again == first
 
 

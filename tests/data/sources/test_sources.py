@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 
 from capibara.core.types import UserError
-from capibara.data.sources.sources import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
+from capibara.data.sources.hugging_face import HuggingFaceSource
+from capibara.data.sources.sources import JsonlSource, StdlibSource, TextSource
 
 
 def texts(documents) -> list[str]:
