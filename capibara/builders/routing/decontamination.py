@@ -89,7 +89,7 @@ class EvaluationSet:
                 if problem.kind != Kind.LEFT_OUT:
                     raise UserError(f"{problem}: correct the file")
         except UserError as error:
-            raise UserError(f"EvaluationSet {self.name!r}: {str(error).replace('IN (', 'paths (', 1)}") from None
+            raise UserError(f"EvaluationSet {self.name!r}: {str(error).replace('IN ', 'paths ', 1)}") from None
         if problems:
             logging.getLogger(__name__).warning("EvaluationSet %r: %s", self.name, problems.text())
         return paths

@@ -78,12 +78,15 @@ def whole(inputs, tmp_path_factory):
     return folder
 
 
-def test_all_kinds_of_records_are_read(whole):
+def test_all_kinds_of_records_are_read(whole, inputs):
     manifest = read_manifest(str(whole))
     counts, found = manifest.counts, data.examples(whole)
     kinds = {kind: counts[f"records {kind}"] for kind in ("execution", "fix", "chat", "bullet", "document")}
     assert kinds["execution"] == 144 and kinds["fix"] == 36 and kinds["document"] == 36 and kinds["bullet"] == 8
-    assert sum(kinds.values()) == counts["records"] and not manifest.problems
+    assert sum(kinds.values()) == counts["records"] and counts["skipped"] == 0
+    reports = [one for one in inputs if pathlib.Path(one).name in ("manifest.json", "lineage.jsonl", "statistics.json")]
+    assert manifest.problems.counts == {"left_out": len(reports)} and len(reports) == 5
+    assert counts["files"] + counts["files_left_out"] == len(inputs)
     lost = sum(count for name, count in counts.items() if name.startswith(("excluded", "repeated texts of")))
     assert len(found) == counts["records"] - lost
     assert {record["kind"] for record in found} == {*kinds}
