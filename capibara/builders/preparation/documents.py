@@ -20,7 +20,7 @@ from capibara.builders.problems import Kind, Problems
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows
-from capibara.data.sources import disk
+from capibara.data.sources import disk, plain
 from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
@@ -91,11 +91,13 @@ class Fields:
       text: the field, or column, with the text.
       domain: the one with the domain, which a record may lack; None: there is none.
       document_bytes: a text file is one document; a longer one is cut at line ends into documents of at least so many bytes.
+      encoding: of JSON lines and texts. A file in another one than UTF-8 is read whole, from a plain copy.
     """
 
     text: str
     domain: str | None
     document_bytes: int
+    encoding: str = plain.UTF_8
 
 
 def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
@@ -183,7 +185,7 @@ def _pieces(file: Entry, fields: Fields, part_bytes: int, problems: Problems) ->
         row_bytes = file.size / max(1, int(rows[-1, 1]) if len(rows) else 1)
         for start, stop in rows.tolist():
             yield Piece(file, file_format, start, stop), int((stop - start) * row_bytes)
-    elif _is_read_whole(file.url):
+    elif _is_read_whole(file.url, fields):
         yield Piece(file, file_format, 0, 0), file.size
     else:
         # A text file is cut where a part ends only if it is longer than a document may be.
@@ -210,9 +212,10 @@ def _format(url: str) -> FileFormat:
     return FileFormat.JSONL if name.endswith((".jsonl", ".ndjson", ".json")) else FileFormat.TEXT
 
 
-def _is_read_whole(url: str) -> bool:
-    """Whether a file has no ranges: it is compressed, or may be one JSON value."""
-    return url.lower().endswith((*packed.COMPRESSED, ".json"))
+def _is_read_whole(url: str, fields: Fields) -> bool:
+    """Whether a file has no ranges: it is compressed, in another encoding, or may be one JSON value."""
+    is_utf8 = plain.checked_encoding("CorpusPreparation.encoding", fields.encoding) == plain.UTF_8
+    return not is_utf8 or url.lower().endswith((*packed.COMPRESSED, ".json"))
 
 
 def _table(fields: Fields) -> ParquetRows:
@@ -221,10 +224,6 @@ def _table(fields: Fields) -> ParquetRows:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class _NoText(UserError):
-    """A file that is no text."""
 
 
 @dataclasses.dataclass
@@ -259,7 +258,7 @@ class PartReader:
                 else:
                     yield from self._texts(piece)
             except UserError as error:
-                kind = Kind.ENCODING if isinstance(error, _NoText) else Kind.UNREADABLE
+                kind = Kind.ENCODING if isinstance(error, plain.NotText) else Kind.UNREADABLE
                 self.problems.add(piece.file.url, self.last_lines, kind, str(error).removeprefix(f"{piece.file.url} "))
 
     def _rows(self, piece: Piece) -> Iterator[Document]:
@@ -271,6 +270,8 @@ class PartReader:
     def _whole(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
         path, found = copies.local_file(url), Problems()
+        if self.fields.encoding != plain.UTF_8:
+            (path,) = plain.copies_of("CorpusPreparation.encoding", [path], self.fields.encoding)
         if piece.format is FileFormat.JSONL:
             for record in reading.records(path, found):
                 if (document := self._document(url, record.number, record.value)) is not None:
@@ -365,11 +366,11 @@ class PartReader:
 
 
 def _check_first(url: str, line: bytes) -> None:
-    """Raises _NoText if a file begins as other formats do."""
+    """Raises plain.NotText if a file begins as other formats do."""
     if line.startswith(_WIDE):
-        raise _NoText(f"{url} is no text in UTF-8 but in UTF-16: convert it")
+        raise plain.NotText(f"{url} is no text in UTF-8 but in UTF-16: convert it, or set CorpusPreparation.encoding")
     if line.startswith(_PACKED):
-        raise _NoText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
+        raise plain.NotText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
 
 
 def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:

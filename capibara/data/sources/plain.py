@@ -76,9 +76,13 @@ def decoded(content: bytes, path: str, at: int, setting: str = "encoding") -> st
     return text
 
 
-def not_text(path: str, reason: str, at: int, setting: str, encoding: str = "UTF-8") -> UserError:
+class NotText(UserError):
+    """A file is no text in its encoding."""
+
+
+def not_text(path: str, reason: str, at: int, setting: str, encoding: str = "UTF-8") -> NotText:
     """The error of a file that is no text."""
-    return UserError(
+    return NotText(
         f"{origin(path)} is no text in {encoding} ({reason} at byte {at:,}): set {setting}, such as 'utf-16' or 'cp1252', or "
         "convert it"
     )

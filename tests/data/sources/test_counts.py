@@ -34,7 +34,6 @@ from capibara.data.sources.sources import (
 TEXTS = [{"text": f"number {i}"} for i in range(30)]
 CHATS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]} for i in range(30)]
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(30)]
-TEMPLATE = ChatTemplate(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
 
 
 @pytest.fixture
@@ -75,43 +74,43 @@ def parquet(folder):
     return str(path)
 
 
-def sharded(folder):
+def sharded(folder, template):
     return ShardedSource(files=(parquet(folder),), block_bytes=1, validation_fraction=0.3)
 
 
-def texts(folder):
+def texts(folder, template):
     return JsonlSource(files=written(folder, [*TEXTS, {"text": None}]), validation_fraction=0.3)
 
 
-def combined(folder):
+def combined(folder, template):
     (folder / "more").mkdir()
-    return CombinedSource(sources=(texts(folder), texts(folder / "more")))
+    return CombinedSource(sources=(texts(folder, template), texts(folder / "more", template)))
 
 
 # Each source: of a folder, the number of its records, and of those that are skipped. None: as many as it finds.
 CASES = {
-    StdlibSource: (lambda folder: StdlibSource(), None, 0),
-    TextSource: (lambda folder: TextSource(files=written(folder, TEXTS), document_bytes=10, validation_fraction=0.3), None, 0),
+    StdlibSource: (lambda folder, template: StdlibSource(), None, 0),
+    TextSource: (lambda folder, template: TextSource(files=written(folder, TEXTS), document_bytes=10, validation_fraction=0.3), None, 0),
     JsonlSource: (texts, 33, 3),
     HuggingFaceSource: (
-        lambda folder: HuggingFaceSource(path="parquet", data_files=(parquet(folder),), validation_fraction=0.3),
+        lambda folder, template: HuggingFaceSource(path="parquet", data_files=(parquet(folder),), validation_fraction=0.3),
         31,
         1,
     ),
     CombinedSource: (combined, 66, 6),
     ShardedSource: (sharded, 8, 0),  # blocks; their nulls are counted as they are read
     ChatJsonlSource: (
-        lambda folder: ChatJsonlSource(files=written(folder, CHATS), template=TEMPLATE, validation_fraction=0.3),
+        lambda folder, template: ChatJsonlSource(files=written(folder, CHATS), template=template, validation_fraction=0.3),
         32,
         2,
     ),
     PreferenceJsonlSource: (
-        lambda folder: PreferenceJsonlSource(files=written(folder, PAIRS), template=TEMPLATE, validation_fraction=0.3),
+        lambda folder, template: PreferenceJsonlSource(files=written(folder, PAIRS), template=template, validation_fraction=0.3),
         32,
         2,
     ),
     PromptJsonlSource: (
-        lambda folder: PromptJsonlSource(files=written(folder, PAIRS), template=TEMPLATE, validation_fraction=0.3),
+        lambda folder, template: PromptJsonlSource(files=written(folder, PAIRS), template=template, validation_fraction=0.3),
         32,
         2,
     ),
@@ -134,11 +133,11 @@ def test_no_source_is_without_a_case():
 
 
 @pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
-def test_the_counts_of_a_source_add_up(cls, tmp_path, monkeypatch):
+def test_the_counts_of_a_source_add_up(cls, tmp_path, monkeypatch, toy_tokenizer):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make, records, skipped = CASES[cls]
-    source = make(tmp_path)
+    source = make(tmp_path, ChatTemplate(tokenizer=toy_tokenizer))
     opened = {split: source.open(split) for split in ("train", "validation")}
     train, validation = opened["train"].counts, opened["validation"].counts
     noun = "blocks" if isinstance(opened["train"], Blocks) else "documents"
