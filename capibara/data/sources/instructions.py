@@ -19,8 +19,8 @@ from typing import IO, Any, BinaryIO
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, read_conversation, read_preference
-from capibara.data.sources import disk
-from capibara.storage import outputs
+from capibara.data.sources import disk, plain
+from capibara.storage import outputs, packed
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
 _ENDINGS = (".json", ".jsonl")
@@ -65,7 +65,8 @@ def prepare_instructions(
         raise UserError(f"--held_out ({held_out}) must lie between 0 and 1: try 0.1")
     sides: tuple[list[str], list[str]] = ([], [])
     for path in disk.expand("--files", files, _FILES):
-        for name, content in _contents(path, members):
+        for inner, content in _contents(path, members):
+            name = plain.origin(path) + inner.removeprefix(path)
             lines = [_line(record, f"{name}:{number}") for number, record in _records(name, content)]
             for prompt, line in lines:
                 key = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -106,7 +107,7 @@ def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """The records with their line number, or number in the list, from 1."""
     at = ""
     try:
-        if name.endswith(".jsonl"):
+        if packed.plain_name(name).endswith(".jsonl"):
             for number, line in limits.lines_of(iter(lambda: file.read(limits.MIB), b""), name):
                 at = f"line {number}: "
                 yield number, limits.parse_json(line, finite=False)
@@ -181,8 +182,8 @@ def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     inner = file if path.endswith(".tar") else gzip.GzipFile(fileobj=file)
-    plain = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
-    return tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member)
+    unpacked = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
+    return tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_Member)
 
 
 def _of_tar(
