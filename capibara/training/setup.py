@@ -235,8 +235,7 @@ def set_up(
     """Sets up a run. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
 
     Args:
-      trainer: the run.
-      devices: of the mesh; None: all.
+      trainer, devices: the run, and the devices of its mesh; None: all.
       status: called with lines on what takes time.
       compiler_options: XLA's, for the train step; None: defaults.
       config: the operative configuration, for the manifests of checkpoints.
@@ -247,8 +246,6 @@ def set_up(
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh, model, spec, ledger, read, own, batches, given = _check(trainer, devices, status, load)
-    for line in checks.data_lines(given.counts):
-        status(line)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
         checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
@@ -318,7 +315,7 @@ def _check(
     _objective(trainer, model)
     read, own = reader(trainer, load), starts(trainer, model, mesh, load)
     given = checks.given(trainer, model, mesh, spec.abstract, read, ledger, whole=whole)
-    for note in given.notes:
+    for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
         status(note)
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
