@@ -117,7 +117,7 @@ def test_blank_lines_and_nulls_among_lines_of_json_are_skipped(tmp_path, source,
 def test_a_file_of_nulls_alone_is_refused(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": null}\n' * 4)
-    with pytest.raises(UserError, match="have no lines"):
+    with pytest.raises(UserError, match="all 4 texts are null: name another field than text"):
         JsonlSource(files=(str(path),)).open("train")
 
 
