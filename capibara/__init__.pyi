@@ -72,8 +72,8 @@ from capibara.data.packing.masking import SpanCorruption as SpanCorruption
 from capibara.data.shards.source import ShardedSource as ShardedSource
 from capibara.data.sources.answers import PreferenceJsonlSource as PreferenceJsonlSource
 from capibara.data.sources.answers import PromptJsonlSource as PromptJsonlSource
+from capibara.data.sources.hugging_face import HuggingFaceSource as HuggingFaceSource
 from capibara.data.sources.sources import CombinedSource as CombinedSource
-from capibara.data.sources.sources import HuggingFaceSource as HuggingFaceSource
 from capibara.data.sources.sources import JsonlSource as JsonlSource
 from capibara.data.sources.sources import StdlibSource as StdlibSource
 from capibara.data.sources.sources import TextSource as TextSource

@@ -24,6 +24,8 @@ class Kind(enum.StrEnum):
     TOO_LARGE = "too_large"  # a file, or what it unpacks to, exceeds the limit
     CORRUPTED = "corrupted"  # its compressed data is wrong
     UNREADABLE = "unreadable"  # it cannot be opened, or the disk fails
+    LEFT_OUT = "left_out"  # a folder has it besides the files that are read
+    EMPTY = "empty"  # a file without a byte
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -73,6 +75,11 @@ class Problems:
     def total(self) -> int:
         """The number of problems of all kinds."""
         return sum(self._counts.values())
+
+    @property
+    def left_out(self) -> int:
+        """The number of those that are no fault of the input: files that are not read."""
+        return sum(self._counts.get(kind, 0) for kind in (Kind.LEFT_OUT, Kind.EMPTY))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from capibara.builders import fingerprints
 from capibara.builders.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.sources import disk
-from capibara.storage import packed
+from capibara.storage import packed, stores
 
-COMPRESSED = packed.COMPRESSED
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -46,54 +47,107 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-def expand(patterns: Sequence[str], endings: Sequence[str], without: str | None = None) -> list[str]:
+def expand(
+    patterns: Sequence[str], endings: Sequence[str], problems: Problems, without: str | None = None
+) -> list[str]:
     """The input files that the user named, sorted, without duplicates.
 
     Args:
       patterns: files, globs and folders; files in a bucket are copied to this machine.
       endings: the endings that files of a folder must have, such as ".jsonl"; compressed ones (.gz, .zst) are found, too.
+      problems: counts what is left out, as `local_files` does.
       without: a folder whose files are no input, such as that of the output; None: there is none.
 
     Raises:
-      UserError: a pattern matches no file, or the name of a file is no text in UTF-8.
+      UserError: a pattern matches no file, or there is none that can be read.
     """
-    wanted = tuple(ending + more for ending in endings for more in ("", *COMPRESSED))
-    found: list[str] = []
-    for pattern in patterns:
-        if os.path.isdir(pattern):
-            inside = _inside(pattern, wanted)
-            if not inside:
-                raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(endings)}: name another folder")
-            found += inside
-        else:
-            found += disk.expand_packed("IN", [pattern])
-    paths = sorted(set(found or disk.expand_packed("IN", patterns)))
-    if without is not None:
+    local = [pattern for pattern in patterns if stores.of(pattern).has_local_paths]
+    remote = [pattern for pattern in patterns if pattern not in local]
+    named = local + (disk.listed("IN", remote, disk.TEXTS)[0] if remote else [])
+    found = local_files(named, endings, problems, without)
+    if not found:
+        raise nothing_to_read(problems)
+    return sorted(found)
+
+
+def nothing_to_read(problems: Problems) -> UserError:
+    """The error of an input without a file that can be read."""
+    first = next((f" ({problem})" for problem in problems), "")
+    return UserError(f"IN has no file that can be read{first}: name at least one file, folder or glob")
+
+
+def local_files(
+    patterns: Collection[str], endings: Sequence[str], problems: Problems, without: str | None = None
+) -> dict[str, int]:
+    """The sizes in bytes of the files on this machine that paths, folders and globs name, by path.
+
+    Args:
+      patterns: what the user named.
+      endings: as for `expand`.
+      problems: counts what is left out: files of a folder with other endings or hidden, links to folders, files that are
+        empty or cannot be opened.
+      without: as for `expand`.
+
+    Raises:
+      UserError: a pattern matches no file.
+    """
+    besides = {*patterns, *([os.path.realpath(without)] if without else [])}
+    paths = {path for pattern in patterns for path in _named(pattern, endings, besides, problems)}
+    if without is not None and paths:
         above = os.path.join(os.path.realpath(without), "")
-        paths = [path for path in paths if not os.path.realpath(path).startswith(above)]
+        paths = {path for path in paths if not os.path.realpath(path).startswith(above)}
         if not paths:
             raise UserError(f"IN ({', '.join(patterns)}) has no file outside of --out ({without}): name another folder")
-    for path in paths:
+    found = {}
+    for path in sorted(paths):
         try:
             path.encode()
+            size = fingerprints.check_file(path)
         except UnicodeEncodeError:
-            raise UserError(f"IN ({path!a}) has a name that is no text in UTF-8: rename it") from None
-    return paths
+            problems.add(ascii(path), 0, Kind.UNREADABLE, "has a name that is no text in UTF-8: rename it")
+        except UserError as error:  # a pipe, a socket, a device, a link to nothing, or no permission
+            problems.add(path, 0, Kind.UNREADABLE, str(error).removeprefix(f"{path} "))
+        else:
+            if size:
+                found[path] = size
+            else:
+                problems.add(path, 0, Kind.EMPTY, "has no byte")
+    return found
 
 
-def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """The files of a folder and the folders in it, hidden ones excepted; links to folders are not followed."""
+def _named(pattern: str, endings: Sequence[str], besides: Collection[str], problems: Problems) -> list[str]:
+    """The files that a path, folder or glob on this machine names; what a folder has besides is counted in `problems`."""
+    if os.path.isdir(pattern):
+        found = _inside(pattern, endings, besides, problems)
+        if not found:
+            raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(endings)}: name another folder")
+        return found
+    if os.path.lexists(pattern):
+        return [pattern]
+    matches = sorted(glob.glob(pattern, recursive=True))
+    if not matches:
+        raise UserError(f"IN ({pattern!r}) matches no file")
+    files = [path for path in matches if not os.path.isdir(path)]
+    if "**" not in pattern:  # else what is in them is matched, too
+        for path in matches:
+            if os.path.isdir(path):
+                problems.add(path, 0, Kind.LEFT_OUT, "is a folder that a glob matches: name it by itself")
+    return files
+
+
+def _inside(folder: str, endings: Sequence[str], besides: Collection[str], problems: Problems) -> list[str]:
+    """The files of a folder and the folders in it that end as they must; those `besides` are named by themselves."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(
-            f"IN ({error.filename!r}) cannot be read ({error.strerror}): make it a folder that you may read"
-        )
+        problems.add(str(error.filename), 0, Kind.UNREADABLE, f"cannot be read ({error.strerror})")
 
-    found = []
-    for above, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(above, name) for name in names if name.endswith(endings) and not name.startswith(".")]
-    return found
+    def leave_out(path: str, why: str) -> None:
+        why += f" than {', '.join(endings)}" if why.endswith("ending") else ""
+        problems.add(path, 0, Kind.LEFT_OUT, f"{why}: name it by itself")
+
+    return disk.walked(
+        folder, lambda name: packed.plain_name(name).endswith(tuple(endings)), leave_out, refuse, besides
+    )
 
 
 def common_folder(paths: Sequence[str]) -> str:
@@ -185,10 +239,7 @@ def _of_document(path: str, problems: Problems, most: int) -> Iterator[Record]:
 
 
 def _is_document(path: str) -> bool:
-    name = path.lower()
-    for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    return name.endswith(".json")
+    return packed.plain_name(path).endswith(".json")
 
 
 def _first_line_is_an_object(path: str) -> bool:

@@ -97,12 +97,14 @@ class Manifest:
         counts: Mapping[str, int] | None = None,
         problems: Problems | None = None,
     ) -> Manifest:
-        """The manifest of whole parts, with their counts and problems added to the builder's own."""
+        """The manifest of whole parts, with their counts and problems added to the builder's own, and the counts of the input."""
         total, found = collections.Counter(counts or {}), Problems()
         found.merge(problems or Problems())
         for part in parts:
             total.update(part.counts)
             found.merge(part.problems)
+        total.update(files=len(inputs), file_bytes=sum(one.bytes for one in inputs))
+        total.update(files_left_out=found.left_out, skipped=found.total - found.left_out)
         return cls(
             kind=kind,
             version=capibara.__version__,

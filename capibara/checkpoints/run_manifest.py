@@ -74,10 +74,12 @@ class RunManifest:
     Attributes:
       entries: the files, by path.
       steps: committed steps that were not removed.
+      data: for each split of the data what the last start has read, held out, skipped and left out.
     """
 
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
     steps: frozenset[int] = frozenset()
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read(folder: epath.Path) -> RunManifest | None:
@@ -101,7 +103,9 @@ def read(folder: epath.Path) -> RunManifest | None:
         entries = [_entry(one) for one in values["files"]]
         if not all(type(step) is int for step in values["steps"]):
             raise ValueError("its steps are no numbers")
-        return RunManifest({entry.path: entry for entry in entries}, frozenset(values["steps"]))
+        if not isinstance(data := values.get("data", {}), dict):
+            raise ValueError("its data is no object")
+        return RunManifest({entry.path: entry for entry in entries}, frozenset(values["steps"]), data)
     except limits.Refused as error:
         raise Corrupted(f"{path} has {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
@@ -141,9 +145,12 @@ def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
         _change(folder, lambda m: {**m.entries, **new})
 
 
-def begin(folder: epath.Path) -> None:
-    """Records that a run starts writing: previous outputs are no longer valid."""
-    _change(folder, lambda m: {path: entry for path, entry in m.entries.items() if entry.role is not Role.OUTPUT})
+def begin(folder: epath.Path, data: Mapping[str, Any]) -> None:
+    """Records that a run starts writing, and the counts of its data: previous outputs are no longer valid."""
+    with _LOCK:
+        found = _read_or_empty(folder)
+        entries = {path: entry for path, entry in found.entries.items() if entry.role is not Role.OUTPUT}
+        _write(folder, dataclasses.replace(found, entries=entries, data=data))
 
 
 def seal_logs(folder: epath.Path) -> None:
@@ -157,8 +164,17 @@ def seal(folder: epath.Path) -> list[str]:
     found = _entries_of(folder, _present(folder))
     steps = _committed(folder)
     with _LOCK:
-        _write(folder, RunManifest(found, frozenset(steps)))
+        _write(folder, RunManifest(found, frozenset(steps), _data(folder)))
     return list(found)
+
+
+def _data(folder: epath.Path) -> Mapping[str, Any]:
+    """The counts of the data that are recorded; of a manifest that was modified none."""
+    try:
+        found = read(folder)
+    except Corrupted:
+        found = None
+    return {} if found is None else found.data
 
 
 def seal_outputs(folder: epath.Path) -> None:
@@ -408,7 +424,7 @@ def _read_or_empty(folder: epath.Path) -> RunManifest:
 def _write(folder: epath.Path, found: RunManifest) -> None:
     entries = [found.entries[path] for path in sorted(found.entries)]
     files = [{k: v for k, v in dataclasses.asdict(entry).items() if v is not None} for entry in entries]
-    values = {"format": _FORMAT, "steps": sorted(found.steps), "files": files}
+    values = {"format": _FORMAT, "steps": sorted(found.steps), "files": files, "data": found.data}
     stores.of(folder).make_folder(folder)
     stores.of(folder).write_atomic(folder / NAME, json.dumps(values | {"xxh128": _digest(values)}, indent=1).encode())
 

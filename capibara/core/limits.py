@@ -7,6 +7,7 @@ because every verb loads this module.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Protocol
 
 from capibara.core.types import UserError
@@ -27,6 +28,7 @@ LINE_BYTES = 32 * MIB  # of a line of a JSON lines file
 DEPTH = 128  # nesting of JSON; serde's default
 VALUES = 4_000_000  # in a JSON file, counted by its brackets, commas and colons
 NUMBER_CHARACTERS = 400  # tokenizers' model_max_length is 10 ** 30, a float has at most 310 digits before its point
+_BOM = codecs.BOM_UTF8
 _SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes({*range(256)} - {*b"[]{}"})
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -274,23 +276,24 @@ def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: i
     return found
 
 
-def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, without line ends, and their numbers from 1.
+def lines_of(
+    blocks: Iterable[bytes], name: str, most: int = LINE_BYTES, *, blank: bool = False
+) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, without line ends and a byte order mark, and their numbers from 1.
 
     An overlong line is refused before more than a block beyond `most` bytes of it is in memory.
 
+    Args:
+      blocks: of its content.
+      name: of the file, for errors.
+      most: the largest length of a line in bytes.
+      blank: whether blank lines are wanted, too.
+
     Raises:
-      UserError: a line has more than `most` bytes; as `opened`.
-      FileNotFoundError: the file does not exist.
+      UserError: a line has more than `most` bytes.
     """
-    with opened(path) as file:
-        yield from lines_of(file, os.fspath(path), most)
-
-
-def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """`lines` of an open file."""
     number, begun, size = 0, [], 0  # begun: the blocks of an unfinished line; size: its bytes
-    while block := file.read(MIB):
+    for block in blocks:
         size += block.find(b"\n") if b"\n" in block else len(block)
         check_line(size, f"{name}:{number + 1}", most)
         begun.append(block)
@@ -298,13 +301,15 @@ def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tupl
             continue
         found = b"".join(begun).split(b"\n")
         begun, size = [found.pop()], 0
+        found[0] = found[0] if number else found[0].removeprefix(_BOM)
         for at, line in enumerate(found, number + 1):
-            if line and not line.isspace():
+            if blank or line and not line.isspace():
                 check_line(len(line), f"{name}:{at}", most)
                 yield at, line.removesuffix(b"\r")
         number, size = number + len(found), len(begun[0])
     rest = b"".join(begun)
-    if rest and not rest.isspace():
+    rest = rest if number else rest.removeprefix(_BOM)
+    if rest and (blank or not rest.isspace()):
         yield number + 1, rest.removesuffix(b"\r")
 
 

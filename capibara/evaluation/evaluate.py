@@ -89,7 +89,7 @@ def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
 def files_of(tasks: Sequence[Task]) -> list[str]:
     """The files of the tasks."""
     ours = [one for one in tasks if isinstance(one, Ours)]
-    return [path for one in ours for path in disk.expand(f"{one.name}/EvalTask.files", one.task.files)]
+    return [path for one in ours for path in disk.listed(f"{one.name}/EvalTask.files", one.task.files, disk.RECORDS)[0]]
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from capibara.core.types import UserError
 from capibara.data.sources import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.inference.sampling.sampling import Sampling
+from capibara.storage import packed
 
 _LINE_VALUES = 1_000_000  # largest number of JSON values in a line
 
@@ -113,14 +114,13 @@ def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item
       UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
     items: list[Item] = []
-    paths = disk.expand(f"{name}/EvalTask.files", task.files)
+    paths, _ = disk.listed(f"{name}/EvalTask.files", task.files, disk.RECORDS)
     for path in paths:
         try:
-            for number, line in limits.lines(path):
+            for number, line in packed.lines(path):
                 if limit is not None and len(items) >= limit:
                     break
-                if line.strip():
-                    items.append(_item(task, line.decode(), f"{path}:{number}"))
+                items.append(_item(task, line.decode(), f"{path}:{number}"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
     if not items:

@@ -90,7 +90,7 @@ class ConfigFile(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         folder = run_manifest.folder_of(run.model_dir)
-        run_manifest.begin(folder)
+        run_manifest.begin(folder, run.data)
         run_manifest.replace(folder, {run_manifest.CONFIG: run.config.encode()})
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from capibara.core import limits, processes
 from capibara.core.types import UserError
-from capibara.storage import threads
+from capibara.storage import packed, threads
 from capibara.storage.store import NONE, PARTIAL, Entry, Locked, OpenFile, Path
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class DiskStore:
         return open(path, "rb", buffering=0)
 
     def lines(self, path: Path) -> Iterator[bytes]:
-        return (line for _, line in limits.lines(path))
+        return (line for _, line in packed.lines(path))
 
     def size(self, path: Path) -> int:
         return os.stat(path).st_size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 
 from capibara.core import extras, limits
+from capibara.core.types import UserError
 
 COMPRESSED = (".gz", ".zst")
 OTHERS = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".br", ".tar")
@@ -47,6 +49,12 @@ def is_packed(path: str) -> bool:
     return name.endswith(COMPRESSED) and not name.endswith(tuple(f".tar{ending}" for ending in COMPRESSED))
 
 
+def plain_name(path: str) -> str:
+    """The name of a file in lower case, without its folder and the ending of its compression."""
+    name = os.path.basename(path).lower()
+    return os.path.splitext(name)[0] if name.endswith(COMPRESSED) else name
+
+
 def blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
     """The content of a file, unpacked if it is compressed; what was unpacked before a failure is yielded first.
 
@@ -54,13 +62,33 @@ def blocks(file: BinaryIO, path: str) -> Iterator[bytes]:
       Unreadable: it is corrupted, cut short, unpacks to too much, or has another compression.
       OSError: the disk fails.
     """
-    head = file.read(4)
-    file.seek(0)
+    head = file.read(len(_ZSTD))
     if (new := _decompressor(path, head)) is not None:
-        yield from _unpacked(file, new)
+        yield from _unpacked(file, head, new)
         return
-    while block := file.read(_BLOCK_BYTES):
+    block = head + file.read(_BLOCK_BYTES)
+    while block:
         yield block
+        block = file.read(_BLOCK_BYTES)
+
+
+def lines(path: str | os.PathLike[str], *, blank: bool = False) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, plain or compressed, as `limits.lines_of` finds them.
+
+    Raises:
+      UserError: a line is too long, or the file cannot be read or unpacked.
+      FileNotFoundError: it does not exist.
+    """
+    with limits.opened(path) as file:
+        yield from lines_of(file, os.fspath(path), blank=blank)
+
+
+def lines_of(file: BinaryIO, path: str, *, blank: bool = False) -> Iterator[tuple[int, bytes]]:
+    """`lines` of an open file, which may be a pipe."""
+    try:
+        yield from limits.lines_of(blocks(file, path), path, blank=blank)
+    except Unreadable as failure:
+        raise UserError(f"{path} {failure}") from None
 
 
 def _decompressor(path: str, head: bytes) -> Callable[[], _Decompressor] | None:
@@ -77,12 +105,13 @@ def _decompressor(path: str, head: bytes) -> Callable[[], _Decompressor] | None:
     return None
 
 
-def _unpacked(file: BinaryIO, new: Callable[[], _Decompressor]) -> Iterator[bytes]:
-    """Blocks of a compressed file, of all its members; what was unpacked before a failure is yielded first."""
+def _unpacked(file: BinaryIO, head: bytes, new: Callable[[], _Decompressor]) -> Iterator[bytes]:
+    """Blocks of a compressed file, whose `head` was read, of all its members; what precedes a failure is yielded first."""
     inner, is_begun, packed, unpacked = new(), False, 0, 0
     blocks: list[bytes] = []
     size, failure = 0, None
-    while failure is None and (piece := file.read(_PIECE_BYTES)):
+    while failure is None and (piece := head + file.read(_PIECE_BYTES)):
+        head = b""
         packed += len(piece)
         while piece and failure is None:
             if not is_begun and not piece.strip(b"\0"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 # A number of `on_system`; None: unavailable here. A mapping has the numbers of each local device, a text is a warning.
 SystemValue = float | str | Mapping[str, Sequence[float | None]] | None
@@ -25,6 +26,7 @@ class RunInfo:
       peak_flops: peak FLOP/s of one device in the compute dtype; None: unknown, and no MFU is logged.
       config: the operative Gin configuration.
       arrays: shape and dtype of each array of the train state, by name.
+      data: for each split what was read, held out, skipped and left out, as JSON; empty: the data does not say.
     """
 
     model_dir: str
@@ -38,6 +40,7 @@ class RunInfo:
     peak_flops: float | None
     config: str
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+    data: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 class Callback:

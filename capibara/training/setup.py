@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,7 @@ class Setup:
       load: checks a foreign model at `trainer.init_from`.
       spent: seconds by cause.
       ledger: of the run's privacy; None: it has none.
+      data: the counts of each split, as JSON.
     """
 
     trainer: Trainer
@@ -84,6 +85,7 @@ class Setup:
     load: Load | None
     spent: Mapping[str, float]
     ledger: Ledger | None
+    data: Mapping[str, Mapping[str, Any]]
 
     def __enter__(self) -> Setup:
         return self
@@ -218,6 +220,7 @@ class Setup:
                 name: (leaf.shape, str(leaf.dtype))
                 for name, leaf in zip(tree.path_names(self.spec.abstract), jax.tree.leaves(self.spec.abstract))
             },
+            data=self.data,
         )
 
 
@@ -232,8 +235,7 @@ def set_up(
     """Sets up a run. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
 
     Args:
-      trainer: the run.
-      devices: of the mesh; None: all.
+      trainer, devices: the run, and the devices of its mesh; None: all.
       status: called with lines on what takes time.
       compiler_options: XLA's, for the train step; None: defaults.
       config: the operative configuration, for the manifests of checkpoints.
@@ -278,6 +280,7 @@ def set_up(
         load=load,
         spent=spent,
         ledger=ledger,
+        data={split: counts.as_json() for split, counts in given.counts.items()},
     )
     return setup, initial
 
@@ -312,7 +315,7 @@ def _check(
     _objective(trainer, model)
     read, own = reader(trainer, load), starts(trainer, model, mesh, load)
     given = checks.given(trainer, model, mesh, spec.abstract, read, ledger, whole=whole)
-    for note in given.notes:
+    for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
         status(note)
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data

@@ -224,35 +224,47 @@ def test_a_json_file_that_is_bad_is_one_problem(write, monkeypatch):
 def test_folders_globs_and_files_are_found_sorted_and_once(tmp_path):
     for name in ("b/x.jsonl", "b/c/y.jsonl.gz", "a.jsonl", "b/z.txt", "b/.hidden.jsonl", "b/.git/w.jsonl", "b/v.zst"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("{}")
     os.symlink(tmp_path, tmp_path / "b/around")
     wanted = [str(tmp_path / name) for name in ("a.jsonl", "b/c/y.jsonl.gz", "b/x.jsonl")]
     folder, glob = str(tmp_path / "b"), str(tmp_path / "*.jsonl")
-    assert reading.expand([folder, glob, wanted[0], wanted[2]], [".jsonl"]) == wanted
-    assert reading.expand([str(tmp_path / "b/z.txt")], [".jsonl"]) == [str(tmp_path / "b/z.txt")]  # named by the user
+    assert reading.expand([folder, glob, wanted[0], wanted[2]], [".jsonl"], Problems()) == wanted
+    assert reading.expand([str(tmp_path / "b/z.txt")], [".jsonl"], Problems()) == [
+        str(tmp_path / "b/z.txt")
+    ]  # named by the user
 
 
 def test_inputs_that_match_nothing_are_the_users_mistake(tmp_path):
     for patterns in ([], [str(tmp_path / "none*")], [str(tmp_path)]):
         with pytest.raises(UserError, match="IN"):
-            reading.expand(patterns, [".jsonl"])
+            reading.expand(patterns, [".jsonl"], Problems())
 
 
 def test_the_files_of_the_output_folder_are_no_input(tmp_path):
     for name in ("a.jsonl", "out/b.jsonl", "outer/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = reading.expand([str(tmp_path)], [".jsonl"], str(tmp_path / "out"))
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "out/.building").mkdir()
+    problems = Problems()
+    found = reading.expand([str(tmp_path)], [".jsonl"], problems, str(tmp_path / "outer/../out"))
     assert found == [str(tmp_path / "a.jsonl"), str(tmp_path / "outer/c.jsonl")]
+    assert not problems  # what this build writes is neither read nor left out
     with pytest.raises(UserError, match="outside of --out"):
-        reading.expand([str(tmp_path / "out")], [".jsonl"], str(tmp_path / "out"))
+        reading.expand([str(tmp_path / "out")], [".jsonl"], Problems(), str(tmp_path / "out"))
 
 
-def test_a_file_name_that_is_no_text_is_refused(tmp_path):
-    path = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
-    open(path, "wb").close()
-    with pytest.raises(UserError, match=r"no text in UTF-8: rename it"):
-        reading.expand([str(tmp_path)], [".jsonl"])
+def test_what_cannot_be_read_is_counted_and_the_rest_is_read(tmp_path):
+    open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "wb").close()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "other.csv").write_text("x")
+    with pytest.raises(UserError, match=r"IN has no file that can be read \(.*empty.jsonl: empty: has no byte\)"):
+        reading.expand([str(tmp_path)], [".jsonl"], Problems())
+    (tmp_path / "a.jsonl").write_text("{}")
+    problems = Problems()
+    assert reading.expand([str(tmp_path)], [".jsonl"], problems) == [str(tmp_path / "a.jsonl")]
+    assert problems.counts == {"empty": 1, "left_out": 1, "unreadable": 2} and problems.left_out == 2
+    assert "no text in UTF-8: rename it" in problems.text() and "pipe.jsonl: unreadable: is a pipe" in problems.text()
 
 
 def test_the_common_folder_of_files_is_absolute(tmp_path, monkeypatch):

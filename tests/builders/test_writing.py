@@ -18,6 +18,7 @@ from capibara.builders.problems import Kind
 from capibara.builders.writing import Output, read_manifest
 from capibara.core.types import UserError
 
+OF_INPUTS = {"files": 2, "file_bytes": 14, "files_left_out": 0}  # see `inputs`
 NAMES = ("train/0.jsonl", "train/1.jsonl", "stats.json")
 
 
@@ -53,7 +54,9 @@ def test_a_build_leaves_its_files_and_a_manifest(tmp_path, inputs):
         assert output.done() is None
         manifest = fill(output)
     assert {*tree(tmp_path / "out")} == {"manifest.json", "train", *NAMES}
-    assert manifest.counts == {"kept": 9, "read": 12} and manifest.problems.counts == {"malformed": 3}
+    assert manifest.counts == {"kept": 9, "read": 12, **OF_INPUTS, "skipped": 3} and manifest.problems.counts == {
+        "malformed": 3
+    }
     assert [(file.name, file.records) for file in manifest.files] == [(name, 3) for name in sorted(NAMES)]
     assert manifest.config == {"a": [2, 3], "b": 1} and manifest.inputs == inputs
     hashes = {file.name: file.sha256 for file in manifest.files}
@@ -102,7 +105,7 @@ def test_a_part_that_fails_leaves_nothing_and_whole_ones_are_kept(tmp_path, inpu
     with Output(str(folder), "sets", {}, inputs) as output:
         assert output.done() is None and output.parts.done("second") is None
         assert output.parts.done("first").counts == {"kept": 1}
-        assert output.finish().counts == {"kept": 1}
+        assert output.finish().counts == {"kept": 1, **OF_INPUTS, "skipped": 0}
 
 
 def test_a_part_that_is_written_again_is_not_recorded_until_it_is_whole(tmp_path, inputs):
@@ -165,7 +168,7 @@ def test_worker_processes_write_parts(tmp_path, inputs):
         argv = [sys.executable, "-c", _WORKER, str(tmp_path / "parts")]
         workers = [subprocess.Popen([*argv, number]) for number in ("1", "2")]
         assert [worker.wait(60) for worker in workers] == [0, 0]
-        assert output.finish().counts == {"kept": 3}
+        assert output.finish().counts == {"kept": 3, **OF_INPUTS, "skipped": 0}
 
 
 def test_an_input_that_grows_during_the_build_is_the_users_mistake(tmp_path, inputs):

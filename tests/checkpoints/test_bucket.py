@@ -156,7 +156,7 @@ def test_a_run_lives_in_a_bucket(bucket, tmp_path, scheme):
 def test_a_bucket_that_refuses_has_not_corrupted_the_manifest_of_a_run(gs, ask, part, capfd):
     """Restoring it from a copy, or sealing it again, would be wrong."""
     folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
-    run_manifest.begin(folder)
+    run_manifest.begin(folder, {})
     run_manifest.replace(folder, {"config.gin": b"A = 1\n"})
     with gs.failing(lambda method, path: 403 if part in path else None):
         code = exits.run_verb(lambda argv: ask(folder) and None, [])

@@ -138,3 +138,20 @@ def test_mistakes_are_one_line(argv, message, capsys, tmp_path, monkeypatch):
 def test_a_step_that_is_not_there(model_dir, capsys):
     assert run("verify", model_dir, "--step=9") == 2
     assert "--step=9 must be a step of" in capsys.readouterr().err
+
+
+def test_the_manifest_keeps_the_counts_of_the_data(tmp_path):
+    folder, data = run_manifest.folder_of(tmp_path), {"train": {"documents": 3, "held_out": 1}}
+    run_manifest.begin(folder, {"train": {"documents": 2}})
+    run_manifest.begin(folder, data)
+    run_manifest.replace(folder, {run_manifest.CONFIG: b""})
+    run_manifest.add_step(folder, 1)
+    run_manifest.seal(folder)
+    assert run_manifest.read(folder).data == data
+    (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace('"documents": 3', '"documents": 4')
+    )
+    with pytest.raises(run_manifest.Corrupted):
+        run_manifest.read(folder)
+    run_manifest.seal(folder)  # the user says that the folder is as it should be
+    assert run_manifest.read(folder).data == {}

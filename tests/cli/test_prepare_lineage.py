@@ -115,5 +115,5 @@ def test_skipped_input_is_named_and_is_the_exit_code(tmp_path, parse, capsys, mo
     if "--json" in flags:
         assert json.loads(said.out) == json.loads((tmp_path / "out/manifest.json").read_text())
     else:
-        assert f"fingerprint {manifest.fingerprint}\n  kept" in said.out
+        assert f"fingerprint {manifest.fingerprint}\n" in said.out and "\n  kept  " in said.out
     assert ("  in.jsonl:3: malformed: is bad" in said.err) == bool(bad)

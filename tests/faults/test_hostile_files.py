@@ -27,6 +27,7 @@ from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop.gguf import file as gguf_file
 from capibara.interop.hf import safetensors_header, torch_file
 from capibara.interop.t5x import index as t5x_index
+from capibara.storage import packed
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -101,7 +102,7 @@ def test_a_long_line_is_one_error_that_names_it(line, tmp_path):
     path.write_bytes(b'{"text": "a"}\n' * (line - 1) + b'{"text": "' + b"a" * (limits.LINE_BYTES + 1) + b'"}\n')
     for read in (
         lambda: JsonlSource(files=(str(path),)).open("train"),
-        lambda: list(limits.lines(path)),
+        lambda: list(packed.lines(path)),
         lambda: prepare_instructions([str(path)], str(tmp_path / "out"), report=len),
     ):
         peak, seconds, said = peak_of(read, UserError)
@@ -115,9 +116,10 @@ def test_lines_are_found_as_python_finds_them(tmp_path):
     for content in (b"", b"\n", b"a", b"a\n", b"\r\n\nab\n\r\n\nc", b"\n" * 5 + b"x" * ((4 << 20) - 3) + b"\nyy\n\nz"):
         path.write_bytes(content)
         want = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line not in (b"", b"\r")]
-        got = [(int(n), content[a:b]) for a, b, n in zip(*disk.line_bounds(str(path)), strict=True)]
-        assert got == want
-        assert list(limits.lines(path)) == [(n, line.removesuffix(b"\r")) for n, line in want]
+        *bounds, blank = disk.line_bounds(str(path))
+        assert [(int(n), content[a:b]) for a, b, n in zip(*bounds, strict=True)] == want
+        assert blank == content.count(b"\n") + (not content.endswith((b"\n",)) and content != b"") - len(want)
+        assert list(packed.lines(path)) == [(n, line.removesuffix(b"\r")) for n, line in want]
 
 
 @pytest.mark.fault(62)

@@ -10,6 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from capibara.data.sources.counts import Counts
 from capibara.jobs.local import free_address
 from capibara.monitoring.trackers.loggers import read_metrics
 
@@ -33,6 +34,10 @@ def test_train_then_again_then_with_more_steps(shell, here):
     first = shell.run(*TRAIN, "--emulate=8")
     assert (first.code, first.err) == (0, "")
     assert "compiling the train step for 8 devices" in first.out and "finished at step 6: 6 steps" in first.out
+    data = json.loads((shell.folder / "run" / "manifest.json").read_text())["data"]
+    for split, counts in data.items():  # what is printed is recorded
+        assert f"data: {split}: {Counts(**counts)}" in first.out
+    assert data["train"]["documents"] > 0 and data["train"]["held_out"] > 0
     assert "DecoderConfig.mlp_dim = 64" in (shell.folder / "run" / "config.gin").read_text()
 
     again = here(*TRAIN, "--emulate=8")

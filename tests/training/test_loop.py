@@ -244,7 +244,8 @@ def test_what_takes_time_is_said_and_watched_by_its_own_limit(make_trainer, trai
         monkeypatch.setattr(of, name, noting(name, getattr(of, name)))
     watch = Watch(start_s=1001.0, evaluation_s=1002.0, save_s=1003.0)
     statuses = train(make_trainer(steps=2, watch=watch, evaluation=Evaluation(every=2, max_batches=1))).statuses
-    assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
+    assert statuses[0].startswith("data: train: ") and statuses[1].startswith("data: validation: ")
+    assert statuses[2] == "compiling the train step for 8 devices" and statuses[3].startswith("compiled in ")
     assert limits_s == {"begin": 1001.0, "watch": 1001.0, "evaluate": 1002.0, "save": 1003.0}
     assert dogs[0].limit_s == 1003.0  # of the last save
 

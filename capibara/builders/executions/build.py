@@ -17,6 +17,7 @@ from capibara.builders.executions.fixes import Fix, FixPairs, Pairing
 from capibara.builders.executions.names import EarlierImports
 from capibara.builders.executions.reading import Execution
 from capibara.builders.executions.runs import Run, analysed
+from capibara.builders.problems import Problems
 from capibara.builders.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction, Scope
 from capibara.builders.workers import Workers
@@ -51,6 +52,7 @@ def build(
     *,
     num_workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    problems: Problems | None = None,
 ) -> Manifest:
     """Writes executions/, fixes/ and chats/ into a folder, a file of each per input, and a manifest.
 
@@ -62,6 +64,7 @@ def build(
       settings: what is kept and made.
       num_workers: processes that each take one log at a time; 0: this one.
       progress: called with the number of logs that are done, and of all.
+      problems: what was left out of the input before.
 
     Raises:
       UserError: a package is not installed, or the folder holds another build or cannot be written.
@@ -84,7 +87,7 @@ def build(
 
         with Workers(min(num_workers, len(todo))) as workers:
             workers.each(builder, todo, count)
-        return output.finish({"logs": len(logs)})
+        return output.finish({"logs": len(logs)}, problems)
 
 
 def _names(number: int) -> list[str]:

@@ -17,6 +17,7 @@ from capibara.builders.executions import sessions
 from capibara.builders.problems import Kind, Problems
 from capibara.builders.redaction.redact import Json
 from capibara.core import limits
+from capibara.storage import packed
 
 ENDINGS = (".jsonl", ".ndjson", ".json")
 _NOT_E2B = "is no execution"
@@ -167,10 +168,7 @@ def read(path: str, problems: Problems) -> Iterator[Execution]:
       path: the file, plain or compressed by gzip or zstd.
       problems: counts what is skipped.
     """
-    plain = path.lower()
-    for packed in reading.COMPRESSED:
-        plain = plain.removesuffix(packed)
-    if not plain.endswith(ENDINGS):
+    if not packed.plain_name(path).endswith(ENDINGS):
         yield from _of_text(path, problems)
         return
     for record in reading.records(path, problems):

@@ -26,6 +26,7 @@ from capibara.builders.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction
 from capibara.builders.workers import Workers
 from capibara.builders.writing import Manifest, Output, Parts
+from capibara.storage import packed
 
 KIND = "playbooks"
 _AT_ONCE = 200  # bullets that are redacted together
@@ -60,6 +61,7 @@ def build(
     *,
     num_workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    problems: Problems | None = None,
 ) -> Manifest:
     """Writes playbooks/, bullets/ and chats/ into a folder, a file of each per domain, statistics.json and a manifest.
 
@@ -71,6 +73,7 @@ def build(
       settings: what is kept and made.
       num_workers: processes that each read one file at a time; 0: this one.
       progress: called with the number of files that are read, and of all.
+      problems: what was left out of the input before.
 
     Raises:
       UserError: a package is not installed, or the folder holds another build or cannot be written.
@@ -81,14 +84,15 @@ def build(
         if (manifest := output.done()) is not None:
             return manifest
         _read(inputs, output.scratch, settings.redaction, num_workers, progress)
-        counts, problems = collections.Counter(files=len(inputs)), Problems()
+        counts, found = collections.Counter[str](), Problems()
+        found.merge(problems or Problems())
         for name in (name for number in range(len(inputs)) for name in _names(number)):
             if (part := output.scratch.done(name)) is not None:
                 counts.update(part.counts)
-                problems.merge(part.problems)
+                found.merge(part.problems)
         domains = _entries(output.scratch, inputs, settings, counts)
         _write(output, domains, settings, counts)
-        return output.finish({name: count for name, count in counts.items() if count}, problems)
+        return output.finish({name: count for name, count in counts.items() if count}, found)
 
 
 def _write(
@@ -166,7 +170,7 @@ class _Reader:
     def __call__(self, task: tuple[int, str]) -> None:
         number, path = task
         agents_name, bullets_name = _names(number)
-        name, plain = os.path.relpath(os.path.abspath(path), self.common), reading.plain_name(path)
+        name, plain = os.path.relpath(os.path.abspath(path), self.common), packed.plain_name(path)
         keys = [_key("file", plain), _key("agent", os.path.splitext(plain)[0])]
         with self.parts.write(agents_name) as agents, self.parts.write(bullets_name) as bullets:
             found = reading.read(path, bullets.problems, bullets.counts)
@@ -201,7 +205,7 @@ def _agent_json(agent: Agent, texts: Iterator[str]) -> dict[str, Json]:
         expertise[domain] = max(skill, known if isinstance(known, float) else 0.0)
     keys: list[Json] = [_key("agent", agent.name)]
     if agent.playbook is not None:
-        keys.append(_key("file", reading.plain_name(agent.playbook)))
+        keys.append(_key("file", packed.plain_name(agent.playbook)))
     return {
         "name": name,
         "graduation_score": agent.graduation_score,

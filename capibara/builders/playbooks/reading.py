@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from capibara.builders.playbooks.bullets import Bullet
 from capibara.builders.playbooks.exports import Export
 from capibara.builders.playbooks.text import Parser
 from capibara.builders.problems import Problems
+from capibara.storage import packed
 
 _JSON = (".json", ".jsonl", ".ndjson")
 ENDINGS = (".md", ".txt", *_JSON)
@@ -25,18 +25,10 @@ def read(path: str, problems: Problems, counts: Counter[str]) -> Iterator[Bullet
       problems: counts what cannot be read, with file and line.
       counts: gets the number of lines outside bullets, and of bullets that are marked as invalid.
     """
-    if plain_name(path).endswith(_JSON):
+    if packed.plain_name(path).endswith(_JSON):
         for record in reading.records(path, problems):
             yield from Export(record, problems, counts).read()
         return
     parser = Parser(problems)
     yield from parser.parse(reading.lines(path, problems))
     counts["lines outside bullets"] += parser.outside
-
-
-def plain_name(path: str) -> str:
-    """The name of a file in lower case, without its folder and the ending of its compression."""
-    name = os.path.basename(path).lower()
-    for ending in reading.COMPRESSED:
-        name = name.removesuffix(ending)
-    return name

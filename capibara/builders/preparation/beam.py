@@ -333,7 +333,6 @@ def _finish(job: _Job, output: Output | BucketOutput, problems: Problems) -> Man
         PartSummary(problems=Problems.from_json(one["problems"]), **{name: one[name] for name in names}) for one in read
     ]
     counts = summary.total(job.parts, summaries, problems)
-    counts.update(summary.of_files(output.inputs, problems))
     counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
     counts["exact_duplicates"] = counts["documents"] - counts["blank"]
     for one in found:

@@ -227,7 +227,6 @@ class _Build:
     def run(self, problems: Problems) -> Manifest:
         """Runs all steps that are not done; `problems`: of files that have no parts."""
         counts = self._hash(problems)
-        counts.update(summary.of_files(self._output.inputs, problems))
         counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
         kept = self._exact(counts)
         kept = self._filter(kept, counts)

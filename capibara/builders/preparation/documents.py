@@ -9,11 +9,9 @@ import bisect
 import concurrent.futures
 import dataclasses
 import enum
-import glob
 import hashlib
 import itertools
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from capibara.builders import fingerprints, reading
@@ -22,13 +20,12 @@ from capibara.builders.problems import Kind, Problems
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows
-from capibara.data.sources import disk
+from capibara.data.sources import disk, plain
 from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")  # of the files of a folder
-# Kinds of problems besides those of any file: a record without the field, and files that are not read.
-NO_TEXT, LEFT_OUT, EMPTY = "no_text", "left_out", "empty"
+NO_TEXT = "no_text"  # a kind of problem besides those of any file: a record without the field
 _BLOCK_BYTES, _SLACK_BYTES = 1 << 20, 1 << 16  # read at a time; read after a piece for its last line
 _REMOTE_BYTES, _REMOTE_THREADS = 8 << 20, 8  # of a bucket, in which each request takes its time
 _ROWS_BYTES = 4 << 20  # of Parquet files that are read at a time
@@ -94,11 +91,13 @@ class Fields:
       text: the field, or column, with the text.
       domain: the one with the domain, which a record may lack; None: there is none.
       document_bytes: a text file is one document; a longer one is cut at line ends into documents of at least so many bytes.
+      encoding: of JSON lines and texts. A file in another one than UTF-8 is read whole, from a plain copy.
     """
 
     text: str
     domain: str | None
     document_bytes: int
+    encoding: str = plain.UTF_8
 
 
 def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
@@ -117,76 +116,14 @@ def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
     for pattern in remote:
         if not stores.of(pattern).matching(pattern):
             raise UserError(f"IN ({pattern!r}) matches no file")
-    local = [pattern for pattern in patterns if pattern not in remote]
-    paths = {path for pattern in local for path in _local_files(pattern, local, problems)}
-    files = [file for file in {*found, *_readable(paths, problems)} if _has_content(file, problems)]
+    for file in found:
+        if not file.size:
+            problems.add(file.url, 0, Kind.EMPTY, "has no byte")
+    sizes = reading.local_files([pattern for pattern in patterns if pattern not in remote], ENDINGS, problems)
+    files = {file for file in found if file.size} | {Entry(path, size, "") for path, size in sizes.items()}
     if not files:
-        first = next((f" ({problem})" for problem in problems), "")
-        raise UserError(f"IN has no file that can be read{first}: name at least one file, folder or glob")
+        raise reading.nothing_to_read(problems)
     return sorted(files)
-
-
-def _local_files(pattern: str, named: Collection[str], problems: Problems) -> list[str]:
-    """The files that a path, folder or glob on this machine names; what a folder has besides is counted in `problems`."""
-    if os.path.isdir(pattern):
-        found = _inside(pattern, named, problems)
-        if not found:
-            raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(ENDINGS)}: name another folder")
-        return found
-    if os.path.lexists(pattern):
-        return [pattern]
-    matches = sorted(glob.glob(pattern, recursive=True))
-    if not matches:
-        raise UserError(f"IN ({pattern!r}) matches no file")
-    files = [path for path in matches if not os.path.isdir(path)]
-    if "**" not in pattern:  # else what is in them is matched, too
-        for path in matches:
-            if os.path.isdir(path):
-                problems.add(path, 0, LEFT_OUT, "is a folder that a glob matches: name it by itself")
-    return files
-
-
-def _inside(folder: str, named: Collection[str], problems: Problems) -> list[str]:
-    """The files of a folder and the folders in it that end as they must; those that are `named` by themselves count there."""
-
-    def refuse(error: OSError) -> None:
-        problems.add(str(error.filename), 0, Kind.UNREADABLE, f"cannot be read ({error.strerror})")
-
-    wanted = tuple(ending + packing for ending in ENDINGS for packing in ("", *packed.COMPRESSED))
-    found = []
-    for above, folders, names in os.walk(folder, onerror=refuse):
-        for name in [*folders, *names]:
-            path = os.path.join(above, name)
-            if path in named:
-                continue
-            if name.startswith("."):
-                problems.add(path, 0, LEFT_OUT, "is hidden, by its name: name it by itself")
-            elif name in folders:
-                if os.path.islink(path):
-                    problems.add(path, 0, LEFT_OUT, "is a link to a folder: name it by itself")
-            elif name.lower().endswith(wanted):
-                found.append(path)
-            else:
-                problems.add(path, 0, LEFT_OUT, f"has another ending than {', '.join(ENDINGS)}: name it by itself")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-    return found
-
-
-def _readable(paths: Iterable[str], problems: Problems) -> Iterator[Entry]:
-    for path in paths:
-        try:
-            path.encode()
-            yield Entry(path, fingerprints.check_file(path), "")
-        except UnicodeEncodeError:
-            problems.add(ascii(path), 0, Kind.UNREADABLE, "has a name that is no text in UTF-8: rename it")
-        except UserError as error:  # a pipe, a socket, a device, a link to nothing, or no permission
-            problems.add(path, 0, Kind.UNREADABLE, str(error).removeprefix(f"{path} "))
-
-
-def _has_content(file: Entry, problems: Problems) -> bool:
-    if not file.size:
-        problems.add(file.url, 0, EMPTY, "has no byte")
-    return file.size > 0
 
 
 def inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
@@ -248,7 +185,7 @@ def _pieces(file: Entry, fields: Fields, part_bytes: int, problems: Problems) ->
         row_bytes = file.size / max(1, int(rows[-1, 1]) if len(rows) else 1)
         for start, stop in rows.tolist():
             yield Piece(file, file_format, start, stop), int((stop - start) * row_bytes)
-    elif _is_read_whole(file.url):
+    elif _is_read_whole(file.url, fields):
         yield Piece(file, file_format, 0, 0), file.size
     else:
         # A text file is cut where a part ends only if it is longer than a document may be.
@@ -269,17 +206,16 @@ def _check_libraries(url: str) -> None:
 
 
 def _format(url: str) -> FileFormat:
-    name = url.lower()
-    for ending in packed.COMPRESSED:
-        name = name.removesuffix(ending)
+    name = packed.plain_name(url)
     if name.endswith(".parquet"):
         return FileFormat.PARQUET
     return FileFormat.JSONL if name.endswith((".jsonl", ".ndjson", ".json")) else FileFormat.TEXT
 
 
-def _is_read_whole(url: str) -> bool:
-    """Whether a file has no ranges: it is compressed, or may be one JSON value."""
-    return url.lower().endswith((*packed.COMPRESSED, ".json"))
+def _is_read_whole(url: str, fields: Fields) -> bool:
+    """Whether a file has no ranges: it is compressed, in another encoding, or may be one JSON value."""
+    is_utf8 = plain.checked_encoding("CorpusPreparation.encoding", fields.encoding) == plain.UTF_8
+    return not is_utf8 or url.lower().endswith((*packed.COMPRESSED, ".json"))
 
 
 def _table(fields: Fields) -> ParquetRows:
@@ -288,10 +224,6 @@ def _table(fields: Fields) -> ParquetRows:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class _NoText(UserError):
-    """A file that is no text."""
 
 
 @dataclasses.dataclass
@@ -326,7 +258,7 @@ class PartReader:
                 else:
                     yield from self._texts(piece)
             except UserError as error:
-                kind = Kind.ENCODING if isinstance(error, _NoText) else Kind.UNREADABLE
+                kind = Kind.ENCODING if isinstance(error, plain.NotText) else Kind.UNREADABLE
                 self.problems.add(piece.file.url, self.last_lines, kind, str(error).removeprefix(f"{piece.file.url} "))
 
     def _rows(self, piece: Piece) -> Iterator[Document]:
@@ -338,6 +270,8 @@ class PartReader:
     def _whole(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
         path, found = copies.local_file(url), Problems()
+        if self.fields.encoding != plain.UTF_8:
+            (path,) = plain.copies_of("CorpusPreparation.encoding", [path], self.fields.encoding)
         if piece.format is FileFormat.JSONL:
             for record in reading.records(path, found):
                 if (document := self._document(url, record.number, record.value)) is not None:
@@ -432,11 +366,11 @@ class PartReader:
 
 
 def _check_first(url: str, line: bytes) -> None:
-    """Raises _NoText if a file begins as other formats do."""
+    """Raises plain.NotText if a file begins as other formats do."""
     if line.startswith(_WIDE):
-        raise _NoText(f"{url} is no text in UTF-8 but in UTF-16: convert it")
+        raise plain.NotText(f"{url} is no text in UTF-8 but in UTF-16: convert it, or set CorpusPreparation.encoding")
     if line.startswith(_PACKED):
-        raise _NoText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
+        raise plain.NotText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
 
 
 def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:

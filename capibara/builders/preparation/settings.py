@@ -11,6 +11,7 @@ from capibara.builders.preparation.near import NearDuplicates
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.packing.packing import Packing
+from capibara.data.sources import plain
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, Vocabulary
 
 
@@ -23,6 +24,7 @@ class CorpusPreparation:
       field: the field of a JSON line, or the column of a Parquet file, with the text.
       domain_field: the one with the document's domain, which a record may lack; a text file's domain is its language, as in
         TextSource. None: domains are not kept.
+      encoding: of JSON lines and texts, as Python names it, such as "utf-16" or "cp1252".
       document_bytes: a longer text file is cut into documents of at least so many bytes.
       filters: applied in this order to the documents that are no exact duplicates; the first that drops a document counts.
       near: what counts as a near duplicate; None: near duplicates are kept.
@@ -36,6 +38,7 @@ class CorpusPreparation:
 
     field: str = "text"
     domain_field: str | None = "domain"
+    encoding: str = plain.UTF_8
     document_bytes: int = 1 << 20
     filters: tuple[Filter, ...] = ()
     near: NearDuplicates | None = NearDuplicates()
@@ -51,13 +54,16 @@ class CorpusPreparation:
         for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise UserError(f"CorpusPreparation.{name} ({getattr(self, name)}) must be at least {least}")
+        plain.checked_encoding("CorpusPreparation.encoding", self.encoding)
         if self.packing is Packing.NONE:
             raise UserError("CorpusPreparation.packing ('none') would cut documents: try 'best_fit' or 'concat'")
 
     @property
     def fields(self) -> Fields:
         """Where the documents are."""
-        return Fields(text=self.field, domain=self.domain_field, document_bytes=self.document_bytes)
+        return Fields(
+            text=self.field, domain=self.domain_field, document_bytes=self.document_bytes, encoding=self.encoding
+        )
 
     @property
     def sketches_at_once(self) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from capibara.builders.fingerprints import Input
-from capibara.builders.preparation.documents import EMPTY, LEFT_OUT, CorpusPart, moved
+from capibara.builders.preparation.documents import CorpusPart, moved
 from capibara.builders.preparation.settings import CorpusPreparation
 from capibara.builders.problems import Problems
 from capibara.core.types import UserError
@@ -58,17 +57,6 @@ def total(
         first_problem = next((f", such as {problem}" for problem in problems), "")
         raise UserError(f"IN has no document (problems: {problems.total:,}{first_problem}): name other files")
     return counts
-
-
-def of_files(inputs: Sequence[Input], problems: Problems) -> dict[str, int]:
-    """The counts of files: read, with their bytes, and not read; and of records and lines that were skipped."""
-    not_read = sum(problems.counts.get(kind, 0) for kind in (LEFT_OUT, EMPTY))
-    return {
-        "files": len(inputs),
-        "file_bytes": sum(one.bytes for one in inputs),
-        "files_left_out": not_read,
-        "skipped": problems.total - not_read,
-    }
 
 
 def offsets(summaries: Sequence[PartSummary]) -> np.ndarray:

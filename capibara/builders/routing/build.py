@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from capibara.builders import fingerprints
 from capibara.builders.fingerprints import Input
-from capibara.builders.problems import Problems
+from capibara.builders.problems import Kind, Problems
 from capibara.builders.routing import files, selection, statistics
 from capibara.builders.routing.reader import Reader
 from capibara.builders.routing.rows import FOLDERS, Scratch, name
@@ -37,6 +37,7 @@ def build(
     *,
     num_workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    problems: Problems | None = None,
 ) -> Manifest:
     """Writes train, validation and test as .jsonl and .parquet, contaminated.jsonl, leaks.jsonl, statistics.json and a manifest.
 
@@ -48,13 +49,16 @@ def build(
       settings: how the set is made.
       num_workers: processes that each read one file at a time; 0: this one.
       progress: called with the number of files that are read, and of all.
+      problems: what was left out of the input before.
 
     Raises:
       UserError: a package is not installed, the input has an unknown domain, lacks a domain or has too few sources, or the
         folder holds another build or cannot be written.
       TryAgain: a worker process was killed.
     """
-    inputs = fingerprints.inputs_of(path for path in paths if _is_input(path, folder))
+    read = Problems()
+    read.merge(problems or Problems())
+    inputs = fingerprints.inputs_of(path for path in paths if _is_input(path, folder, read))
     if not inputs:
         raise UserError(
             f"IN ({', '.join(paths[:3])}) has no file of records (.jsonl) outside of --out: name the output of another builder"
@@ -66,11 +70,11 @@ def build(
         _read(inputs, output, settings, num_workers, progress)
         found = Scratch(output.scratch, len(inputs))
         chosen = selection.select(found, settings.splits, settings.balance, settings.names)
-        counts, problems = collections.Counter(statistics.counts(chosen, settings.names)), Problems()
+        counts = collections.Counter(statistics.counts(chosen, settings.names))
         for whole in output.scratch.all():
             counts.update(whole.counts)
-            problems.merge(whole.problems)
-        _check_any(counts, problems)
+            read.merge(whole.problems)
+        _check_any(counts, read)
         settings.splits.check(chosen.sources, chosen.linked)
         statistics.check(chosen, settings.names, settings.min_examples)
         about = {"capibara.kind": KIND, "capibara.schema": str(SCHEMA), "capibara.domains": json.dumps(settings.names)}
@@ -81,16 +85,19 @@ def build(
             statistic = {"schema": SCHEMA, **statistics.of(chosen, settings.names), "evaluation_sets": sets}
             part.write(json.dumps(statistic, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
             part.records = 1
-        return output.finish({"files": len(inputs), **counts}, problems)
+        return output.finish(counts, read)
 
 
-def _is_input(path: str, folder: str) -> bool:
-    """Whether a file may have records: it is no report of a data set, and not in the output folder."""
+def _is_input(path: str, folder: str, problems: Problems) -> bool:
+    """Whether a file may have records: it is no report of a data set, which is counted, and not in the output folder."""
     above, name = os.path.split(os.path.realpath(path))
     root = os.path.realpath(folder)
-    if os.path.commonpath([above, root]) == root or name == MANIFEST:
+    if os.path.commonpath([above, root]) == root:
         return False
-    return name not in _REPORTS or not os.path.exists(os.path.join(above, MANIFEST))
+    if name == MANIFEST or name in _REPORTS and os.path.exists(os.path.join(above, MANIFEST)):
+        problems.add(path, 0, Kind.LEFT_OUT, "is a report of a data set")
+        return False
+    return True
 
 
 def _check_any(counts: Mapping[str, int], problems: Problems) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.util
+import logging
 import os
 import re
 import unicodedata
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from capibara.builders import fingerprints, reading
-from capibara.builders.problems import Problems
+from capibara.builders.problems import Kind, Problems
 from capibara.builders.redaction.redact import Json
 from capibara.builders.routing.rows import key_of
 from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix
+from capibara.storage import packed
 
 # In scripts without spaces (Thai, Lao, Tibetan, Burmese, Khmer, Chinese, Japanese) each letter is a word.
 _ALONE = "\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -69,10 +71,7 @@ class EvaluationSet:
           UserError: there are none.
         """
         if self.paths:
-            try:
-                return reading.expand(self.paths, (*_RECORDS, ".txt", ".md"))
-            except UserError as error:
-                raise UserError(f"EvaluationSet {self.name!r}: {str(error).replace('IN (', 'paths (', 1)}") from None
+            return self._named()
         module, name, package = _PACKAGES[self.name]
         found = importlib.util.find_spec(module)
         path = "" if found is None or found.origin is None else os.path.join(os.path.dirname(found.origin), name)
@@ -81,6 +80,19 @@ class EvaluationSet:
                 f"EvaluationSet {self.name!r} needs the package {package}: pip install {package}, or name its files in paths"
             )
         return [path]
+
+    def _named(self) -> list[str]:
+        problems = Problems()
+        try:
+            paths = reading.expand(self.paths, (*_RECORDS, ".txt", ".md"), problems)
+            for problem in problems:
+                if problem.kind != Kind.LEFT_OUT:
+                    raise UserError(f"{problem}: correct the file")
+        except UserError as error:
+            raise UserError(f"EvaluationSet {self.name!r}: {str(error).replace('IN ', 'paths ', 1)}") from None
+        if problems:
+            logging.getLogger(__name__).warning("EvaluationSet %r: %s", self.name, problems.text())
+        return paths
 
     def texts(self) -> Iterator[str]:
         """What is compared.
@@ -102,10 +114,7 @@ class EvaluationSet:
                 )
 
     def _of_file(self, path: str, problems: Problems) -> Iterator[str]:
-        plain = path.lower()
-        for ending in reading.COMPRESSED:
-            plain = plain.removesuffix(ending)
-        if plain.endswith(_RECORDS):
+        if packed.plain_name(path).endswith(_RECORDS):
             for record in reading.records(path, problems):
                 members = {name: record.value[name] for name in self.fields if name in record.value}
                 yield from _texts(members if self.fields else record.value)

@@ -13,6 +13,7 @@ from capibara.cli.arguments import flags
 from capibara.core import exits
 
 if TYPE_CHECKING:
+    from capibara.builders.problems import Problems
     from capibara.builders.writing import Manifest
 
 _Settings = TypeVar("_Settings", contravariant=True)
@@ -78,6 +79,7 @@ class _Build(Protocol[_Settings]):
         *,
         num_workers: int,
         progress: Callable[[int, int], None],
+        problems: Problems,
     ) -> Manifest: ...
 
 
@@ -101,10 +103,12 @@ def run(
     """
     from capibara import config
     from capibara.builders import reading
+    from capibara.builders.problems import Problems
     from capibara.monitoring.status import StatusLine
 
     config.check_used()
-    paths = reading.expand(args.inputs, endings, args.out)
+    problems = Problems()
+    paths = reading.expand(args.inputs, endings, problems, args.out)
     with StatusLine() as status:
         manifest = build(
             paths,
@@ -112,6 +116,7 @@ def run(
             settings,
             num_workers=args.num_workers,
             progress=lambda done, total: status.show(word, f"{done} of {total} files"),
+            problems=problems,
         )
     return report(manifest, args)
 
@@ -127,6 +132,4 @@ def report(manifest: Manifest, args: argparse.Namespace) -> int:
     if not manifest.problems:
         return 0
     print(manifest.problems.text(), file=sys.stderr)
-    # What a folder has besides the files that are read is told, and is no fault.
-    is_skipped = manifest.problems.total > manifest.counts.get("files_left_out", 0)
-    return exits.EXIT_SKIPPED if is_skipped and not args.allow_skipped else 0
+    return exits.EXIT_SKIPPED if manifest.counts["skipped"] and not args.allow_skipped else 0

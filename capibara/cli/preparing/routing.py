@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = preparing.parsed(preparing.parser("routing", _DESCRIPTION), argv)
 
     from capibara import config
-    from capibara.builders import reading
     from capibara.builders.redaction.redact import Redaction
     from capibara.builders.routing import build
     from capibara.builders.routing.balance import Balance
@@ -40,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from capibara.builders.routing.labelling.difficulty import Difficulty
     from capibara.builders.routing.settings import RoutingSet
     from capibara.builders.routing.splits import Splits
-    from capibara.monitoring.status import StatusLine
 
     settings, default = config.build(RoutingSet), RoutingSet()
     if settings.difficulty == default.difficulty:  # `Splits.train = 0.8` needs no `RoutingSet.splits = @Splits()`
@@ -53,14 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = dataclasses.replace(settings, decontamination=config.build(Decontamination))
     if settings.redaction == default.redaction:
         settings = dataclasses.replace(settings, redaction=config.build(Redaction))
-    config.check_used()
-    paths = reading.expand(args.inputs, build.ENDINGS)
-    with StatusLine() as status:
-        manifest = build.build(
-            paths,
-            args.out,
-            settings,
-            num_workers=args.num_workers,
-            progress=lambda done, total: status.show("routing", f"{done} of {total} files"),
-        )
-    return preparing.report(manifest, args)
+    return preparing.run(build.build, settings, build.ENDINGS, args, "routing")

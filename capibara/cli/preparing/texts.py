@@ -59,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
 
+    documents = _source(args).open("train")
+    print(f"data: train: {documents.counts}", flush=True)
     train_sentencepiece(
-        _source(args).open("train"),
+        documents,
         args.output or "tokenizer.model",
         size=args.size,
         sample_bytes=int(args.sample_megabytes * 2**20),

@@ -112,6 +112,7 @@ class _Turns(Documents):
         self._turns = np.array([(i, k) for i, turns in enumerate(counting) for k in turns], np.int64).reshape(-1, 2)
         if not len(self._turns):
             raise UserError("ChatJsonlSource.files have no message with loss: give at least one the weight 1")
+        self.counts = chats.counts  # of conversations: turns would not add up with those of the other split
 
     def __len__(self) -> int:
         return len(self._turns)

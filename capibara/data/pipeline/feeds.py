@@ -14,6 +14,7 @@ from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.examples import Tally
 from capibara.data.sources import provenance
+from capibara.data.sources.counts import Counts
 from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
 from capibara.data.sources.sources import Blocks, CombinedDocuments, DataFormat
 from capibara.data.sources.stream import DocumentRows, Layout, Row, RowStream, State
@@ -47,9 +48,11 @@ class Feed(abc.ABC):
 
     Attributes:
       first_row: index of the feed's first state among the states of all hosts; for a source, of its first row.
+      counts: what the source has read and left out; None: a SeqIO task does not say.
     """
 
     first_row: int
+    counts: Counts | None = None
 
     def __init__(self, dataset: Dataset, share: Share):
         self.dataset, self.share = dataset, share
@@ -118,7 +121,7 @@ class SourceFeed(Feed):
     def __init__(self, dataset: Dataset, share: Share):
         super().__init__(dataset, share)
         self.documents = dataset.documents(share.split)
-        self._fingerprint = self.documents.fingerprint()
+        self._fingerprint, self.counts = self.documents.fingerprint(), self.documents.counts
         self.tally = Tally(_NOUNS[dataset.data_format])
         self._endless = share.epochs is None
         self.first_row = share.first_row if self._endless else 0

@@ -19,6 +19,7 @@ from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline import feeds
 from capibara.data.pipeline.prefetch import Prefetcher
+from capibara.data.sources.counts import Counts
 from capibara.data.sources.disk import SPLITS
 from capibara.data.sources.stream import State
 
@@ -152,6 +153,11 @@ class Loader:
         self._rows: Sequence[State] | None = None
         self.batches = 0
         self._wait_s = 0.0
+
+    @property
+    def counts(self) -> Counts | None:
+        """What the source has read and left out; None: a SeqIO task does not say."""
+        return None if self._feed is None else self._feed.counts
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -7,6 +7,7 @@ import enum
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from capibara.data.shards.lines import JsonLines, TextLines
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.shards.records import Fields, RecordFormat
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources import disk, plain
+from capibara.data.sources import counts, disk, plain
+from capibara.data.sources.counts import Counts
 from capibara.data.sources.sources import Blocks, Example, Source
 from capibara.storage import copies, packed, stores
 
@@ -59,13 +61,14 @@ class ShardedSource(Source):
     need, a resumed run reads only the current blocks, and the number of hosts may change.
 
     Attributes:
-      files: paths, addresses or globs of the training files.
+      files: paths, folders, addresses or globs of the training files; of a folder on this machine all shards are read, in the
+        folders in it, too.
       format: file format; None: by the files' endings.
       record: format of a record in a TFRecord or ArrayRecord file.
       field: the field, feature or column with the text (or with the targets, of pairs).
       inputs_field: the field with the inputs; None: there are none.
       domain_field: the field with the document's domain, which a record may lack; None: there is none.
-      validation_files: paths, addresses or globs of the validation files; empty: a fraction of the blocks is held out.
+      validation_files: as `files`, for validation; empty: a fraction of the blocks is held out.
       validation_fraction: the fraction that is held out if there are no validation files.
       domain: the domain of documents without one.
       block_bytes: bytes of a block, if the format allows a choice; None: 1/1024 of the corpus, from 4 KiB to 1 MiB.
@@ -102,17 +105,42 @@ class ShardedSource(Source):
         explicit = bool(self.validation_files)
         name = "validation_files" if explicit and split == "validation" else "files"
         parameter = f"ShardedSource.{name}"
-        shards = self._plain(parameter, indexes.listed(parameter, getattr(self, name)))
+        paths, left_out = self._paths(parameter, getattr(self, name))
+        stored = indexes.listed(parameter, paths)
+        shards = self._plain(parameter, stored)
         index = indexes.index_of(shards, self._format(parameter, shards))
         if not len(index.blocks):
             raise UserError(f"{parameter} ({disk.shown([shard.url for shard in shards])}) are empty")
+        total = len(index.blocks)
         if not explicit:
             keys = disk.name_hashes(index.names())[index.blocks[:, 0]] + index.blocks[:, 1].astype(np.uint64)
             chosen = disk.split_by_hash(mix(keys), split, self.validation_fraction, parameter, "block")
             index = dataclasses.replace(index, blocks=index.blocks[chosen])
         blocks = ShardBlocks(self, index, self._format(parameter, shards))
+        empty = sum(not shard.size for shard in shards)
+        blocks.counts = Counts(
+            files=len(shards) - empty,
+            bytes=sum(shard.size for shard in stored),
+            **counts.of_split(split, len(blocks), total, noun="blocks"),
+            files_left_out=left_out + empty,
+        )
         blocks.examples(0)  # raises here if a field is missing
         return blocks
+
+    def _paths(self, parameter: str, patterns: Sequence[str]) -> tuple[list[str], int]:
+        """What is named, with its shards in place of a folder, and how much folders have besides."""
+        paths: list[str] = []
+        left_out = 0
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            inner, besides = [pattern], 0
+            if os.path.isdir(pattern):
+                inner, besides = disk.inside(parameter, pattern, self._is_shard, "shards")
+            paths, left_out = paths + inner, left_out + besides
+        return paths, left_out
+
+    def _is_shard(self, name: str) -> bool:
+        found = _format_of(packed.plain_name(name))
+        return found is not None and self.format in (None, found)
 
     def _plain(self, parameter: str, shards: list[indexes.Entry]) -> list[indexes.Entry]:
         """The files, with plain copies in place of those that are compressed or not in UTF-8."""
@@ -122,7 +150,7 @@ class ShardedSource(Source):
             shard
             for shard in shards
             if (not is_utf8 or packed.is_packed(shard.url))
-            and (self.format or _format_of(_unpacked_name(shard.url))) in lines
+            and (self.format or _format_of(packed.plain_name(shard.url))) in lines
         ]
         if not chosen:
             return shards
@@ -170,12 +198,11 @@ class ShardedSource(Source):
                 )
             found.add(file_format)
         if len(found) > 1:
-            raise UserError(f"{parameter} have several formats ({', '.join(sorted(found))}): use one source for each")
+            raise UserError(
+                f"{parameter} have several formats ({', '.join(sorted(found))}): set ShardedSource.format to one of them, or use "
+                "one source for each"
+            )
         return found.pop()
-
-
-def _unpacked_name(url: str) -> str:
-    return url[: url.rindex(".")] if packed.is_packed(url) else url
 
 
 def _format_of(url: str) -> Format | None:

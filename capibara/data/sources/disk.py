@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
-_LINES = (".jsonl", ".ndjson", ".json", ".txt")
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
@@ -39,6 +38,26 @@ _DOMAINS = {
     "rb": "ruby",
     "kt": "kotlin",
 }
+
+
+class Kind(NamedTuple):
+    """The files of a folder that are read.
+
+    Attributes:
+      what: what they have, for errors.
+      endings: of their names, before those of compression.
+    """
+
+    what: str
+    endings: tuple[str, ...]
+
+    def has(self, name: str) -> bool:
+        """Whether a file is one of them, by its name."""
+        return packed.plain_name(name).endswith(self.endings)
+
+
+RECORDS = Kind("JSON lines", (".jsonl", ".ndjson", ".json"))
+TEXTS = Kind("texts or JSON lines", (*RECORDS.endings, ".txt", *(f".{extension}" for extension in _DOMAINS)))
 
 
 def domain_of(path: str) -> str | None:
@@ -74,67 +93,139 @@ def check_fraction(fraction: float) -> None:
         raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
 
 
-def choose_files(
-    name: str, files: Sequence[str], validation_files: Sequence[str], split: str, encoding: str = plain.UTF_8
-) -> tuple[str, list[str], bool]:
-    """The parameter that names the split's files, their paths, and whether all of their documents are in the split."""
-    check_split(split)
-    if validation_files and split == "validation":
-        parameter, patterns = f"{name}.validation_files", validation_files
-    else:
-        parameter, patterns = f"{name}.files", files
-    return parameter, expand(parameter, patterns, encoding), bool(validation_files)
+class Files(NamedTuple):
+    """The files of a split.
 
-
-def expand(name: str, patterns: Sequence[str], encoding: str = plain.UTF_8) -> list[str]:
-    """The files that paths and globs match, without duplicates; `name` is the parameter, for errors.
-
-    Files in a bucket are copied to this machine, for sources that need random access; of those that are compressed, or have
-    another encoding, there are plain copies.
+    Attributes:
+      parameter: names them, for errors.
+      paths: on this machine.
+      is_explicit: whether all of their documents are in the split.
+      left_out: what folders have besides.
     """
-    return plain.copies_of(name, expand_packed(name, patterns), encoding)
+
+    parameter: str
+    paths: list[str]
+    is_explicit: bool
+    left_out: int
+
+    def counts(self) -> dict[str, Any]:
+        """Their counts, by the fields of Counts; files without a byte are left out."""
+        sizes = [os.path.getsize(plain.origin(path)) for path in self.paths]
+        empty = sum(not os.path.getsize(path) for path in self.paths)
+        return {"files": len(sizes) - empty, "bytes": sum(sizes), "files_left_out": self.left_out + empty}
 
 
-def expand_packed(name: str, patterns: Sequence[str]) -> list[str]:
-    """As `expand`, with compressed files as they are."""
+def choose_files(
+    name: str,
+    files: Sequence[str],
+    validation_files: Sequence[str],
+    split: str,
+    encoding: str = plain.UTF_8,
+    kind: Kind = TEXTS,
+) -> Files:
+    """The files of a split; `kind` names those of a folder."""
+    check_split(split)
+    of_split = bool(validation_files) and split == "validation"
+    parameter = f"{name}.validation_files" if of_split else f"{name}.files"
+    paths, left_out = listed(parameter, validation_files if of_split else files, kind)
+    return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files), left_out)
+
+
+def expand(name: str, patterns: Sequence[str], kind: Kind) -> list[str]:
+    """The files that paths, folders and globs name, without duplicates, and plain copies of those that are compressed.
+
+    Args:
+      name: the parameter, for errors.
+      patterns: what it names. Files in a bucket are copied to this machine, for sources that need random access.
+      kind: the files of a folder that are read.
+    """
+    return plain.copies_of(name, listed(name, patterns, kind)[0])
+
+
+def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], int]:
+    """As `expand`, with compressed files as they are; and how much folders have besides."""
     if isinstance(patterns, str):
         patterns = (patterns,)
     if not patterns:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
+    left_out = 0
     for pattern in patterns:
         if os.path.isdir(pattern):
-            paths += inside(name, pattern)
+            inner, besides = inside(name, pattern, kind.has, kind.what)
+            paths, left_out = paths + inner, left_out + besides
             continue
         store = stores.of(pattern)
         entries = store.matching(pattern)
         if not entries:
             raise UserError(f"{name} ({pattern!r}) matches no file")
         paths += [entry.url for entry in entries] if store.has_local_paths else _copies(name, pattern, entries)
-    return list(dict.fromkeys(paths))
+    return list(dict.fromkeys(paths)), left_out
 
 
-def inside(name: str, folder: str) -> list[str]:
-    """The files of a folder on this machine, and of the folders in it, of texts and JSON lines; logs what it leaves out.
+def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) -> tuple[list[str], int]:
+    """The files of a folder on this machine, and of the folders in it, that are read, and how much it has besides, which is logged.
+
+    Args:
+      name: the parameter that names the folder, for errors.
+      folder: the folder.
+      is_read: whether a file is read, by its name.
+      what: what such files have, for errors.
 
     Raises:
-      UserError: it has none.
+      UserError: there is none, or a folder cannot be read.
     """
-    endings = (*_LINES, *(f".{extension}" for extension in _DOMAINS))
-    wanted = tuple(ending + packing for ending in endings for packing in ("", *packed.COMPRESSED))
-    found: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"{name} ({error.filename!r}) cannot be read ({error.strerror}): make it a folder that you may read"
+        )
+
     left_out: list[str] = []
-    for above, folders, names in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
-        for one in sorted(names):
-            path = os.path.join(above, one)
-            is_read = one.lower().endswith(wanted) and not one.startswith(".") and os.path.isfile(path)
-            (found if is_read else left_out).append(path)
+    found = walked(folder, is_read, lambda path, _: left_out.append(path), refuse)
+    for path in [path for path in found if not os.path.isfile(path)]:  # a pipe, a link to nothing
+        found.remove(path)
+        left_out.append(path)
     if not found:
-        raise UserError(f"{name} ({folder!r}) is a folder without a file of texts or JSON lines: name files, or a glob")
+        raise UserError(f"{name} ({folder!r}) is a folder without a file of {what}: name files, or a glob")
     if left_out:
         line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
         logging.getLogger(__name__).warning(line, name, folder, len(found), len(left_out), left_out[0])
+    return found, len(left_out)
+
+
+def walked(
+    folder: str,
+    is_read: Callable[[str], bool],
+    leave_out: Callable[[str, str], None],
+    refuse: Callable[[OSError], None],
+    without: Collection[str] = (),
+) -> list[str]:
+    """The files of a folder and of the folders in it that are read by their names; hidden ones and links to folders are not.
+
+    Args:
+      folder: on this machine.
+      is_read: whether a file is read, by its name.
+      leave_out: called with each path that is not, and why.
+      refuse: called with the error of a folder that cannot be read.
+      without: paths that are neither read nor left out.
+    """
+    found: list[str] = []
+    for above, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if os.path.join(above, name) not in without)
+        for name in [*folders, *sorted(names)]:
+            path = os.path.join(above, name)
+            if name.startswith("."):
+                leave_out(path, "is hidden, by its name")
+            elif name in folders:
+                if os.path.islink(path):
+                    leave_out(path, "is a link to a folder")
+            elif path not in without:
+                if is_read(name):
+                    found.append(path)
+                else:
+                    leave_out(path, "has another ending")
+        folders[:] = [name for name in folders if not name.startswith(".")]
     return found
 
 
@@ -171,8 +262,8 @@ def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Starts and stops (without line ends), and numbers from 1, of the lines of a file that are not blank.
+def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Starts and stops (without line ends), and numbers from 1, of the lines of a file that are not blank; and how many are.
 
     Raises:
       UserError: a line is longer than limits.LINE_BYTES, or it is not a regular file.
@@ -180,7 +271,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     size = limits.check_file(path)
     if not size:
         nothing = np.zeros(0, np.int64)
-        return nothing, nothing, nothing
+        return nothing, nothing, nothing, 0
     content = np.memmap(path, np.uint8, "r")
     block = 4 << 20
     found: list[tuple[np.ndarray, ...]] = []
@@ -202,7 +293,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
         first, lines = int(stops[-1]) + 1, lines + len(stops)
     starts, stops, numbers = (np.concatenate([columns[i] for columns in found]) for i in range(3))
-    return starts, stops, numbers
+    return starts, stops, numbers, lines - len(starts)
 
 
 def null_lines(path: str, starts: np.ndarray, stops: np.ndarray, fields: Sequence[str]) -> list[int]:

@@ -19,11 +19,12 @@ from typing import IO, Any, BinaryIO
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, read_conversation, read_preference
-from capibara.data.sources import disk
-from capibara.storage import outputs
+from capibara.data.sources import disk, plain
+from capibara.storage import outputs, packed
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
 _ENDINGS = (".json", ".jsonl")
+_FILES = disk.Kind("conversations", (*_ENDINGS, ".tar", ".tgz", ".zip", ".whl"))
 _MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # largest number of members of an archive, and size of one
 _RATIO, _FREE_BYTES = 32, 64 << 20  # largest compression ratio (text has about 10), for members above so many bytes
 _LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # limits of a .json file, which is read whole
@@ -62,10 +63,10 @@ def prepare_instructions(
     """
     if not 0 < held_out < 1:
         raise UserError(f"--held_out ({held_out}) must lie between 0 and 1: try 0.1")
-    paths = disk.expand("--files", files)
     sides: tuple[list[str], list[str]] = ([], [])
-    for path in paths:
-        for name, content in _contents(path, members):
+    for path in disk.expand("--files", files, _FILES):
+        for inner, content in _contents(path, members):
+            name = plain.origin(path) + inner.removeprefix(path)
             lines = [_line(record, f"{name}:{number}") for number, record in _records(name, content)]
             for prompt, line in lines:
                 key = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -106,11 +107,10 @@ def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """The records with their line number, or number in the list, from 1."""
     at = ""
     try:
-        if name.endswith(".jsonl"):
-            for number, line in limits.lines_of(file, name):
+        if packed.plain_name(name).endswith(".jsonl"):
+            for number, line in limits.lines_of(iter(lambda: file.read(limits.MIB), b""), name):
                 at = f"line {number}: "
-                if line.strip():
-                    yield number, limits.parse_json(line, finite=False)
+                yield number, limits.parse_json(line, finite=False)
             return
         records = limits.parse_json(file.read(_LIST_BYTES), values=_LIST_VALUES, finite=False)
         if file.read(1):
@@ -182,8 +182,8 @@ def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     inner = file if path.endswith(".tar") else gzip.GzipFile(fileobj=file)
-    plain = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
-    return tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member)
+    unpacked = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
+    return tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_Member)
 
 
 def _of_tar(

@@ -76,9 +76,13 @@ def decoded(content: bytes, path: str, at: int, setting: str = "encoding") -> st
     return text
 
 
-def not_text(path: str, reason: str, at: int, setting: str, encoding: str = "UTF-8") -> UserError:
+class NotText(UserError):
+    """A file is no text in its encoding."""
+
+
+def not_text(path: str, reason: str, at: int, setting: str, encoding: str = "UTF-8") -> NotText:
     """The error of a file that is no text."""
-    return UserError(
+    return NotText(
         f"{origin(path)} is no text in {encoding} ({reason} at byte {at:,}): set {setting}, such as 'utf-16' or 'cp1252', or "
         "convert it"
     )
@@ -122,8 +126,9 @@ def _write(path: str, partial: str, encoding: str) -> None:
             waiting = len(decoder.getstate()[0])  # bytes of an unfinished character
             try:
                 text = decoder.decode(block, final)
-            except UnicodeDecodeError as error:
-                raise not_text(path, error.reason, size - waiting + error.start, "encoding", encoding) from None
+            except UnicodeError as error:  # without a reason and place: UTF-16 without a byte order mark
+                reason, at = getattr(error, "reason", str(error)), size - waiting + getattr(error, "start", 0)
+                raise not_text(path, reason, at, "encoding", encoding) from None
             if "\0" in text:
                 at = size + max(0, block.find(0))
                 raise not_text(path, "a NUL", at, "encoding", encoding)

@@ -1,4 +1,4 @@
-"""Sources of documents: the standard library, text files, JSON lines, Hugging Face datasets.
+"""Sources of documents: the standard library, text files, JSON lines, several together.
 
 A source is configuration; `open(split)` returns its documents with random access. Without validation files a hash of each
 document's name or number decides its split, so a document stays in its split when others are added.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-import hashlib
+import functools
 import io
 import logging
 import os
@@ -25,7 +25,8 @@ from capibara.core import limits
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.shuffle import mix, permutation
-from capibara.data.sources import disk, plain
+from capibara.data.sources import counts, disk, plain
+from capibara.data.sources.counts import Counts
 
 if TYPE_CHECKING:
     from capibara.data.packing.rows import PackedRow
@@ -75,6 +76,11 @@ class Example(NamedTuple):
 class Corpus(abc.ABC):
     """The documents of one split, with a fingerprint that a resumed run compares."""
 
+    @functools.cached_property
+    def counts(self) -> Counts:
+        """What was read, and what was not; a source that knows more than this assigns it."""
+        return Counts()
+
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """A JSON value that is equal only for the same documents in the same order."""
@@ -86,6 +92,10 @@ class Corpus(abc.ABC):
 
 class Documents(Corpus):
     """Documents with random access: `len` and `example(i)`."""
+
+    @functools.cached_property
+    def counts(self) -> Counts:
+        return Counts(documents=len(self))
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -109,6 +119,10 @@ class Blocks(Corpus):
     """
 
     mix_blocks: int
+
+    @functools.cached_property
+    def counts(self) -> Counts:
+        return Counts(blocks=len(self))
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -168,12 +182,24 @@ class StdlibSource(Source):
 
     def open(self, split: str) -> Documents:
         root = sysconfig.get_paths()["stdlib"]
-        paths = self.paths(split)
-        return _FileDocuments(paths, [os.path.relpath(path, root) for path in paths], self.domain)
+        names = self._names(root)
+        paths = self._chosen(root, names, split)
+        documents = _FileDocuments(paths, [os.path.relpath(path, root) for path in paths], self.domain)
+        size = sum(os.path.getsize(os.path.join(root, name)) for name in names)
+        documents.counts = Counts(files=len(names), bytes=size, **counts.of_split(split, len(paths), len(names)))
+        return documents
 
     def paths(self, split: str) -> list[str]:
         """Paths of the split's modules, sorted by name."""
         root = sysconfig.get_paths()["stdlib"]
+        return self._chosen(root, self._names(root), split)
+
+    def _chosen(self, root: str, names: list[str], split: str) -> list[str]:
+        chosen = disk.split_by_hash(disk.name_hashes(names), split, self.validation_fraction, "StdlibSource")
+        return [os.path.join(root, names[i]) for i in chosen]
+
+    def _names(self, root: str) -> list[str]:
+        """All modules, sorted."""
         skip = {"site-packages", "dist-packages", "__pycache__"}
         if not self.include_tests:
             skip |= {"test", "tests", "idle_test"}
@@ -184,9 +210,7 @@ class StdlibSource(Source):
             names += [os.path.normpath(os.path.join(relative, name)) for name in files if name.endswith(".py")]
         if not names:
             raise UserError(f"the standard library at {root} has no .py files: use another Dataset.source")
-        names.sort()
-        chosen = disk.split_by_hash(disk.name_hashes(names), split, self.validation_fraction, "StdlibSource")
-        return [os.path.join(root, names[i]) for i in chosen]
+        return sorted(names)
 
 
 @configurable
@@ -216,7 +240,8 @@ class TextSource(Source):
             raise UserError(f"document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 
     def open(self, split: str) -> Documents:
-        name, paths, explicit = disk.choose_files("TextSource", self.files, self.validation_files, split, self.encoding)
+        files = disk.choose_files("TextSource", self.files, self.validation_files, split, self.encoding)
+        name, paths = files.parameter, files.paths
         file_of, start, stop = [], [], []
         for i, path in enumerate(paths):
             for first, last in disk.line_ranges(path, self.document_bytes):
@@ -231,11 +256,14 @@ class TextSource(Source):
             whole = _RangeDocuments(paths, ranges, domains)
             for i in range(len(whole)):
                 whole.example(i)  # raises here if it is no text
-        if not explicit:
-            files = disk.name_hashes([os.path.basename(path) for path in paths])
-            keys = files[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
+        total = len(ranges)
+        if not files.is_explicit:
+            hashes = disk.name_hashes([os.path.basename(path) for path in paths])
+            keys = hashes[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
             ranges = ranges[disk.split_by_hash(mix(keys), split, self.validation_fraction, name)]
-        return _RangeDocuments(paths, ranges, domains)
+        documents = _RangeDocuments(paths, ranges, domains)
+        documents.counts = Counts(**files.counts(), **counts.of_split(split, len(ranges), total))
+        return documents
 
 
 @configurable
@@ -276,88 +304,6 @@ class JsonlSource(Source):
             texts=(self.field,) if self.inputs_field is None else (self.field, self.inputs_field),
             encoding=self.encoding,
         )
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HuggingFaceSource(Source):
-    """A dataset of the `datasets` library: a saved folder, local files, or a hub name.
-
-    Attributes:
-      path: a folder written by `save_to_disk`, or the first argument of `datasets.load_dataset`.
-      name: the dataset's configuration, if it has several.
-      field: the column with the text (or with the targets, of pairs).
-      inputs_field: the column with the inputs; None: there are none.
-      domain_field: the column with the document's domain; None: there is none.
-      data_files: files for the generic builders ("json", "csv", "parquet", "text").
-      train_split: name of the training split.
-      validation_split: name of the validation split; None: a fraction of the training split is held out.
-      validation_fraction: the fraction that is held out if there is no validation split.
-      domain: the domain of all documents, if no column has it.
-    """
-
-    path: FilePath
-    name: str | None = None
-    field: str = "text"
-    inputs_field: str | None = None
-    domain_field: str | None = None
-    data_files: tuple[FilePath, ...] = ()
-    train_split: str = "train"
-    validation_split: str | None = None
-    validation_fraction: float = 0.03
-    domain: str | None = None
-
-    def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
-
-    def open(self, split: str) -> Documents:
-        disk.check_split(split)
-        explicit, chosen = self.validation_split is not None, self.train_split
-        if self.validation_split is not None and split == "validation":
-            chosen = self.validation_split
-        table = self._load(chosen)
-        for name in ("field", "inputs_field", "domain_field"):
-            column = getattr(self, name)
-            if column is not None and column not in table.column_names:
-                raise UserError(f"HuggingFaceSource.{name} ({column!r}) is not one of {', '.join(table.column_names)}")
-        if not len(table):
-            raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no rows: the corpus is empty")
-        rows = self._with_text(table)
-        if not explicit:
-            keys = mix(rows.astype(np.uint64))
-            rows = rows[disk.split_by_hash(keys, split, self.validation_fraction, "HuggingFaceSource")]
-        return _TableDocuments(table, rows, self)
-
-    def _with_text(self, table: Any) -> np.ndarray:
-        """The rows whose text is not null."""
-        kept = np.ones(len(table), bool)
-        for name in filter(None, (self.field, self.inputs_field)):
-            if table.data.column(name).null_count:
-                kept &= [value is not None for value in table[name]]
-        _tell_skipped("HuggingFaceSource.path", self.path, len(kept) - int(kept.sum()), len(kept))
-        if not kept.any():
-            raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no row with a text: the corpus is empty")
-        return np.flatnonzero(kept)
-
-    def _load(self, split: str) -> Any:
-        from capibara.core import extras
-
-        datasets = extras.require("datasets", extra="hf")
-        if self.path.startswith((".", os.sep)) and not os.path.exists(self.path):  # else it is looked for on the hub
-            raise UserError(
-                f"HuggingFaceSource.path ({self.path!r}) does not exist: name a folder of save_to_disk, or a hub name"
-            )
-        try:
-            if os.path.isfile(os.path.join(self.path, "dataset_dict.json")):
-                return datasets.load_from_disk(self.path)[split]
-            if os.path.isfile(os.path.join(self.path, "dataset_info.json")):
-                return datasets.load_from_disk(self.path)
-            files = {"data_files": list(self.data_files)} if self.data_files else {}
-            return datasets.load_dataset(self.path, self.name, split=split, **files)
-        # pyarrow, fsspec and datasets raise many classes of errors: treat all of them as a fault of the file.
-        except Exception as error:
-            message = f"{type(error).__name__}: {limits.cause(error, 200)}"
-            raise UserError(f"HuggingFaceSource.path ({self.path!r}), split {split!r}: {message}") from error
 
 
 class Rows(enum.StrEnum):
@@ -429,6 +375,7 @@ class _CombinedBlocks(Blocks):
         self._parts = list(parts)
         self._stops = np.cumsum([len(part) for part in parts])
         self.mix_blocks = max(part.mix_blocks for part in parts)
+        self.counts = counts.total([part.counts for part in parts])
 
     def __len__(self) -> int:
         return int(self._stops[-1])
@@ -460,6 +407,7 @@ class CombinedDocuments(Documents):
     def __init__(self, parts: Sequence[Documents], apart: bool = False):
         self._parts, self.apart = list(parts), apart
         self._stops = np.cumsum([len(part) for part in parts])
+        self.counts = counts.total([part.counts for part in parts])
 
     def __len__(self) -> int:
         return int(self._stops[-1])
@@ -492,11 +440,12 @@ class CombinedDocuments(Documents):
         return {str(i): part.fingerprint() for i, part in enumerate(self._parts)} | rows
 
 
-def _domain(value: object, default: str | None) -> str | None:
-    return default if value is None else str(value)
+def skipped(nulls: int, blank: int = 0) -> dict[str, int]:
+    """The counts of records without a text, by reason."""
+    return {reason: count for reason, count in (("null texts", nulls), ("blank lines", blank)) if count}
 
 
-def _tell_skipped(name: str, files: str, count: int, total: int) -> None:
+def tell_skipped(name: str, files: str, count: int, total: int) -> None:
     """Logs how many records have no text."""
     if count:
         logging.getLogger(__name__).warning("%s (%s): %d of %d texts are null: skipped", name, files, count, total)
@@ -593,15 +542,16 @@ def open_lines(
       texts: fields with texts; a line in which one is null is skipped.
       encoding: of the files.
     """
-    name, paths, explicit = disk.choose_files(source, *files, split, encoding)
-    tables, total = [], 0
+    chosen = disk.choose_files(source, *files, split, encoding, disk.RECORDS)
+    name, paths = chosen.parameter, chosen.paths
+    tables, total, blank = [], 0, 0
     for i, path in enumerate(paths):
-        starts, stops, numbers = disk.line_bounds(path)
+        starts, stops, numbers, blank_here = disk.line_bounds(path)
         table = np.stack((np.full(len(starts), i), starts, stops, numbers), axis=1)
-        total += len(table)
+        total, blank = total + len(table), blank + blank_here
         tables.append(np.delete(table, disk.null_lines(path, starts, stops, texts), axis=0))
     lines = np.concatenate(tables)
-    _tell_skipped(name, disk.shown(paths), total - len(lines), total)
+    tell_skipped(name, disk.shown(paths), total - len(lines), total)
     if not total:
         raise UserError(f"{name} ({disk.shown(paths)}) have no lines: the corpus is empty")
     if not len(lines):
@@ -612,11 +562,14 @@ def open_lines(
     whole = make(paths, lines)
     for first in np.unique(lines[:, 0], return_index=True)[1]:
         whole.check(first)
-    if not explicit:
+    with_text = len(lines)
+    if not chosen.is_explicit:
         hashes = disk.name_hashes([os.path.basename(path) for path in paths])
         keys = hashes[lines[:, 0]] + lines[:, 3].astype(np.uint64)
         lines = lines[disk.split_by_hash(mix(keys), split, fraction, name)]
     documents = make(paths, lines)
+    numbers_of = counts.of_split(split, len(lines), with_text)
+    documents.counts = Counts(**chosen.counts(), **numbers_of, skipped=skipped(total - with_text, blank))
     if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
         for i in range(len(documents)):
             documents.check(i)
@@ -650,30 +603,3 @@ class _JsonlDocuments(LineDocuments):
         if not isinstance(text, str):
             raise UserError(f"{self.where(i)}: field {field!r} must be a string, not {type(text).__name__}")
         return text
-
-
-class _TableDocuments(Documents):
-    """Selected rows of a Hugging Face dataset."""
-
-    def __init__(self, table: Any, rows: np.ndarray, source: HuggingFaceSource):
-        self._table, self._rows, self._source = table, rows, source
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def example(self, i: int) -> Example:
-        source, row = self._source, int(self._rows[i])
-        record = self._table[row]
-        for column in filter(None, (source.field, source.inputs_field)):
-            if not isinstance(record[column], str):
-                kind = type(record[column]).__name__
-                raise UserError(f"row {row}: field {column!r} must be text, not {kind}")
-        return Example(
-            record[source.field],
-            None if source.inputs_field is None else record[source.inputs_field],
-            source.domain if source.domain_field is None else _domain(record[source.domain_field], source.domain),
-        )
-
-    def fingerprint(self) -> dict[str, Any]:
-        digest = hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()
-        return {"documents": len(self), "table": getattr(self._table, "_fingerprint", ""), "digest": digest}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from capibara.core import limits
 from capibara.core.fields import did_you_mean, nearest, short
@@ -19,7 +18,7 @@ from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.stream import Completion, Stream, of_search
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling, changed, of_values
-from capibara.storage import outputs
+from capibara.storage import outputs, packed
 
 _BEGINS = b'{"prompt": '  # the start of every line of the output
 _MOST = 1_000_000  # prompts in a file; all are held in memory
@@ -54,7 +53,9 @@ def read_standard_input() -> str:
 
 
 def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts of a .jsonl file ({"prompt": ..., "adapter": ..., fields of Sampling}) or the lines of a text file.
+    """The prompts of a .jsonl file ({"prompt": ..., "adapter": ..., fields of Sampling}) or the lines of a text file, or a pipe.
+
+    A file may be compressed (.gz, .zst). Blank lines of a .jsonl file are skipped; those of a text are prompts.
 
     When texts are drawn, a line without its own seed gets the sampling's seed plus its index, so that equal prompts get
     different texts. A line without "adapter" uses the first adapter; null means the model alone.
@@ -63,7 +64,7 @@ def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) ->
       UserError: the file cannot be read, or a line is invalid.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             return list(_prompts(file, path, sampling, adapters))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
@@ -71,27 +72,17 @@ def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) ->
         ) from error
 
 
-def _prompts(file: TextIO, path: str, sampling: Sampling, adapters: Sequence[str]) -> Iterator[Prompt]:
+def _prompts(file: BinaryIO, path: str, sampling: Sampling, adapters: Sequence[str]) -> Iterator[Prompt]:
     """Yields prompts line by line, so that an error in the first line is found at once."""
-    of_json = path.endswith(".jsonl")
-    for index, line in enumerate(_lines(file, path)):
-        where = f"{path}:{index + 1}"
+    of_json = packed.plain_name(path).endswith((".jsonl", ".ndjson"))
+    for index, (number, content) in enumerate(packed.lines_of(file, path, blank=not of_json)):
+        line, where = content.decode(), f"{path}:{number}"
         if index == _MOST:
             raise UserError(f"--prompts={path} has more than {_MOST:,} lines, each a prompt: put them in several files")
         if of_json:
             yield _of_json(where, line, sampling, index, adapters)
         else:
             yield Prompt(line, _of_line(sampling, index), {}, where, next(iter(adapters), None))
-
-
-def _lines(file: TextIO, path: str) -> Iterator[str]:
-    """The lines of an open file or named pipe without line ends, empty ones included."""
-    for number in itertools.count(1):
-        line = file.readline(limits.LINE_BYTES + 1)
-        if not line:
-            return
-        limits.check_line(len(line), f"--prompts={path}:{number}", limits.LINE_BYTES)
-        yield line.removesuffix("\n")
 
 
 def _of_line(sampling: Sampling, index: int) -> Sampling:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import io
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,10 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.chat.formats import read_conversation
 from capibara.data.chat.template import ChatTemplate
+from capibara.data.sources import disk
 from capibara.data.tokenizers.files import TOKENIZER_FILE
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
+from capibara.storage import packed
 
 _CHARACTERS_PER_TOKEN = 16  # more than any tokenizer's average: enough text to read
 
@@ -75,17 +77,26 @@ def _tokenizer_errors(folder: str) -> Iterator[None]:
 
 def _documents(path: str, folder: str, vocabulary: Vocabulary, characters: int) -> Iterator[list[int]]:
     try:
-        if not path.endswith(".jsonl"):
-            with limits.opened(path) as file:
-                yield vocabulary.encode(io.TextIOWrapper(file, "utf-8").read(characters))
+        if not packed.plain_name(path).endswith(disk.RECORDS.endings):
+            yield vocabulary.encode(_beginning(path, characters))
             return
-        for number, line in limits.lines(path):
-            if line.strip():
-                yield _of_record(line, f"{path}:{number}", folder, vocabulary)
-    except (OSError, UnicodeDecodeError) as error:
+        for number, line in packed.lines(path):
+            yield _of_record(line, f"{path}:{number}", folder, vocabulary)
+    except (OSError, UnicodeDecodeError, packed.Unreadable) as error:
         raise UserError(
             f"--calibration={path} cannot be read ({error}): name a text file in UTF-8, or .jsonl"
         ) from None
+
+
+def _beginning(path: str, characters: int) -> str:
+    """The first characters of a text, at least so many if it has them."""
+    text = ""
+    with limits.opened(path) as file:
+        for part in codecs.iterdecode(packed.blocks(file, path), "utf-8-sig"):
+            text += part.replace("\r\n", "\n")
+            if len(text) >= characters:
+                break
+    return text[:characters]
 
 
 def _of_record(line: bytes, where: str, folder: str, vocabulary: Vocabulary) -> list[int]:

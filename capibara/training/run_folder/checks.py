@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from capibara.checkpoints.manager import CheckpointReader, Restored
 from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Loader, check_task_shards
+from capibara.data.sources.counts import Counts
 from capibara.data.tokenizers import vocabulary as vocabularies
 from capibara.models.api import Model
 from capibara.training import run_folder
@@ -41,12 +43,14 @@ class Given(NamedTuple):
     Attributes:
       resumes: the newest step whose description is intact; None: the run is new.
       batches: the training split, being read; from the position of `resumes`.
+      counts: what was read for each split and what was left out, where the data says it.
       lines: what was checked, for a user.
       notes: what a user should know.
     """
 
     resumes: Restored | None
     batches: Loader
+    counts: Mapping[str, Counts]
     lines: list[str]
     notes: list[str]
 
@@ -98,13 +102,21 @@ def given(
         if resumes is not None:
             batches.set_state(resumes.data)
         batches.start()
+        counts = {"train": batches.counts}
         if trainer.evaluation.every:
             with contextlib.closing(validation_loader(trainer, mesh)) as validation:
                 _read_first(trainer, validation, whole)
+                counts["validation"] = validation.counts
         is_read = _read_first(trainer, batches, whole)
         undo.pop_all()
     notes = [] if resumes is None else _stretched(trainer, resumes.step)
-    return Given(resumes, batches, _lines(trainer, mesh, resumes, is_read), notes)
+    known = {split: of_split for split, of_split in counts.items() if of_split is not None}
+    return Given(resumes, batches, known, _lines(trainer, mesh, resumes, is_read, known), notes)
+
+
+def data_lines(counts: Mapping[str, Counts]) -> list[str]:
+    """A line on each split: what was read, and what was held out, skipped and left out."""
+    return [f"data: {split}: {of_split}" for split, of_split in counts.items()]
 
 
 def _read_first(trainer: Trainer, batches: Loader, whole: bool) -> bool:
@@ -113,7 +125,9 @@ def _read_first(trainer: Trainer, batches: Loader, whole: bool) -> bool:
     return not trainer.dataset.is_seqio and batches.check_first(_DATA_S)
 
 
-def _lines(trainer: Trainer, mesh: Mesh, resumes: Restored | None, is_read: bool) -> list[str]:
+def _lines(
+    trainer: Trainer, mesh: Mesh, resumes: Restored | None, is_read: bool, counts: Mapping[str, Counts]
+) -> list[str]:
     axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     vocabulary = trainer.dataset.vocabulary
     tokens = "" if vocabulary is None else f", {vocabulary.size} tokens in {trainer.model.vocab_size} rows"
@@ -125,6 +139,7 @@ def _lines(trainer: Trainer, mesh: Mesh, resumes: Restored | None, is_read: bool
         f"model: {type(trainer.model).__name__}{tokens}",
         f"initial weights: {'random' if trainer.init_from is None else trainer.init_from}",
         f"data: {first}{evaluates}",
+        *data_lines(counts),
         f"run folder: {trainer.model_dir}, {where}",
     ]
 

@@ -71,7 +71,7 @@ def whole(tmp_path_factory):
 
 
 def run(folder, out, settings=Playbooks(), **options):
-    return build.build(reading.expand([str(folder)], ENDINGS), str(out), settings, **options)
+    return build.build(reading.expand([str(folder)], ENDINGS, Problems()), str(out), settings, **options)
 
 
 def tree(folder):
@@ -110,7 +110,8 @@ def test_each_domain_has_a_playbook_bullets_and_conversations(books, tmp_path):
     assert (first["sources"], first["agents"], first["quality"]) == (["ann.md:2"], ["ann"], 0.565509)
     assert {**manifest.counts} == {
         "agents": 2, "bullets": 4, "bullets read": 5, "conversations": 4, "conversations advice": 1, "conversations section": 3,
-        "domains": 3, "excluded by min_helpful_share": 1, "files": 4,
+        "domains": 3, "excluded by min_helpful_share": 1,
+        "files": 4, "file_bytes": sum(path.stat().st_size for path in books.iterdir()), "files_left_out": 0, "skipped": 0,
     }  # fmt: skip
     statistics = json.loads((tmp_path / "out/statistics.json").read_text())["domains"]
     assert {name: (one["read"], one["kept"], one["agents"]) for name, one in statistics.items()} == {
@@ -279,6 +280,7 @@ _KILLED = """
 import os, signal, sys
 from capibara.builders import reading
 from capibara.builders.playbooks import build
+from capibara.builders.problems import Problems
 folder, out, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rename, left = os.replace, [kill_at]
 def counted(*arguments):
@@ -287,7 +289,7 @@ def counted(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(*arguments)
 os.replace = counted
-build.build(reading.expand([folder], (".md", ".json", ".jsonl")), out, build.Playbooks())
+build.build(reading.expand([folder], (".md", ".json", ".jsonl"), Problems()), out, build.Playbooks())
 """
 
 

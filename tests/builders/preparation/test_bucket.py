@@ -59,7 +59,8 @@ def test_an_output_in_a_bucket_is_whole_or_resumed(gs):
     assert again.parts.done("a").file.records == 2 and again.parts.done("b") is None
     assert stores.of(again.parts.path("a")).read(again.parts.path("a")) == b"content"
     manifest = again.finish({"kept": 1}, Problems())
-    assert manifest.counts == {"kept": 6} and [one.name for one in manifest.files] == ["a"]
+    of_input = {"files": 1, "file_bytes": 3, "files_left_out": 0, "skipped": 0}
+    assert manifest.counts == {"kept": 6, **of_input} and [one.name for one in manifest.files] == ["a"]
     assert opened().done() == manifest and opened().parts.all() == []
     for other in (opened({"length": 3}), opened(inputs=())):
         assert other.parts.done("a") is None  # another build's

@@ -1,5 +1,6 @@
 """Whatever is in a folder is counted: every file is read or told, every document kept or dropped by a count."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -12,8 +13,9 @@ import pytest
 import zstandard
 
 from capibara.builders.preparation import stages
+from capibara.core.types import UserError
 from tests.builders.preparation.corpora import text
-from tests.builders.preparation.test_build import prepare
+from tests.builders.preparation.test_build import SMALL, prepare
 
 
 @pytest.fixture
@@ -87,3 +89,30 @@ def test_two_spellings_of_a_text_are_duplicates_in_both_steps(tmp_path):
 def test_compatible_characters_stay_different():
     assert stages.normalized("x\u00b2") != stages.normalized("x2")
     assert stages.normalized("e\u0301") == stages.normalized("\u00e9") == "\u00e9"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
+def test_a_corpus_in_another_encoding_is_that_of_utf8(encoding, tmp_path):
+    """JSON lines, a list, a compressed text; a file that has not this encoding is counted, and the rest is read."""
+    made = {}
+    texts = [f"Größe {i}: {text(i)}" for i in range(4)]
+    for name, one in (("plain", "utf-8"), ("other", encoding)):
+        root = tmp_path / name
+        root.mkdir()
+        lines = "".join(json.dumps({"text": content}, ensure_ascii=False) + "\n" for content in texts[:2])
+        (root / "a.jsonl").write_text(lines, encoding=one)
+        (root / "b.json").write_text(json.dumps([{"text": texts[2]}], ensure_ascii=False), encoding=one)
+        (root / "c.txt.gz").write_bytes(gzip.compress(f"{texts[3]}\n".encode(one)))
+        settings = dataclasses.replace(SMALL, encoding=one)
+        made[name] = prepare(root, tmp_path / f"{name} out", settings)
+    assert made["other"].counts["documents"] == 4 and not made["other"].problems
+    shards = {
+        name: [one.sha256 for one in manifest.files if one.name.startswith("corpus")] for name, manifest in made.items()
+    }
+    assert shards["other"] == shards["plain"] != []
+    (tmp_path / "other/d.txt").write_bytes(b"x\x81\x81")
+    settings = dataclasses.replace(SMALL, encoding=encoding)
+    problems = prepare(tmp_path / "other", tmp_path / "again", settings).problems
+    assert problems.counts == {"encoding": 1} and "d.txt" in problems.text()
+    with pytest.raises(UserError, match="CorpusPreparation.encoding .* is no encoding of texts"):
+        dataclasses.replace(SMALL, encoding="rot13")

@@ -17,6 +17,7 @@ from capibara.builders.executions.build import build as build_executions
 from capibara.builders.playbooks.build import Playbooks
 from capibara.builders.playbooks.build import build as build_playbooks
 from capibara.builders.playbooks.ranking import BulletRanking, DomainFrom
+from capibara.builders.problems import Problems
 from capibara.builders.routing.balance import Balance, BalanceMethod
 from capibara.builders.routing.build import ENDINGS, build
 from capibara.builders.routing.labelling.domains import Domain
@@ -59,7 +60,9 @@ def write_inputs(folder: pathlib.Path) -> list[str]:
         Playbooks(ranking=BulletRanking(domain_from=DomainFrom.SECTION)),
     )
     data.write(folder / "docs.jsonl", data.documents(6))
-    return reading.expand([str(folder / name) for name in ("executions", "playbooks", "docs.jsonl")], ENDINGS)
+    return reading.expand(
+        [str(folder / name) for name in ("executions", "playbooks", "docs.jsonl")], ENDINGS, Problems()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +78,15 @@ def whole(inputs, tmp_path_factory):
     return folder
 
 
-def test_all_kinds_of_records_are_read(whole):
+def test_all_kinds_of_records_are_read(whole, inputs):
     manifest = read_manifest(str(whole))
     counts, found = manifest.counts, data.examples(whole)
     kinds = {kind: counts[f"records {kind}"] for kind in ("execution", "fix", "chat", "bullet", "document")}
     assert kinds["execution"] == 144 and kinds["fix"] == 36 and kinds["document"] == 36 and kinds["bullet"] == 8
-    assert sum(kinds.values()) == counts["records"] and not manifest.problems
+    assert sum(kinds.values()) == counts["records"] and counts["skipped"] == 0
+    reports = [one for one in inputs if pathlib.Path(one).name in ("manifest.json", "lineage.jsonl", "statistics.json")]
+    assert manifest.problems.counts == {"left_out": len(reports)} and len(reports) == 5
+    assert counts["files"] + counts["files_left_out"] == len(inputs)
     lost = sum(count for name, count in counts.items() if name.startswith(("excluded", "repeated texts of")))
     assert len(found) == counts["records"] - lost
     assert {record["kind"] for record in found} == {*kinds}
@@ -316,7 +322,7 @@ def test_the_output_folder_is_no_input(tmp_path):
     folder = str(tmp_path / "in" / "out")
     first = build(paths, folder, SETTINGS)
     assert first.counts["files"] == 2, "a file that is only named like a report is read"
-    again = build(reading.expand([str(tmp_path / "in")], ENDINGS), folder, SETTINGS)
+    again = build(reading.expand([str(tmp_path / "in")], ENDINGS, Problems()), folder, SETTINGS)
     assert again == first
 
 

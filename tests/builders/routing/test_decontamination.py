@@ -119,7 +119,10 @@ def test_human_eval_needs_no_path():
         (lambda path: EvaluationSet(name="a b"), "EvaluationSet.name ('a b')"),
         (lambda path: EvaluationSet(name="q", paths=(f"{path}/none.jsonl",)).files(), "EvaluationSet 'q': paths ("),
         (lambda path: [*EvaluationSet(name="q", paths=(f"{path}/bad.jsonl",)).texts()], "bad.jsonl:2: malformed"),
-        (lambda path: [*EvaluationSet(name="q", paths=(f"{path}/bad.txt",)).texts()], "has no text"),
+        (
+            lambda path: [*EvaluationSet(name="q", paths=(f"{path}/bad.txt",)).texts()],
+            "paths has no file that can be read",
+        ),
         (
             lambda path: [*EvaluationSet(name="q", paths=(f"{path}/good.jsonl",), fields=("question",)).texts()],
             "has no text in question",

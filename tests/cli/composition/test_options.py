@@ -18,7 +18,8 @@ from capibara.data.dataset import Dataset
 from capibara.data.packing.masking import Masking, SpanCorruption
 from capibara.data.shards.source import ShardedSource
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
-from capibara.data.sources.sources import HuggingFaceSource, JsonlSource, TextSource
+from capibara.data.sources.hugging_face import HuggingFaceSource
+from capibara.data.sources.sources import JsonlSource, TextSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.sample import SampleText, Sampling
 from capibara.inference.sampling.sampling import BeamSearch

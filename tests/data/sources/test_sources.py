@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 
 from capibara.core.types import UserError
-from capibara.data.sources.sources import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
+from capibara.data.sources.hugging_face import HuggingFaceSource
+from capibara.data.sources.sources import JsonlSource, StdlibSource, TextSource
 
 
 def texts(documents) -> list[str]:
@@ -132,6 +133,7 @@ class _Table(list):
 
     column_names = ("body", "id")
     _fingerprint = "abc"
+    cache_files = ()  # it is in memory
 
     @property
     def data(self):

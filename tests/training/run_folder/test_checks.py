@@ -8,6 +8,7 @@ from capibara.core.types import UserError
 from capibara.optim import Optimizer, Schedule
 from capibara.training import run_folder, setup
 from capibara.training.run_folder import checks
+from capibara.training.trainer import Evaluation
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,13 @@ def test_other_steps_stretch_a_schedule(make_trainer, monkeypatch, schedule, bef
 
 def test_a_check_writes_and_compiles_nothing(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "lower_step", None)
-    lines = setup.check(make_trainer())
-    assert [line.partition(":")[0] for line in lines] == ["mesh", "model", "initial weights", "data", "run folder"]
+    trainer = make_trainer(evaluation=Evaluation(every=2))
+    lines = setup.check(trainer)
+    names = ["mesh", "model", "initial weights", "data", "data", "data", "run folder"]
+    assert [line.partition(":")[0] for line in lines] == names
+    train, validation = (trainer.dataset.documents(split).counts for split in ("train", "validation"))
+    assert lines[4:6] == [f"data: train: {train}", f"data: validation: {validation}"]
+    assert f"{len(trainer.dataset.documents('validation')):,} held out" in lines[4]
     assert "fsdp=4 x tensor=2, 8 rows of 64" in lines[0] and lines[-1].endswith("a new run")
     assert not (tmp_path / "run").exists()
 
