@@ -176,7 +176,11 @@ def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, steps):
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
     resumed = train(trainer)
     assert resumed.start_step == 5 and resumed.evaluations == whole.evaluations
-    assert train(trainer).evaluations == {}  # nor is it made twice, if nothing was saved after it
+    if steps == 5:  # nor is it made twice, if nothing was saved after it
+        assert train(trainer).evaluations == {}
+    else:
+        with pytest.raises(UserError, match="the run is at step 10 of 10 already"):
+            train(trainer)
     assert resumed.early.state() == whole.early.state() and resumed.losses.keys() == set(range(6, steps + 1))
 
 
@@ -201,9 +205,8 @@ def test_early_stopping_survives_a_resume(make_trainer, train, tmp_path):
     assert first.outcome.reason == "finished" and first.early.state() == {"best": 4.0, "bad": 1}
     second = train(trainer, evaluate=lambda n: losses[3 + n])
     assert (second.outcome.step, second.outcome.reason) == (10, "early_stopping")
-    # Once more: it has stopped, and trains nothing.
-    third = train(trainer, evaluate=losses.__getitem__)
-    assert (third.outcome.step, third.outcome.reason, third.batches) == (10, "early_stopping", [])
+    with pytest.raises(UserError, match="the run stopped early at step 10: raise Evaluation.patience"):
+        train(trainer, evaluate=losses.__getitem__)
     # More patience: it goes on.
     patient = dataclasses.replace(trainer, evaluation=Evaluation(every=2, patience=9))
     assert train(patient, evaluate=losses.__getitem__).outcome.step == 12
