@@ -77,7 +77,7 @@ class Privacy:
           releases: the number of those in which a unit has a part.
           sampling: the probability with which each unit has a part in one, drawn anew for each; 1: all always have.
         """
-        return epsilon(self.noise_multiplier, sampling, releases, self.delta, self.accounting) if releases else 0.0
+        return epsilon(self.noise_multiplier, sampling, releases, self.delta, self.accounting)
 
     def releases_within(self, sampling: float = 1.0, noun: str = "round") -> int:
         """The largest number of noisy means that the budget allows.
@@ -176,9 +176,27 @@ def epsilon(
       releases: the number of mechanisms.
       delta: the probability with which the promise may fail.
       accounting: how it is computed.
+
+    Returns:
+      0 without a release, infinity if delta or the noise is 0.
+
+    Raises:
+      UserError: an argument is out of its range.
     """
+    ranges = {"noise_multiplier": (noise_multiplier, math.inf), "sampling": (sampling, 1.0), "delta": (delta, 1.0)}
+    for name, (value, most) in ranges.items():
+        if not 0 <= value <= most or value == math.inf:
+            raise UserError(
+                f"{name} is {value}, must be at least 0 and {'finite' if most == math.inf else 'at most 1'}"
+            )
+    if releases < 0 or releases != int(releases):
+        raise UserError(f"releases is {releases}, must be an integer of at least 0")
     if accounting not in [*Accounting]:
         raise UserError(f"accounting is {accounting!r}, must be one of {', '.join(Accounting)}: try 'pld'")
+    if not releases or not sampling or delta == 1:
+        return 0.0
+    if not delta or not noise_multiplier:
+        return math.inf
     accounting = Accounting(accounting)
     extras.require("dp_accounting", extra="privacy", why="the cost of differential privacy")
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,3 +159,33 @@ def test_the_noise_has_tails_beyond_those_of_float32():
 def test_numbers_that_no_float_holds_are_refused(fields):
     with pytest.raises(UserError, match="must be from 1e-9 to 1e9"):
         Privacy(**{"clip_norm": 1.0, "noise_multiplier": 1.0} | fields)
+
+
+@pytest.mark.parametrize("accounting", Accounting)
+@pytest.mark.parametrize("sampling", [1.0, 0.01])
+def test_the_ledger_at_its_edges(accounting, sampling):
+    assert epsilon(1.0, sampling, 0, 1e-5, accounting) == 0.0 and epsilon(1.0, 0.0, 7, 1e-5, accounting) == 0.0
+    assert (
+        epsilon(1.0, sampling, 1, 0.0, accounting) == math.inf
+        and epsilon(0.0, sampling, 1, 1e-5, accounting) == math.inf
+    )
+    assert epsilon(1.0, sampling, 1, 1.0, accounting) == 0.0 and epsilon(0.0, sampling, 0, 0.0, accounting) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("noise_multiplier", (-1.0, 1.0, 1, 1e-5)),
+        ("noise_multiplier", (math.inf, 1.0, 1, 1e-5)),
+        ("noise_multiplier", (math.nan, 1.0, 1, 1e-5)),
+        ("sampling", (1.0, 1.5, 1, 1e-5)),
+        ("sampling", (1.0, math.nan, 1, 1e-5)),
+        ("releases", (1.0, 1.0, -1, 1e-5)),
+        ("releases", (1.0, 1.0, 1.5, 1e-5)),
+        ("delta", (1.0, 1.0, 1, -1e-5)),
+        ("delta", (1.0, 1.0, 1, 2.0)),
+    ],
+)
+def test_what_no_ledger_has_is_refused(name, arguments):
+    with pytest.raises(UserError, match=f"{name} is .*, must be "):
+        epsilon(*arguments)
