@@ -19,7 +19,8 @@ from capibara.inference.engine.best_of import BestOf
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.following import Submission
 from capibara.inference.engine.loop import EngineLoop
-from capibara.inference.engine.request import LIKELIEST, InputProcessor
+from capibara.inference.engine.recovery import Recovery
+from capibara.inference.engine.request import LIKELIEST, InputProcessor, Request
 from capibara.inference.engine.stream import Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Adapter, Model
@@ -70,9 +71,9 @@ class Engine:
         model = model.of_length(length)
         options = params, vocabulary.size, length, config, encoder_length, rules, donate, adapters
         self._core = EngineCore(model, *options)
-        self._loop = EngineLoop(self._core)
         of_slots = vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters
         self._inputs = InputProcessor(*of_slots, model.config.vocab_size)
+        self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._probe))
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 
@@ -170,6 +171,11 @@ class Engine:
         request = self._inputs.request(*arguments, ends=ends, likeliest=likeliest, adapter=adapter)
         self._loop.submit(request)
         return request.stream
+
+    def _probe(self) -> Request:
+        """A request that works on working devices."""
+        prompt, sampling = [1 % self._vocab_size] * min(2, self._length), Sampling(temperature=0.0, max_new_tokens=2)
+        return self._inputs.request(prompt, sampling, lambda: False, ends=(), likeliest=0, adapter=None)
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
         """Leads the other processes' engines from the next step on: they `follow` the messages that `send` sends.

@@ -44,6 +44,8 @@ class Request:
       drafter: guesses its next tokens; None: not used yet.
       submission: the request as submitted, for other processes.
       adapter: the number of its adapter; 0: none.
+      faults: programs with its row that failed, and no request alone made fail.
+      alone_until: text tokens that it has to get alone after a program with its row failed; 0: it runs with others.
       cancelled: whether the engine has dropped it.
       finished: whether its stream has ended.
       ends: token ids that end its text.
@@ -68,6 +70,7 @@ class Request:
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
         self.encoder, self.submission, self.adapter = encoder, submission, adapter
         self.requested = self.received = self.cached_tokens = self.generation = self.number = 0
+        self.faults = self.alone_until = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.written = False
