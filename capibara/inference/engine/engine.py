@@ -150,6 +150,7 @@ class Engine:
         ends: Sequence[int] = (),
         likeliest: int = 0,
         adapter: str | None = None,
+        spelled: Sequence[int] = (),
     ) -> Stream:
         """Requests the text after a prompt.
 
@@ -159,16 +160,19 @@ class Engine:
           ends: additional end token ids.
           likeliest: how many of the likeliest tokens to return with each piece, at most 20.
           adapter: name of the adapter to use; None: no adapter.
+          spelled: ids of special tokens that are part of the text, as the tokenizer spells them.
 
         Raises:
           UserError: the prompt does not fit in a slot, or the adapter does not exist.
         """
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
-            submit = functools.partial(self.submit, prompt, ends=ends, likeliest=likeliest, adapter=adapter)
+            options: dict[str, Any] = {"ends": ends, "adapter": adapter, "spelled": spelled}
+            submit = functools.partial(self.submit, prompt, likeliest=likeliest, **options)
             return BestOf(self._loop.drive, sampling, [submit(one) for one in best_of.samplings(sampling)])
-        arguments = prompt, sampling, self._loop.drive
-        request = self._inputs.request(*arguments, ends=ends, likeliest=likeliest, adapter=adapter)
+        request = self._inputs.request(
+            prompt, sampling, self._loop.drive, ends=ends, likeliest=likeliest, adapter=adapter, spelled=spelled
+        )
         self._loop.submit(request)
         return request.stream
 
@@ -192,7 +196,8 @@ class Engine:
         """
 
         def submit(one: Submission) -> None:
-            stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, adapter=one.adapter)
+            options: dict[str, Any] = {"adapter": one.adapter, "spelled": one.spelled}
+            stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, **options)
             stream.forward(lambda _: None)
 
         self._loop.follow(messages, submit)
