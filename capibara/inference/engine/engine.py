@@ -7,7 +7,6 @@ Where the pool has too few pages, a request may be preempted: it waits again and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -168,8 +167,8 @@ class Engine:
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
             options: dict[str, Any] = {"ends": ends, "adapter": adapter, "spelled": spelled}
-            submit = functools.partial(self.submit, prompt, likeliest=likeliest, **options)
-            return BestOf(self._loop.drive, sampling, [submit(one) for one in best_of.samplings(sampling)])
+            each = [self.submit(prompt, one, likeliest=likeliest, **options) for one in best_of.samplings(sampling)]
+            return BestOf(self._loop.drive, sampling, each)
         request = self._inputs.request(
             prompt, sampling, self._loop.drive, ends=ends, likeliest=likeliest, adapter=adapter, spelled=spelled
         )
