@@ -20,17 +20,11 @@ from capibara.inference.engine.runner.prefill import PrefillQueue
 from capibara.inference.engine.stream import Finish
 
 
-class Scheduler:
-    """Admits requests to slots in the order of their arrival, and frees their slots.
-
-    All methods except `add` are called by the thread that makes the steps.
+class RequestQueue:
+    """Where an engine's requests are: in the queue, in slots, or in the beam search.
 
     Args:
-      config: of the engine.
-      length: positions of a slot.
-      pages: shared by the slots; None: each slot has memory for its whole length.
-      prefixes: cache of rows whose beginnings later prompts may share; None: no cache.
-      prefill: reads the prompts of admitted requests.
+      slots: number of slots.
       searcher: holds requests for beam search, which needs no slot.
       runner: decodes the slots.
 
@@ -39,28 +33,16 @@ class Scheduler:
         unfinished request is in one of them. Notified when a request is added.
       slots: the request in each slot; None: free.
       lone: requests that run alone, one after the other, before all others: the first may have a slot.
-      finished: number of texts of users that ended without an error.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        length: int,
-        pages: Pages | None,
-        prefixes: PrefixCache | None,
-        prefill: PrefillQueue,
-        searcher: BeamSearcher,
-        runner: DecodeRunner,
-    ):
-        self._length, self._pages, self._prefixes = length, pages, prefixes
-        self._prefill, self._searcher, self._runner = prefill, searcher, runner
+    def __init__(self, slots: int, searcher: BeamSearcher, runner: DecodeRunner):
+        self._searcher, self._runner = searcher, runner
         self.changed = threading.Condition()
-        self.slots: list[Request | None] = [None] * config.slots
+        self.slots: list[Request | None] = [None] * slots
+        self.lone: deque[Request] = deque()
         self._new: list[Request] = []  # since the last step
         self._waiting: deque[Request] = deque()
-        self.lone: deque[Request] = deque()
-        self.finished = 0
-        self._added = self._generation = 0
+        self._added = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -108,6 +90,45 @@ class Scheduler:
             self._waiting.extend(request for request in new if request.sampling.beams is None)
             self._searcher.add([request for request in new if request.sampling.beams is not None])
 
+    def _next(self) -> Request | None:
+        """The request that gets the next slot."""
+        if self.lone:
+            return self.lone[0] if not any(self.slots) and not self._runner.pending else None
+        return self._waiting[0] if self._waiting else None
+
+
+class Scheduler(RequestQueue):
+    """Admits requests to slots in the order of their arrival, and frees their slots.
+
+    All methods except `add` are called by the thread that makes the steps.
+
+    Args:
+      config: of the engine.
+      length: positions of a slot.
+      pages: shared by the slots; None: each slot has memory for its whole length.
+      prefixes: cache of rows whose beginnings later prompts may share; None: no cache.
+      prefill: reads the prompts of admitted requests.
+      searcher: holds requests for beam search, which needs no slot.
+      runner: decodes the slots.
+
+    Attributes:
+      finished: number of texts of users that ended without an error.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        length: int,
+        pages: Pages | None,
+        prefixes: PrefixCache | None,
+        prefill: PrefillQueue,
+        searcher: BeamSearcher,
+        runner: DecodeRunner,
+    ):
+        super().__init__(config.slots, searcher, runner)
+        self._length, self._pages, self._prefixes = length, pages, prefixes
+        self._prefill, self._generation, self.finished = prefill, 0, 0
+
     def drop(self, numbers: set[int]) -> None:
         """Ends the cancelled requests with these numbers."""
         if not numbers:
@@ -148,12 +169,6 @@ class Scheduler:
                 else:
                     self._prefill.add(request)
         self.free_failed()
-
-    def _next(self) -> Request | None:
-        """The request that gets the next slot."""
-        if self.lone:
-            return self.lone[0] if not any(self.slots) and not self._runner.pending else None
-        return self._waiting[0] if self._waiting else None
 
     def end_alone(self) -> None:
         """Ends the turn of the request that runs alone: it goes on with others, at once or after all of them."""

@@ -21,7 +21,7 @@ from capibara.inference.interactive.chat import Chat
 _ID_CHARS = 9  # of a call's id in Mistral's templates, which refuse others
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NAMED = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
-_BETWEEN = re.compile(r"[\s;]*")
+_BETWEEN = " \t\r\n;"  # calls of Llama
 
 
 class CallForm(enum.StrEnum):
@@ -129,13 +129,13 @@ def _of_llama(text: str) -> tuple[str, list[Any]]:
     rest, tag, calls = text.partition(CallForm.LLAMA)
     if not tag:
         rest, calls = "", text
-    found, at = [], _BETWEEN.match(calls).end()  # type: ignore[union-attr]  # it matches an empty text, too
-    while at < len(calls):
+    found, at = [], 0
+    while calls[at:].strip(_BETWEEN):
+        at += len(calls[at:]) - len(calls[at:].lstrip(_BETWEEN))
         value, at = json.JSONDecoder().raw_decode(calls, at)
         if not isinstance(value, dict) or not {"parameters", "arguments"} & set(value):
             return text, []
         found.append({"name": value.get("name"), "arguments": value.get("parameters", value.get("arguments"))})
-        at = _BETWEEN.match(calls, at).end()  # type: ignore[union-attr]
     return rest, found
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import speed
+from capibara.inference import speed
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.runner import decode, decode_schedule

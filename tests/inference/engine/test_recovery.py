@@ -132,7 +132,7 @@ def check(one, kind, wrong=(WRONG,), error=jax.errors.JaxRuntimeError, good=GOOD
 
 
 QUICK = [("rows", "decode"), ("prefixes", "a later decode"), ("pages", "decode"), ("guesses", "a later decode")]
-QUICK += [("parts", "prefill"), ("sliding", "a later decode"), ("encoder", "a later decode"), ("rows", "admission")]
+QUICK += [("rows", "prefill"), ("sliding", "a later decode"), ("rows", "admission")]
 SLOW = [(kind, where) for kind in ENGINES for where in WHERE if (kind, where) not in QUICK]
 
 
