@@ -73,6 +73,7 @@ class EngineCore:
             state = footprint.allocated(compiled.start, config, length)
             return jax.device_put(state, *devices) if devices else state
 
+        state = start()  # first: it says what does not fit
         self.pages = Pages(config.slots, length, sizes.pool) if sizes.pool else None
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
@@ -80,7 +81,7 @@ class EngineCore:
         of_config = length, config.slots, config.prefill_tokens
         self.prefill = PrefillQueue(compiled, *of_config, prefixes, self.adapters, whole=whole)
         self.runner = DecodeRunner(
-            compiled, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
+            compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
         )
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
         self.scheduler = Scheduler(config, length, self.pages, prefixes, self.prefill, self._searcher, self.runner)

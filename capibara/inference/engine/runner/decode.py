@@ -48,7 +48,8 @@ class DecodeRunner:
 
     Args:
       programs: of the engine.
-      start: makes the state on the devices, with empty slots.
+      state: on the devices, with empty slots.
+      start: makes such a state.
       config: of the engine.
       vocab_size: ids of the model.
       adapters: of the engine.
@@ -64,6 +65,7 @@ class DecodeRunner:
     def __init__(
         self,
         programs: Programs,
+        state: State,
         start: Callable[[], State],
         config: EngineConfig,
         vocab_size: int,
@@ -72,7 +74,7 @@ class DecodeRunner:
         schedule: DecodeSchedule,
     ):
         self._programs, self._start, self._schedule = programs, start, schedule
-        self._state: State | None = start()
+        self._state: State | None = state
         self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
         self._pages, self._adapters = pages, adapters
         self._settings, self._adapter_numbers = _idle(config.slots)
