@@ -51,8 +51,7 @@ def run(args: flags.Arguments) -> None:
     from capibara import config, loading
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts
-    from capibara.inference import sample
-    from capibara.inference.engine import speed
+    from capibara.inference import sample, speed
     from capibara.inference.engine.engine import Engine, EngineConfig
     from capibara.inference.engine.placement import serving_mesh
     from capibara.inference.interactive import chat, files, terminal

@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
+from capibara.data.tokenizers import model_rows
+from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.runner.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Plan
@@ -50,6 +52,7 @@ class Scorer:
       length: positions in a row; the beginning of a longer context is cut off.
       encoder_length: positions in a row of the encoder, for an encoder-decoder.
       pad_id: the first input of an encoder-decoder's decoder.
+      vocabulary: names tokens in errors; None: they are named by their ids alone.
       plan: the plan of parameters that are sharded over `mesh`.
       mesh: the mesh of the parameters; None: they are on one device.
       in_turns: distributes the batches over several processes, which all have all pairs (`hosts.in_turns`).
@@ -63,11 +66,13 @@ class Scorer:
         *,
         encoder_length: int | None = None,
         pad_id: int = 0,
+        vocabulary: Vocabulary | None = None,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
         in_turns: InTurns = lambda things, make, every: make(things),
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
+        self._rows_of_model, self._vocabulary = model.config.vocab_size, vocabulary
         self._marks = model.config.data_kind == "prefix"
         self._unit, self._in_turns = 1, in_turns
         self._placed: NamedSharding | None = None
@@ -84,7 +89,8 @@ class Scorer:
         """Scores all pairs; calls `done` with the number of finished pairs.
 
         Raises:
-          UserError: a pair has no context or no continuation, or the continuation does not fit a row.
+          UserError: a pair has no context or no continuation, the continuation does not fit a row, or a token has no
+            row in the model.
         """
         scores: dict[int, Score] = {}
         count, batches = 0, list(self._batches(pairs))
@@ -131,6 +137,9 @@ class Scorer:
         own = len(pair.continuation)
         if not len(pair.context) or not own:
             raise UserError("a context and a continuation must have at least one token each")
+        for what, ids in (("a context", pair.context), ("a continuation", pair.continuation)):
+            if min(ids) < 0 or max(ids) >= self._rows_of_model:
+                model_rows.check_ids(ids, self._rows_of_model, self._vocabulary, what)
         if own > self._length:
             raise UserError(f"a continuation has {own} tokens, must fit Dataset.length ({self._length}): raise that")
         return own if self._encoder_length is not None else min(len(pair.context) + own - 1, self._length)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from capibara import config, loading, sharding
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Scorer
 from capibara.inference.engine.engine import Engine, EngineConfig, check_generates
@@ -84,7 +85,7 @@ class Subject:
             )  # fmt: skip
         return Scorer(
             self.model, self._brought(), dataset.length, encoder_length=dataset.encoder_length,
-            pad_id=vocabulary.pad_id, plan=plan, mesh=mesh, in_turns=self.in_turns,
+            pad_id=vocabulary.pad_id, vocabulary=vocabulary, plan=plan, mesh=mesh, in_turns=self.in_turns,
         )  # fmt: skip
 
     @property
@@ -138,6 +139,8 @@ def open_subject(
 
     source = (path, gin_files, bindings, search_paths)
     run, loaded = loading.load_with_run(*source, step=step, weights=weights, placed=placed, trust=trust)
+    if loaded.step is not None:  # a run folder, whose tokenizer may have been set anew; others were checked
+        model_rows.check_vocabulary(run.dataset.get_vocabulary(), loaded.model.config.vocab_size, path)
     plan, mesh = _laid_out(run.plan, chosen)
     # An evaluation has one model; a strategy is for training several.
     trainer = dataclasses.replace(run, plan=plan, strategy=run.strategy if plan.node > 1 else None)

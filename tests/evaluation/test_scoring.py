@@ -36,6 +36,16 @@ def pairs(count=21):
     return [Pair([0, *draw(40)], draw(20)) for _ in range(count)]
 
 
+def test_ids_without_a_row_are_refused(subject):
+    rows = subject.model.config.vocab_size
+    for context, continuation, what in (([0, rows], [5], "a context"), ([0], [5, rows + 7], "a continuation")):
+        for scorer in (subject.scorer, Scorer(subject.model, subject.params, 64)):
+            with pytest.raises(UserError, match=rf"{what} has token ({rows}|{rows + 7}), must be from 0 to {rows - 1}"):
+                scorer([Pair([0, 7], [8]), Pair(context, continuation)])
+    with pytest.raises(UserError, match="a continuation has token -1, must be from 0"):
+        subject.scorer.check(Pair([0], [-1]))
+
+
 def test_scores_are_sums_of_log_softmax(subject):
     run, params = jax.jit(subject.model.logits), jax.device_put(subject.params, jax.devices()[0])
     likeliest = []

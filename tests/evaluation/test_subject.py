@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+import tokenizers
 
 from capibara import sharding
 from capibara.core.types import UserError
@@ -22,6 +23,16 @@ def test_the_plan_of_another_machine_gives_way(run_dir, tmp_path, subject):
     assert found.about == {"model": run_dir, "step": 0, "weights": "raw"} | {"cache_dtype": "compute", "length": 64}
     with pytest.raises(UserError, match="needs 2 devices"):  # whoever says so now means it
         open_subject(run_dir, bindings=[*SMALL_ROWS, "Plan.fsdp = 2"])
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(run_dir, tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(400)}, unk_token="w0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    fields = {"path": str(tmp_path), "eos_token": "w1", "pad_token": "w2"}
+    of_it = ["Dataset.vocabulary = @TokenizerJsonVocabulary()"]
+    of_it += [f"TokenizerJsonVocabulary.{name} = {value!r}" for name, value in fields.items()]
+    with pytest.raises(UserError, match="its tokenizer has ids up to 399, its model rows for ids up to 383"):
+        open_subject(run_dir, bindings=[*SMALL_ROWS, *of_it])
 
 
 def test_parts_are_made_once(subject):

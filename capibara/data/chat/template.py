@@ -203,6 +203,10 @@ class ChatTemplate:
         names = [*self.special_tokens, *([self.end_of_turn] if self.end_of_turn else [])]
         return re.compile(f"(?:{_any_of(names)})+")
 
+    def mentions(self, text: str) -> bool:
+        """Whether this text is in one of the tokenizer's templates."""
+        return any(text in template for _, template in self._files.sources.values())
+
     def has_generation_blocks(self, name: str) -> bool:
         """Whether the template of this name marks what the assistant says."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self._files.sources[name][1]) is not None

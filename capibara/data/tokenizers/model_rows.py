@@ -47,13 +47,13 @@ def check_vocabulary(vocabulary: Vocabulary, rows: int, where: str) -> None:
         )
 
 
-def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary, what: str) -> None:
+def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary | None, what: str) -> None:
     """Checks the ids of a request.
 
     Args:
       ids: of its tokens.
       rows: of the model's embedding.
-      vocabulary: of the model.
+      vocabulary: of the model; None: errors name ids without their spelling.
       what: names the ids in errors.
 
     Raises:
@@ -65,8 +65,9 @@ def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary, what: str) 
             raise UserError(f"{what} has token {shown}, must be from 0 to {rows - 1}: the model has {rows} rows")
 
 
-def named(token: int, vocabulary: Vocabulary) -> str:
+def named(token: int, vocabulary: Vocabulary | None) -> str:
     """An id, with its spelling if it has one."""
-    known = 0 <= token < len(vocabulary.pieces)
-    spelled = vocabulary.spelling(token) or vocabulary.bytes_of([token]).decode("utf-8", "replace") if known else ""
+    if vocabulary is None or not 0 <= token < len(vocabulary.pieces):
+        return short(token)
+    spelled = vocabulary.spelling(token) or vocabulary.bytes_of([token]).decode("utf-8", "replace")
     return f"{short(token)} ({spelled[:40]!r})" if spelled else short(token)

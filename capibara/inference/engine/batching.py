@@ -119,6 +119,7 @@ class Statistics:
       drafted: guessed tokens.
       accepted: correct guesses.
       preempted: requests that lost their slot for lack of pages, and wait again.
+      faults: programs that failed, and after which the engine went on.
     """
 
     steps: int = 0
@@ -126,6 +127,7 @@ class Statistics:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
+    faults: int = 0
 
     def clear(self) -> None:
         """Resets the counters."""

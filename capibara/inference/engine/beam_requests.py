@@ -13,7 +13,7 @@ from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.inference.engine import beam_search
 from capibara.inference.engine.batching import bucket
-from capibara.inference.engine.faults import contained, is_of_request
+from capibara.inference.engine.faults import ProgramFault, contained, ends_process, is_of_request
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner import prefill, programs
 from capibara.inference.engine.stream import Decode, Finish, Piece
@@ -44,7 +44,7 @@ class BeamSearcher:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        return self._waiting
+        return [request for request in self._waiting if not request.finished]
 
     def add(self, requests: Sequence[Request]) -> None:
         self._waiting += requests
@@ -56,25 +56,32 @@ class BeamSearcher:
 
     def run(self, params: Params) -> list[jax.Array] | None:
         """Searches for the first similar requests and ends them; returns the tokens found, None if nothing waits."""
-        if not self._waiting:
+        if not self.waiting:
             return None
-        how = self._waiting[0].sampling.beams
+        how = self.waiting[0].sampling.beams
         assert how is not None, "only beam searches wait here"
         most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
-        together = [request for request in self._waiting if request.sampling.beams == how][:most]
-        tokens = self._search(params, together, how, most)
-        self._waiting = [request for request in self._waiting if request not in together]
-        return tokens
+        together = [request for request in self.waiting if request.sampling.beams == how][:most]
+        try:
+            return self._search(params, together, how, most)
+        finally:  # of a failed program, those that it did not come to are searched later
+            self._waiting = [*self.waiting]
 
     def _search(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> list[jax.Array]:
-        """Searches for requests together, or one by one if that fails, and ends them; returns the tokens found."""
+        """Searches for requests together, or one by one if that fails, and ends them; returns the tokens found.
+
+        Raises:
+          ProgramFault: the devices failed in the search for one of them.
+        """
         try:
             found = self._found(params, requests, how, rows)
         except BaseException as error:
-            if not is_of_request(error):
+            if ends_process(error) or isinstance(error, ProgramFault):
                 raise
             if len(requests) > 1 and not isinstance(error, UserError):  # that is the error of each
                 return [tokens for one in requests for tokens in self._search(params, [one], how, rows)]
+            if not is_of_request(error):
+                raise ProgramFault(requests) from error
             for request in requests:
                 request.fail(error)
             return []

@@ -66,10 +66,14 @@ class EngineCore:
         self.adapters = Adapters(model.plain, adapters, params, mesh, rules)
         served = donated(model, params, mesh, rules) if donate else compiled.serving(params)
         self.params = ServedParams(compiled.serving, served)
-        state = footprint.allocated(compiled.start, config, length)
-        if mesh is None:
-            # Sharded explicitly like the parameters: else the first program would be compiled twice.
-            state = jax.device_put(state, *jax.tree.leaves(served)[0].devices())
+        # Sharded explicitly like the parameters on one device: else the first program would be compiled twice.
+        devices = jax.tree.leaves(served)[0].devices() if mesh is None else ()
+
+        def start() -> programs.State:
+            state = footprint.allocated(compiled.start, config, length)
+            return jax.device_put(state, *devices) if devices else state
+
+        state = start()  # first: it says what does not fit
         self.pages = Pages(config.slots, length, sizes.pool) if sizes.pool else None
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
@@ -77,7 +81,7 @@ class EngineCore:
         of_config = length, config.slots, config.prefill_tokens
         self.prefill = PrefillQueue(compiled, *of_config, prefixes, self.adapters, whole=whole)
         self.runner = DecodeRunner(
-            compiled, state, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
+            compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
         )
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
         self.scheduler = Scheduler(config, length, self.pages, prefixes, self.prefill, self._searcher, self.runner)
@@ -121,7 +125,7 @@ class EngineCore:
 
     def _search(self) -> bool:
         """Runs requested beam searches; returns whether there were any."""
-        found = self._searcher.run(self.params.current)
+        found = None if self.scheduler.lone else self._searcher.run(self.params.current)
         for tokens in found or ():
             self.runner.checksum.add(tokens)
         return found is not None
@@ -142,7 +146,7 @@ class EngineCore:
             with contained(request):
                 tokens = request.tokens[-self._length :]
                 logits, row = self.prefill.extend(self.params.current, request, tokens, None, 0, len(tokens))
-                self._begin(Prefilled(request, row, logits))
+                self._begin(Prefilled(request, row, logits, [request]))
         self.scheduler.free_failed()
         return bool(full)
 

@@ -7,7 +7,6 @@ Where the pool has too few pages, a request may be preempted: it waits again and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ from capibara.inference.engine.best_of import BestOf
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.following import Submission
 from capibara.inference.engine.loop import EngineLoop
-from capibara.inference.engine.request import LIKELIEST, InputProcessor
+from capibara.inference.engine.recovery import Recovery
+from capibara.inference.engine.request import LIKELIEST, InputProcessor, Request
 from capibara.inference.engine.stream import Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Adapter, Model
@@ -70,9 +70,9 @@ class Engine:
         model = model.of_length(length)
         options = params, vocabulary.size, length, config, encoder_length, rules, donate, adapters
         self._core = EngineCore(model, *options)
-        self._loop = EngineLoop(self._core)
         of_slots = vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters
         self._inputs = InputProcessor(*of_slots, model.config.vocab_size)
+        self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._probe))
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 
@@ -149,6 +149,7 @@ class Engine:
         ends: Sequence[int] = (),
         likeliest: int = 0,
         adapter: str | None = None,
+        spelled: Sequence[int] = (),
     ) -> Stream:
         """Requests the text after a prompt.
 
@@ -158,18 +159,26 @@ class Engine:
           ends: additional end token ids.
           likeliest: how many of the likeliest tokens to return with each piece, at most 20.
           adapter: name of the adapter to use; None: no adapter.
+          spelled: ids of special tokens that are part of the text, as the tokenizer spells them.
 
         Raises:
           UserError: the prompt does not fit in a slot, or the adapter does not exist.
         """
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
-            submit = functools.partial(self.submit, prompt, ends=ends, likeliest=likeliest, adapter=adapter)
-            return BestOf(self._loop.drive, sampling, [submit(one) for one in best_of.samplings(sampling)])
-        arguments = prompt, sampling, self._loop.drive
-        request = self._inputs.request(*arguments, ends=ends, likeliest=likeliest, adapter=adapter)
+            options: dict[str, Any] = {"ends": ends, "adapter": adapter, "spelled": spelled}
+            each = [self.submit(prompt, one, likeliest=likeliest, **options) for one in best_of.samplings(sampling)]
+            return BestOf(self._loop.drive, sampling, each)
+        request = self._inputs.request(
+            prompt, sampling, self._loop.drive, ends=ends, likeliest=likeliest, adapter=adapter, spelled=spelled
+        )
         self._loop.submit(request)
         return request.stream
+
+    def _probe(self) -> Request:
+        """A request that works on working devices."""
+        prompt, sampling = [1 % self._vocab_size] * min(2, self._length), Sampling(temperature=0.0, max_new_tokens=2)
+        return self._inputs.request(prompt, sampling, lambda: False, ends=(), likeliest=0, adapter=None)
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
         """Leads the other processes' engines from the next step on: they `follow` the messages that `send` sends.
@@ -186,7 +195,8 @@ class Engine:
         """
 
         def submit(one: Submission) -> None:
-            stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, adapter=one.adapter)
+            options: dict[str, Any] = {"adapter": one.adapter, "spelled": one.spelled}
+            stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, **options)
             stream.forward(lambda _: None)
 
         self._loop.follow(messages, submit)

@@ -27,6 +27,7 @@ class Submission:
     ends: Sequence[int]
     likeliest: int
     adapter: str | None = None
+    spelled: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,14 @@ class Orders:
     def packed(self) -> dict[str, Any]:
         """As JSON values."""
         submitted = [
-            [list(map(int, s.ids)), changed(s.sampling), list(map(int, s.ends)), s.likeliest, s.adapter]
+            [
+                list(map(int, s.ids)),
+                changed(s.sampling),
+                list(map(int, s.ends)),
+                s.likeliest,
+                s.adapter,
+                list(s.spelled),
+            ]
             for s in self.submitted
         ]
         rest = {"cancelled": list(self.cancelled), "allowed": self.allowed, "checksum": self.checksum}

@@ -8,7 +8,9 @@ from typing import Any
 
 from capibara.core.multihost import peers
 from capibara.inference.engine.core import EngineCore
+from capibara.inference.engine.faults import ProgramFault, cause_of, ends_process
 from capibara.inference.engine.following import Orders, Submission
+from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.stream import ProcessLost
 
@@ -20,13 +22,14 @@ class EngineLoop:
 
     Args:
       core: the core.
+      recovery: continues after a failed step.
 
     Attributes:
-      failed: whether a step has failed; then no more steps are made.
+      failed: whether a step has failed for good; then no more steps are made.
     """
 
-    def __init__(self, core: EngineCore):
-        self._core, self._scheduler = core, core.scheduler
+    def __init__(self, core: EngineCore, recovery: Recovery):
+        self._core, self._scheduler, self._recovery = core, core.scheduler, recovery
         self._working = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = self.failed = False
@@ -59,7 +62,10 @@ class EngineLoop:
             orders.check(self._core.runner.checksum.value)
             for one in orders.submitted:
                 submit(one)
-            self._core.step(self._scheduler.take_new(), set(orders.cancelled), orders.allowed)
+            try:
+                self._core.step(self._scheduler.take_new(), set(orders.cancelled), orders.allowed)
+            except ProgramFault as fault:
+                raise cause_of(fault) from None
 
     def start(self) -> None:
         """Starts a thread that makes steps until `close`."""
@@ -93,7 +99,21 @@ class EngineLoop:
             return self.step()
 
     def step(self) -> bool:
-        """The core's next step; announces it to other processes first."""
+        """The core's next step; announces it to other processes first.
+
+        If it fails, the next ones compute its requests again. With other processes the error is raised: they may not
+        have seen it.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            if self._send is not None or self.failed or ends_process(error):
+                raise cause_of(error) from None
+            self._recovery.recover(error)
+            return True
+
+    def _step(self) -> bool:
+        self._recovery.review()
         with self._scheduler.changed:
             known, new = self._scheduler.requests, self._scheduler.take_new()
         cancelled = {request.number for request in known if request.stream.cancelled}

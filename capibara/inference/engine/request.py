@@ -44,6 +44,8 @@ class Request:
       drafter: guesses its next tokens; None: not used yet.
       submission: the request as submitted, for other processes.
       adapter: the number of its adapter; 0: none.
+      faults: programs with its row that failed, and no request alone made fail.
+      alone_until: text tokens that it has to get alone after a program with its row failed; 0: it runs with others.
       cancelled: whether the engine has dropped it.
       finished: whether its stream has ended.
       ends: token ids that end its text.
@@ -68,6 +70,7 @@ class Request:
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
         self.encoder, self.submission, self.adapter = encoder, submission, adapter
         self.requested = self.received = self.cached_tokens = self.generation = self.number = 0
+        self.faults = self.alone_until = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.written = False
@@ -218,6 +221,7 @@ class InputProcessor:
         ends: Sequence[int],
         likeliest: int,
         adapter: str | None,
+        spelled: Sequence[int] = (),
     ) -> Request:
         """A request for the arguments of `Engine.submit`; `drive` is for its stream.
 
@@ -226,8 +230,8 @@ class InputProcessor:
         """
         vocabulary, encoder = self._vocabulary, None
         if self._encoder_length is not None:
-            spelled = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
-            encoder = sentinels.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)
+            read = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
+            encoder = sentinels.encoder_entries(read, self._encoder_length, vocabulary.pad_id)
             ids = [vocabulary.pad_id]
         else:
             ids = vocabulary.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
@@ -235,11 +239,12 @@ class InputProcessor:
                 vocabulary.tell_beginning()
         if not ids:
             raise UserError("the prompt is empty, must have at least one token")
-        model_rows.check_ids(spelled if encoder else ids, self._rows, vocabulary, "the prompt")
+        model_rows.check_ids(read if encoder else ids, self._rows, vocabulary, "the prompt")
         if sampling.thinking_tokens is not None:
             for tag in sampling.thinking_tags:
                 model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
-        submission = Submission(spelled if encoder else ids, sampling, tuple(ends), likeliest, adapter)
+        submission = Submission(read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled))
+        names = (self._names or {}) | {token: vocabulary.spelling(token) for token in spelled}
         if self._config.when_full is WhenFull.SLIDE:
             ids = ids[-self._length :]
         elif len(ids) > self._length:
@@ -247,7 +252,7 @@ class InputProcessor:
         return Request(
             ids, sampling, vocabulary, Stream(drive),
             limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
-            names=self._names, submission=submission, adapter=self._adapters.number(adapter),
+            names=names, submission=submission, adapter=self._adapters.number(adapter),
         )  # fmt: skip
 
     def _limit(self, prompt_tokens: int, sampling: Sampling) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from capibara.inference.engine.batching import EngineConfig, bucket
+from capibara.inference.engine.batching import EngineConfig, Statistics, bucket
 from capibara.inference.engine.beam_requests import BeamSearcher
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
@@ -19,17 +20,11 @@ from capibara.inference.engine.runner.prefill import PrefillQueue
 from capibara.inference.engine.stream import Finish
 
 
-class Scheduler:
-    """Admits requests to slots in the order of their arrival, and frees their slots.
-
-    All methods except `add` are called by the thread that makes the steps.
+class RequestQueue:
+    """Where an engine's requests are: in the queue, in slots, or in the beam search.
 
     Args:
-      config: of the engine.
-      length: positions of a slot.
-      pages: shared by the slots; None: each slot has memory for its whole length.
-      prefixes: cache of rows whose beginnings later prompts may share; None: no cache.
-      prefill: reads the prompts of admitted requests.
+      slots: number of slots.
       searcher: holds requests for beam search, which needs no slot.
       runner: decodes the slots.
 
@@ -37,35 +32,40 @@ class Scheduler:
       changed: the lock under which requests move between the queue, the slots and the beam search: with it held, each
         unfinished request is in one of them. Notified when a request is added.
       slots: the request in each slot; None: free.
+      lone: requests that run alone, one after the other, before all others: the first may have a slot.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        length: int,
-        pages: Pages | None,
-        prefixes: PrefixCache | None,
-        prefill: PrefillQueue,
-        searcher: BeamSearcher,
-        runner: DecodeRunner,
-    ):
-        self._length, self._pages, self._prefixes = length, pages, prefixes
-        self._prefill, self._searcher, self._runner = prefill, searcher, runner
+    def __init__(self, slots: int, searcher: BeamSearcher, runner: DecodeRunner):
+        self._searcher, self._runner = searcher, runner
         self.changed = threading.Condition()
-        self.slots: list[Request | None] = [None] * config.slots
+        self.slots: list[Request | None] = [None] * slots
+        self.lone: deque[Request] = deque()
         self._new: list[Request] = []  # since the last step
         self._waiting: deque[Request] = deque()
-        self._added = self._generation = 0
+        self._added = 0
 
     @property
     def requests(self) -> list[Request]:
         """All requests that wait or have a slot."""
-        return [*self._new, *self._waiting, *self._searcher.waiting, *filter(None, self.slots)]
+        lone = [request for request in self.lone if request.slot is None]
+        return [*self._new, *lone, *self._waiting, *self._searcher.waiting, *filter(None, self.slots)]
+
+    @property
+    def running(self) -> list[Request]:
+        """The unfinished requests with a slot or with tokens to receive, by their numbers."""
+        every = {id(one): one for one in (*filter(None, self.slots), *self._runner.pending_requests())}
+        left = (one for one in every.values() if not (one.finished or one.cancelled))
+        return sorted(left, key=lambda one: one.number)
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._runner.statistics
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a slot or a search."""
-        return len(self._new) + len(self._waiting) + len(self._searcher.waiting)
+        lone = sum(request.slot is None for request in self.lone)
+        return len(self._new) + len(self._waiting) + len(self._searcher.waiting) + lone
 
     @property
     def active(self) -> list[tuple[int, Request]]:
@@ -90,6 +90,45 @@ class Scheduler:
             self._waiting.extend(request for request in new if request.sampling.beams is None)
             self._searcher.add([request for request in new if request.sampling.beams is not None])
 
+    def _next(self) -> Request | None:
+        """The request that gets the next slot."""
+        if self.lone:
+            return self.lone[0] if not any(self.slots) and not self._runner.pending else None
+        return self._waiting[0] if self._waiting else None
+
+
+class Scheduler(RequestQueue):
+    """Admits requests to slots in the order of their arrival, and frees their slots.
+
+    All methods except `add` are called by the thread that makes the steps.
+
+    Args:
+      config: of the engine.
+      length: positions of a slot.
+      pages: shared by the slots; None: each slot has memory for its whole length.
+      prefixes: cache of rows whose beginnings later prompts may share; None: no cache.
+      prefill: reads the prompts of admitted requests.
+      searcher: holds requests for beam search, which needs no slot.
+      runner: decodes the slots.
+
+    Attributes:
+      finished: number of texts of users that ended without an error.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        length: int,
+        pages: Pages | None,
+        prefixes: PrefixCache | None,
+        prefill: PrefillQueue,
+        searcher: BeamSearcher,
+        runner: DecodeRunner,
+    ):
+        super().__init__(config.slots, searcher, runner)
+        self._length, self._pages, self._prefixes = length, pages, prefixes
+        self._prefill, self._generation, self.finished = prefill, 0, 0
+
     def drop(self, numbers: set[int]) -> None:
         """Ends the cancelled requests with these numbers."""
         if not numbers:
@@ -98,7 +137,10 @@ class Scheduler:
             dropped = [request for request in self._waiting if request.number in numbers]
             for request in dropped:
                 self._waiting.remove(request)
-        dropped += [request for request in self._searcher.waiting if request.number in numbers]
+            alone = [request for request in self.lone if request.number in numbers and request.slot is None]
+            for request in alone:
+                self.lone.remove(request)
+        dropped += [*alone, *(request for request in self._searcher.waiting if request.number in numbers)]
         dropped += [request for request in self.slots if request is not None and request.number in numbers]
         for request in dropped:
             request.cancelled = True
@@ -114,15 +156,45 @@ class Scheduler:
             if taken is not None:
                 continue
             with self.changed:
-                request = self._waiting[0] if self._waiting else None
+                request = self._next()
                 if request is None or (self._pages and not self._pages.begin(slot, len(request.tokens))):
                     break
-                self.slots[slot] = self._waiting.popleft()
-            request.slot, request.generation = slot, self._generation
+                self.slots[slot], request.slot, request.generation = request, slot, self._generation
+                if not self.lone:
+                    self._waiting.popleft()
             with contained(request):
                 self._runner.assign(slot, request)
-                self._prefill.add(request)
+                if request.row_length > self._length:  # it slides: its last tokens are reread for each new one
+                    request.written = True
+                else:
+                    self._prefill.add(request)
         self.free_failed()
+
+    def end_alone(self) -> None:
+        """Ends the turn of the request that runs alone: it goes on with others, at once or after all of them."""
+        with self.changed:
+            request = self.lone.popleft()
+        if request.slot is not None and self.lone:
+            self._return(request)
+
+    def start_over(self, lone: Sequence[Request]) -> None:
+        """Returns all requests to the queue, for new slots: `lone` run alone, one after the other, before the others.
+
+        Whatever the devices have of them is discarded; they are read again with the tokens that they have received.
+        """
+        with self.changed:
+            running, left = self.running, [one for one in self.lone if not (one.finished or one.cancelled)]
+            again = {id(one): one for one in (*running, *left)}
+            self.lone = deque(lone)
+            for request in lone:
+                again.pop(id(request), None)
+            for request in (*filter(None, self.slots), *running):
+                request.slot, request.written, request.row, request.requested = None, False, None, request.received
+            self.slots = [None] * len(self.slots)
+            self._waiting.extendleft(sorted(again.values(), key=lambda one: -one.number))
+        self._prefill.clear()
+        self.release_pages()
+        self._runner.restart()
 
     def free_failed(self) -> None:
         """Frees the slots of requests that have failed."""
@@ -154,7 +226,11 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Takes the slot of a request whose tokens are all known, and returns it to the front of the queue."""
-        self._runner.statistics.preempted += 1
+        self.statistics.preempted += 1
+        self._return(request)
+
+    def _return(self, request: Request) -> None:
+        """Moves a request, all of whose tokens are known, from its slot to the front of the queue."""
         with self.changed:  # first, so that `close` and `fail` find it in the queue or in its slot
             self._waiting.appendleft(request)
         self.free(request)
@@ -163,6 +239,7 @@ class Scheduler:
     def receive(self, left: int) -> None:
         """Passes the tokens of all but the last `left` programs to requests, and frees the slots of those that end."""
         for request in self._runner.receive(left):
+            self.finished += request.number > 0 and not request.cancelled
             self.free(request)
             self._remember(request)
 
@@ -176,7 +253,8 @@ class Scheduler:
         read, written, request.written = request.row_length - 1, request.written, False
         current = written and request.generation == self._generation
         if self._prefixes and current and read <= self._length and not request.cancelled:
-            request.row = self._runner.row(slot, bucket(read, self._length)), read
+            with contextlib.suppress(Exception):  # only later prompts would gain from it
+                request.row = self._runner.row(slot, bucket(read, self._length)), read
         if self._pages:
             self._pages.release(slot)
         self._runner.clear(slot)
@@ -198,7 +276,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def release_pages(self) -> None:
-        """Frees all pages, when no more steps are made."""
+        """Frees all pages."""
         if self._pages:
             for slot in range(len(self.slots)):
                 self._pages.release(slot)

@@ -228,8 +228,9 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
             code="unsupported_parameter",
         )
     bounds.check_characters(len(text), served, config, "messages", own=True)
-    ids = talk.ids_of(text)
-    return _asks(request, ids, talk.ends, served, config, "messages")
+    calls = served.calls if tools else None
+    ends, spelled = (talk.ends, ()) if calls is None else ((*talk.ends, *calls.ends), calls.spelled)
+    return _asks(request, talk.ids_of(text), ends, served, config, "messages", spelled)
 
 
 def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> None:
@@ -240,13 +241,19 @@ def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> Non
 
 
 def _asks(
-    request: ApiRequest, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
+    request: ApiRequest,
+    ids: Sequence[int],
+    ends: tuple[int, ...],
+    served: Served,
+    config: ServerConfig,
+    param: str,
+    spelled: tuple[int, ...] = (),
 ) -> list[RequestedText]:
     bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     sampling = _sampling(request, served, config, room)
     seeds = [(sampling.seed + k) % _SEEDS for k in range(request.n or 1)]
-    rest = (ends, request.likeliest, None if request.model == served.name else request.model)
+    rest = (ends, request.likeliest, None if request.model == served.name else request.model, spelled)
     return [RequestedText(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
 
 

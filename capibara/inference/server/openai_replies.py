@@ -150,8 +150,10 @@ class ChatReply(Reply):
 
     def __init__(self, request: ChatRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(request, served, asks)
-        self._tools = tool_calls.names_of(request.tools or []) if request.tool_choice != "none" else set()
-        self._held = [tool_calls.CallStream() for _ in asks]
+        calls = served.calls if request.tools and request.tool_choice != "none" else None
+        self._form = None if calls is None else calls.form
+        self._tools = tool_calls.names_of(request.tools or [])
+        self._held = [tool_calls.CallStream(calls.form) for _ in asks] if calls is not None else []
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
@@ -166,21 +168,21 @@ class ChatReply(Reply):
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        rest, calls = tool_calls.split(text, self._tools) if self._tools else (text, [])
+        rest, calls = tool_calls.split(text, self._tools, self._form) if self._form else (text, [])
         if calls:
             message |= {"content": rest or None, "tool_calls": calls}
             finish = _CALLED.get(finish, finish)
         return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
 
     def piece(self, index: int, piece: Piece) -> Json | None:
-        if not self._tools:
+        if not self._held:
             return super().piece(index, piece)
         named = self._names_tokens and piece.token is not None
         text = self._held[index].add(self._text_of(piece))
         return self._chunk(index, text, [piece], None) if text or named else None
 
     def end(self, index: int, completion: Completion) -> Json:
-        rest, calls = self._held[index].rest(self._tools)
+        rest, calls = self._held[index].rest(self._tools) if self._held else ("", [])
         finish = str(completion.finish)
         chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if calls else finish)
         delta = chunk["choices"][0]["delta"]

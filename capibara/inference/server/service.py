@@ -19,7 +19,9 @@ from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.server import tool_calls
 from capibara.inference.server.http_errors import Refusal, lost_process
+from capibara.inference.server.tool_calls import CallTokens
 
 _SOON = {"Retry-After": "1"}
 _LEAST = {
@@ -138,6 +140,11 @@ class Served:
     adapters: tuple[str, ...] = ()
 
     @functools.cached_property
+    def calls(self) -> CallTokens | None:
+        """How the model writes tool calls; None: in no known form."""
+        return None if self.chat is None else tool_calls.tokens_of(self.chat)
+
+    @functools.cached_property
     def longest_piece(self) -> int:
         """Number of bytes of the longest token."""
         return int(self.vocabulary.token_bytes().max())
@@ -147,8 +154,8 @@ class Served:
 class RequestedText:
     """One requested text.
 
-    It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, and the
-    adapter, None for the model alone.
+    It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, the adapter,
+    None for the model alone, and the ids of special tokens that are spelled in the text.
     """
 
     ids: Sequence[int]
@@ -156,6 +163,7 @@ class RequestedText:
     ends: tuple[int, ...] = ()
     likeliest: int = 0
     adapter: str | None = None
+    spelled: tuple[int, ...] = ()
 
 
 def check_streams(sampling: Sampling) -> None:
@@ -340,8 +348,9 @@ class Service:
         engine, streams = self.check_room(len(asks)).engine, []
         try:
             for ask in asks:
+                options = {"ends": ask.ends, "spelled": ask.spelled}
                 streams.append(
-                    engine.submit(ask.ids, ask.sampling, ends=ask.ends, likeliest=ask.likeliest, adapter=ask.adapter)
+                    engine.submit(ask.ids, ask.sampling, likeliest=ask.likeliest, adapter=ask.adapter, **options)
                 )
         except BaseException:
             for stream in streams:

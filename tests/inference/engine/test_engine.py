@@ -16,7 +16,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import speed
+from capibara.inference import speed
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.runner import decode, decode_schedule
@@ -203,7 +203,7 @@ def test_who_waits_when_its_thread_fails_is_told(monkeypatch):
     """Includes requests whose slot is free already: the lost token is their last."""
     one, ended = engine(slots=2), queue.SimpleQueue()
     streams = [one.submit(REQUESTS[1][0], Sampling(max_new_tokens=1)), one.submit(*REQUESTS[0])]
-    streams += [one.submit(*REQUESTS[number]) for number in (2, 3)]  # these have none yet
+    streams += [one.submit(*REQUESTS[number]) for number in (2, 3, 4, 5, 6, 0)]  # these have none yet
     for stream in streams:
         stream.forward(lambda item, stream=stream: None if isinstance(item, Piece) else ended.put((stream, item)))
     monkeypatch.setattr(decode.jax, "device_get", lambda _: 1 / 0)

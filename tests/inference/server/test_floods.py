@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import pathlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +19,8 @@ from capibara.inference.sampling.text import TextStream
 from tests.inference.server.test_server import GREEDY, Running
 
 STOP = "\x07planted"
+MARK = 77  # a top_k: what a program over all slots can see of a request
+PLANTED = "Planted"  # the prompt of such requests; no other is as long, nor longer by its text
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,13 @@ FAULTS = {
     "detokenizing": (TextStream, "feed", lambda stream, *_: STOP in stream._stop),
     "the end of a text": (TextStream, "close", lambda stream: STOP in stream._stop),
 }
+# Programs over the rows of several requests: the state that they were given is gone when they fail.
+PROGRAMS = {
+    "the decode program": ("step", lambda *args: MARK in args[2].top_k),
+    "a later decode program": ("step", lambda *args: ((args[2].top_k == MARK) & (args[3] > 4)).any()),
+    "the prefill program": ("prefill", lambda _, batch: len(PLANTED) in batch["counts"]),
+    "admission to a slot": ("admit", lambda *args: MARK in args[4].top_k),
+}
 
 
 def flood(running, count):
@@ -47,7 +58,8 @@ def flood(running, count):
 
     def send(number):
         if number % 2:
-            return running.http("POST", "/v1/completions", asked("Planted", stop=[STOP], stream=number % 4 == 1))[:2]
+            wrong = asked(PLANTED, stop=[STOP], top_k=MARK, stream=number % 4 == 1)
+            return running.http("POST", "/v1/completions", wrong)[:2]
         return running.http("POST", "/v1/completions", asked())[:2]
 
     with ThreadPoolExecutor(4) as pool:
@@ -55,21 +67,38 @@ def flood(running, count):
     return answers[::2], answers[1::2]
 
 
-@pytest.mark.parametrize("where", FAULTS)
+def plant(monkeypatch, engine, where):
+    if where in FAULTS:
+        owner, name, concerns = FAULTS[where]
+        real = getattr(owner, name)
+
+        def planted(*args, **kwargs):
+            if concerns(*args):
+                raise FloatingPointError("planted")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, planted)
+        return
+    name, concerns = PROGRAMS[where]
+    compiled = engine._core.runner._programs
+
+    def failing(*args):
+        done = getattr(compiled, name)(*args)
+        if concerns(*args):
+            raise FloatingPointError("planted")
+        return done
+
+    for owner in (engine._core.runner, engine._core.prefill):
+        monkeypatch.setattr(owner, "_programs", compiled._replace(**{name: failing}))
+
+
+@pytest.mark.parametrize("where", [*FAULTS, *PROGRAMS])
 @pytest.mark.parametrize("count", [8, pytest.param(400, marks=pytest.mark.heavy)])
 def test_a_flood_of_requests_that_raise_leaves_the_others_alone(running, served, monkeypatch, where, count):
     want = json.loads(running.http("POST", "/v1/completions", asked())[1])["choices"]
-    owner, name, concerns = FAULTS[where]
-    real = getattr(owner, name)
-
-    def planted(*args, **kwargs):
-        if concerns(*args):
-            raise FloatingPointError("planted")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, planted)
+    plant(monkeypatch, served.engine, where)
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "disabled", True)  # pytest keeps what is logged
-    sizes = []
+    sizes, resident = [], []
     for _ in range(3):
         good, bad = flood(running, count)
         for status, body in good:
@@ -80,8 +109,11 @@ def test_a_flood_of_requests_that_raise_leaves_the_others_alone(running, served,
         gc.collect()
         kept = sum(isinstance(one, Request) for one in gc.get_objects())
         sizes.append((kept, len(jax.live_arrays()), served.engine.load, running.service.texts))
+        resident.append(int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
     assert max(kept for kept, *_ in sizes) <= 4 < count  # those that local variables hold
     assert sizes[-1][1] <= sizes[0][1] and sizes[-1][2:] == ((0, 0), 0)
+    if count > 100:  # a state of the slots kept by each request would be more than 200 MiB in a round
+        assert resident[-1] - resident[-2] < 32 * 2**20, [size >> 20 for size in resident]
 
 
 LONG = "Q" * 5000

@@ -64,7 +64,7 @@ receive, left = Scheduler.receive, [12]
 
 def failing(self, count):
     left[0] -= 1
-    if left[0]:
+    if left[0] > 0:
         return receive(self, count)
     raise FloatingPointError("planted")
 

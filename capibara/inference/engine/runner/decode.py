@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from capibara.core.types import Params
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.faults import contained
+from capibara.inference.engine.faults import contained, program_of
 from capibara.inference.engine.following import TokenChecksum
 from capibara.inference.engine.request import LIKELIEST, Request
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
@@ -31,11 +31,13 @@ class Pending(NamedTuple):
       sampled: the tokens, on the devices.
       rows: (row of `sampled`, the request that it belongs to).
       at_s: when the program was started, by time.monotonic; None: not timed.
+      group: the requests whose programs computed them.
     """
 
     sampled: SampledTokens
     rows: Sequence[tuple[int, Request]]
     at_s: float | None
+    group: Sequence[Request]
 
 
 class DecodeRunner:
@@ -47,6 +49,7 @@ class DecodeRunner:
     Args:
       programs: of the engine.
       state: on the devices, with empty slots.
+      start: makes such a state.
       config: of the engine.
       vocab_size: ids of the model.
       adapters: of the engine.
@@ -63,17 +66,18 @@ class DecodeRunner:
         self,
         programs: Programs,
         state: State,
+        start: Callable[[], State],
         config: EngineConfig,
         vocab_size: int,
         adapters: Adapters,
         pages: Pages | None,
         schedule: DecodeSchedule,
     ):
-        self._programs, self._state, self._schedule = programs, state, schedule
+        self._programs, self._start, self._schedule = programs, start, schedule
+        self._state: State | None = state
         self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
         self._pages, self._adapters = pages, adapters
-        self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
-        self._adapter_numbers = [0] * config.slots
+        self._settings, self._adapter_numbers = _idle(config.slots)
         self._pending: deque[Pending] = deque()
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 
@@ -100,7 +104,20 @@ class DecodeRunner:
 
     def row(self, slot: int, positions: int) -> Cache:
         """A copy of the first positions of a slot's keys and values."""
-        return self._programs.row(self._state, np.int32(slot), self._table, positions)
+        return self._programs.row(self._slots_state, np.int32(slot), self._table, positions)
+
+    def restart(self) -> None:
+        """Discards the state of all slots and all tokens to receive, after a program has failed."""
+        self._pending.clear()
+        self._settings, self._adapter_numbers = _idle(self._slots)
+        self._state, self.ahead = None, 0
+
+    @property
+    def _slots_state(self) -> State:
+        """The state, made anew if it was discarded."""
+        if self._state is None:
+            self._state = self._start()
+        return self._state
 
     def admit(self, prefilled: Prefilled) -> list[Request]:
         """Moves a row that was read into its slot, and requests a token."""
@@ -108,29 +125,25 @@ class DecodeRunner:
         assert slot is not None, "it was assigned one"
         forced = np.array([request.forced.get(request.requested, -1)], np.int32)
         settings = Settings(*(x[slot : slot + 1] for x in self._settings))
-        self._state, sampled = self._programs.admit(
-            self._state,
-            prefilled.row,
-            prefilled.logits,
-            np.int32(slot),
-            settings,
-            np.array([request.requested], np.int32),
-            forced,
-            self._seen(request),
-            self._table,
-            LIKELIEST if request.likeliest else 0,
-        )
+        inputs = np.int32(slot), settings, np.array([request.requested], np.int32), forced, self._seen(request)
+        alternatives = LIKELIEST if request.likeliest else 0
+        with program_of(prefilled.group):
+            self._state, sampled = self._programs.admit(
+                self._slots_state, prefilled.row, prefilled.logits, *inputs, self._table, alternatives
+            )
         request.written = True
-        return self._request(sampled, [(0, request)], np.ones(1, np.int32))
+        return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
         index, forced, alternatives = self._of_next(active)
         self.ahead, at_s = count, time.monotonic()
-        inputs = params, self._state, self._settings, index, forced, np.int32(count)
-        self._state, sampled = self._programs.step(*inputs, self._table, alternatives, self._batch_adapters)
+        group = [request for _, request in active]
+        with program_of(group):
+            inputs = params, self._slots_state, self._settings, index, forced, np.int32(count)
+            self._state, sampled = self._programs.step(*inputs, self._table, alternatives, self._batch_adapters)
         self.statistics.steps += 1
-        return self._request(sampled, active, np.full(self._slots, count), at_s)
+        return self._request(sampled, active, np.full(self._slots, count), group, at_s)
 
     def verify(
         self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]
@@ -144,43 +157,45 @@ class DecodeRunner:
         counts = np.zeros(self._slots, np.int32)
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
-        inputs = params, self._state, self._settings, index, forced, guessed, counts
-        self._state, sampled = self._programs.verify(*inputs, self._table, alternatives, self._batch_adapters)
-        held = jax.device_get(sampled.counts)
+        group = [request for _, request in active]
+        with program_of(group):
+            inputs = params, self._slots_state, self._settings, index, forced, guessed, counts
+            self._state, sampled = self._programs.verify(*inputs, self._table, alternatives, self._batch_adapters)
+            held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
         for slot, request in active:
             self.statistics.accepted += int(held[slot]) - 1
             if guesses[slot] and request.drafter is not None:
                 request.drafter.record(int(held[slot]) - 1)
-        return self._request(sampled, active, held)
+        return self._request(sampled, active, held, group)
 
     def receive(self, left: int) -> Iterator[Request]:
         """Passes the tokens of all but the last `left` programs to requests; yields requests as they end."""
         while len(self._pending) > left:
             # The program stays in the list if this fails: some of its requests may have no slot any more.
-            sampled, rows, at_s = self._pending[0]
-            sampled = jax.device_get(sampled)
+            sampled, rows, at_s, group = self._pending[0]
+            with program_of(group):
+                sampled = jax.device_get(sampled)
             self._schedule.record(at_s, int(sampled.counts[0]))
             self.checksum.add(sampled.tokens)
             for row, request in rows:
                 with contained(request):
                     _deliver(request, sampled, row)
-                if request.finished:
-                    yield request
-            self._pending.popleft()
+            self._pending.popleft()  # before anything else can fail: no token is passed on twice
+            yield from [request for _, request in rows if request.finished]
 
     def warm_up(self, params: Params, alternatives: int) -> None:
         """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
         zeros = np.zeros(self._slots, np.int32)
         common = self._settings, zeros, zeros
         self._state, sampled = self._programs.step(
-            params, self._state, *common, np.int32(1), self._table, alternatives, self._batch_adapters
+            params, self._slots_state, *common, np.int32(1), self._table, alternatives, self._batch_adapters
         )
         if self._draft_tokens:
             guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
             self._state, sampled = self._programs.verify(
-                params, self._state, *common, guessed, zeros, self._table, alternatives, self._batch_adapters
+                params, self._slots_state, *common, guessed, zeros, self._table, alternatives, self._batch_adapters
             )
         jax.block_until_ready(sampled)
 
@@ -196,10 +211,11 @@ class DecodeRunner:
         sampled: SampledTokens,
         rows: Sequence[tuple[int, Request]],
         counts: np.ndarray,
+        group: Sequence[Request],
         at_s: float | None = None,
     ) -> list[Request]:
-        """Records that `counts` tokens of each row were requested; `at_s`: when, for timing."""
-        self._pending.append(Pending(sampled, rows, at_s))
+        """Records that `counts` tokens of each row were requested of programs of `group`; `at_s`: when, for timing."""
+        self._pending.append(Pending(sampled, rows, at_s, group))
         for row, request in rows:
             request.requested += int(counts[row])
             self.statistics.tokens += int(counts[row])
@@ -219,6 +235,11 @@ class DecodeRunner:
     @property
     def _table(self) -> np.ndarray | None:
         return None if self._pages is None else self._pages.table
+
+
+def _idle(slots: int) -> tuple[Settings, list[int]]:
+    """The settings and the adapters' numbers of free slots."""
+    return Settings(*(np.repeat(x, slots, axis=0) for x in GREEDY)), [0] * slots
 
 
 def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:

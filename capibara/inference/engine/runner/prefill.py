@@ -12,17 +12,25 @@ from capibara.core.types import Params, PyTree
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
-from capibara.inference.engine.faults import contained, is_of_request
+from capibara.inference.engine.faults import contained, is_of_request, program_of
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner.programs import Programs
 
 
 class Prefilled(NamedTuple):
-    """A request whose prompt has been read: the cache of its row, and the logits [1, V] after it."""
+    """A request whose prompt has been read, in a program with others or alone.
+
+    Attributes:
+      request: the request.
+      row: the cache of its row.
+      logits: [1, V] after it.
+      group: the requests of that program.
+    """
 
     request: Request
     row: Any
     logits: jax.Array
+    group: Sequence[Request]
 
 
 class PrefillQueue:
@@ -69,6 +77,12 @@ class PrefillQueue:
                 self._part = None
             self._waiting.remove(request)
 
+    def clear(self) -> None:
+        """Drops all prompts, and all rows that were read."""
+        self._waiting, self._part = [], None
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
     def restart(self, generation: int) -> None:
         """Handles new parameters: waiting prompts are read with them from the first token."""
         self._part = None
@@ -101,7 +115,7 @@ class PrefillQueue:
                 self._waiting.pop(0)
                 self._part = None
                 self._cache_prefix(first, row)
-                yield Prefilled(first, row, logits)
+                yield Prefilled(first, row, logits, [first])
 
     def extend(
         self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
@@ -158,18 +172,20 @@ class PrefillQueue:
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
         self._waiting = [request for request in self._waiting if request not in group]
-        read = self._read_together(params, prompts)
+        with program_of(group):
+            read = self._read_together(params, prompts)
         for request in group:
             index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
             row = read[index]
             if isinstance(row, BaseException) and request is not prompts[index]:
-                (row,) = self._read_together(params, [request])
+                with program_of([request]):
+                    (row,) = self._read_together(params, [request])
             if isinstance(row, BaseException):
                 request.fail(row)
                 continue
             if request is not prompts[index]:
                 self._count_cached(request, len(request.tokens))
-            yield Prefilled(request, *row)
+            yield Prefilled(request, *row, group)
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
         """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
