@@ -16,6 +16,7 @@ from capibara.storage import copies, remote, stores
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"  # special tokens of older tokenizers
+ADDED_FILE = "added_tokens.json"  # ids of added tokens of older tokenizers
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # folder of further templates, NAME.jinja
 GENERATION_FILE = "generation_config.json"  # end tokens and sampling options
@@ -23,7 +24,7 @@ MODEL_FILE = "config.json"  # config of a transformers model; its token ids are 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # The files of a tokenizer, by its kind.
 FILES = (
-    TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, ADDED_FILE, "vocab.json", "merges.txt", "vocab.txt",
     *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json", GENERATION_FILE,
 )  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.data.tokenizers import added as added_tokens
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers import limits as tokenizer_limits
 
@@ -271,8 +272,8 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     if "tokenizer.json" not in files:
         model = files.get("tokenizer.model")
         return {"ggml.model": "no_vocab"} if model is None else _of_sentencepiece(model, files, config)
-    tokenizer_limits.check_json(files["tokenizer.json"], "tokenizer.json")
-    spec = json.loads(files["tokenizer.json"])
+    tokenizer = added_tokens.of_files(files, "the tokenizer")
+    spec = json.loads(tokenizer.to_str())
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
         raise UserError(f"tokenizer.json has a {model['type']} model, GGUF files support only BPE models")
@@ -289,7 +290,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
         **pieces,
     }
     values |= _special(files, config, {token: i for i, token in tokens.items()})
-    around = tokenizer_limits.load_json(files["tokenizer.json"], "tokenizer.json").encode("").ids
+    around = tokenizer.encode("").ids
     values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
     values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     return values
