@@ -107,6 +107,23 @@ def carried(folder: str) -> dict[str, bytes]:
     return files
 
 
+def over(base: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
+    """The tokenizer files of an adapter's folder, and as far as it has none those of its base.
+
+    A tokenizer is taken whole, as transformers reads one folder: another's files would add tokens or a template to it.
+
+    Args:
+      base: the base's files by name.
+      folder: of the adapter.
+    """
+    own = carried(folder)
+    if any(name in own for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES)):
+        base = {name: base[name] for name in (GENERATION_FILE,) if name in base}
+    elif "chat_template" in (read_json(os.path.join(folder, CONFIG_FILE)) or {}):
+        base = {name: content for name, content in base.items() if name != TEMPLATE_FILE}  # it would come first
+    return {**base, **own}
+
+
 def template_paths(folder: str) -> dict[str, str]:
     """The paths of a folder's files with chat templates by the templates' names, as transformers 5 saves them.
 
