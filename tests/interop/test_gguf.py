@@ -330,6 +330,28 @@ def test_a_sentencepiece_model_becomes_a_tokenizer(tmp_path):
             write(path, tokenizer={"tokenizer.model": cases.sentencepiece_model(**changes)}, vocab_size=432)
 
 
+@pytest.mark.parametrize(
+    "templates",
+    [
+        [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": "{{ tools }}"}],
+        [{"name": "rag", "template": "{{ documents }}"}],
+    ],
+)
+def test_every_named_template_is_kept(templates, tmp_path):
+    files = {name: content for name, content in cases.byte_level().items() if name != "chat_template.jinja"}
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": templates}
+    path = write(tmp_path / "model.gguf", tokenizer=files | {"tokenizer_config.json": json.dumps(config).encode()})
+    # The keys of gguf.GGUFWriter.add_chat_template, in gguf 0.19.
+    fields = gguf.GGUFReader(path).fields
+    named = {one["name"]: one["template"] for one in templates if one["name"] != "default"}
+    assert fields["tokenizer.chat_templates"].contents() == list(named)
+    assert {name: fields[f"tokenizer.chat_template.{name}"].contents() for name in named} == named
+    found = open_gguf(path).tokenizer
+    assert (
+        json.loads(found["tokenizer_config.json"])["chat_template"] == templates and "chat_template.jinja" not in found
+    )
+
+
 def test_without_a_tokenizer_there_is_none(tmp_path):
     config = config_of("llama")
     write_gguf(tmp_path / "model.gguf", config, cases.tensors(config), {}, dtype="f32")
