@@ -176,6 +176,22 @@ def generation(config: Mapping[str, Any]) -> bytes:
     return (json.dumps(ids, indent=2) + "\n").encode() if ids else b""
 
 
+def unread_generation(folder: str) -> dict[str, Any]:
+    """What the generation_config.json of a folder says of how to sample: transformers' generate and vLLM begin from that.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    values = read_json(os.path.join(folder, GENERATION_FILE)) or {}
+    neutral: tuple[Any, ...] = (None, False, 0, 1, "", [], {})
+    about = (*_TOKEN_IDS, "transformers_version", "use_cache", "cache_implementation")
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in about and not name.startswith("_") and (value is True or value not in neutral)
+    }
+
+
 def end_ids(folder: str) -> tuple[int, ...]:
     """The ids of a model's end tokens, as transformers' generate reads them from the tokenizer's folder.
 
