@@ -89,7 +89,8 @@ def complete(tokenizer: Any, files: Files, where: str) -> None:
         raise UserError(f"{where}: {CONFIG_FILE} names {len(found):,} tokens, must name at most {_MOST:,}: remove some")
     added = []
     for token in found:
-        if (old := has.get(token.content)) is not None and (token.flags is None or _flags_of(old) == token.flags):
+        old = has.get(token.content)
+        if not token.content or old is not None and (token.flags is None or _flags_of(old) == token.flags):
             continue
         has[token.content] = _added_token(token)
         tokenizer.add_tokens([has[token.content]])
