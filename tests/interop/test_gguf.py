@@ -545,7 +545,7 @@ def test_tokenizers_without_a_gguf_form(tmp_path):
                     "type": "Sequence",
                     "pretokenizers": [
                         {"type": "Whitespace"},
-                        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
                     ],
                 }
             },
