@@ -441,7 +441,7 @@ METADATA: list[tuple[str, str, tuple, tuple]] = [
     ("mixtral", "expert_shared_count", (0,), (1,)),
     ("qwen3_moe", "leading_dense_block_count", (0,), (1,)),
     ("qwen3_moe", "nextn_predict_layers", (0,), (1,)),
-    ("qwen2", "attention.sliding_window", (64, 4096), (8,)),
+    ("qwen2", "attention.sliding_window", (0, 64, 4096), (8,)),
     ("qwen2", "rope.dimension_sections", (), ([4, 4, 0, 0],)),
     ("qwen2", "rope.freq_base_swa", (1e6,), (1e4,)),
     ("gemma3", "rope.freq_base_swa", (1e4,), ()),

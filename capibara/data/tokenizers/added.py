@@ -147,7 +147,7 @@ def _tokens(files: Files, where: str) -> Iterator[Token]:
 
 def _fields(config: Mapping[str, Any]) -> Iterator[Any]:
     """The values of special tokens, in transformers' order."""
-    extra = next((config[name] for name in _LISTS if config.get(name)), [])
+    extra: Any = next((config[name] for name in _LISTS if config.get(name)), [])
     yield from (config[name] for name in _FIELDS if config.get(name))
     yield from (
         value

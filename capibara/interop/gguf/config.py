@@ -239,9 +239,9 @@ def _same(key: str, values: Mapping[str, Any], family: Family, config: Mapping[s
     """The values with which a key changes nothing."""
     if key == "attention.sliding_window":  # of a family without: it must not be shorter than the longest row
         longest = family.get(config, "max_position_embeddings")
-        return (values[key],) if values[key] >= longest else ()
+        return (0, values[key]) if values[key] >= longest else (0,)
     of_all = key.removesuffix("_swa")  # what layers with a window have of their own
-    neutral = _NEUTRAL.get(key, (0, "", [], family.fixed.get(key)))
+    neutral: tuple[Any, ...] = _NEUTRAL.get(key, (0, "", [], family.fixed.get(key)))
     return neutral if of_all == key else (*neutral, values.get(of_all))
 
 

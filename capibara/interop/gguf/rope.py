@@ -183,7 +183,10 @@ def _scaling(values: Mapping[str, Any], family: Family) -> tuple[str, float]:
     if type(factor) not in (int, float) or not 0 < factor < math.inf:
         raise UserError(f"{family.arch}.rope.scaling.factor is {factor}, must be a number above 0: take another file")
     kind = "none" if kind == "linear" and factor == 1 else kind
-    usual = {"rope.scaling.yarn_ext_factor": (-1, 1), "rope.scaling.yarn_attn_factor": (0, 1)}
+    usual: dict[str, tuple[float, ...]] = {
+        "rope.scaling.yarn_ext_factor": (-1, 1),
+        "rope.scaling.yarn_attn_factor": (0, 1),
+    }
     usual |= {f"rope.scaling.yarn_{name}": (value,) for name, value in _BETAS.items()}
     usual |= {} if kind == "yarn" else {"rope.scaling.attn_factor": (0, 1)}
     usual |= (

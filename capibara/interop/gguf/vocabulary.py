@@ -120,8 +120,8 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     found["tokenizer.json"] = made.to_str(pretty=True).encode()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{name}_token": token for name, token in special.items()}
-    templates = {name: values.get(_template_key(name)) for name in ("default", *values.get("chat_templates", ()))}
-    templates = {name: text for name, text in templates.items() if text}
+    names = ("default", *values.get("chat_templates", ()))
+    templates: dict[str, str] = {name: text for name in names if (text := values.get(_template_key(name)))}
     if templates.keys() - {"default"}:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     elif templates:
