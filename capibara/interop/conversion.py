@@ -548,7 +548,9 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
         for name, content in source.tokenizer.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        own = {os.path.join(os.path.abspath(target), name): name for name in source.tokenizer}  # it may be moved
+        own = {
+            os.path.abspath(os.path.join(target, name)): name for name in (".", *source.tokenizer)
+        }  # it may be moved
         outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
         os.mkdir(own_folder := os.path.join(unfinished, tokenizer_files.ORIGIN))
         for name, content in open_model.origin_of(source).items():
