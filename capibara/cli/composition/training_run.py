@@ -11,6 +11,7 @@ from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
     from capibara.data.dataset import Dataset
+    from capibara.interop import open_model
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -103,7 +104,12 @@ def run(
     options.check(trainer, texts)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
-    load = lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged")  # noqa: E731
+
+    def load(path: str) -> open_model.Loader | adapters.Loader:
+        read = adapters.loader(path, model, merge=trainer.init_with == "merged")
+        _print(_other_tokenizer(path, read.base if isinstance(read, adapters.Loader) else read, dataset))
+        return read
+
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -168,6 +174,22 @@ def _beginning(dataset: Dataset) -> list[str]:
     with contextlib.suppress(UserError):  # a tokenizer that cannot be read is an error of the checks that follow
         return [note] if (note := dataset.vocabulary.beginning()) else []
     return []
+
+
+def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> list[str]:
+    """A note if the initial weights come with another tokenizer than the run's: their rows are of other tokens."""
+    from capibara.interop.merge import tokenizers
+
+    if (vocabulary := dataset.vocabulary) is None:  # a SeqIO task's
+        return []
+    own, theirs = vocabulary.own_files().files, read.foreign.tokenizer
+    if theirs.items() <= own.items():  # the usual case, without reading them
+        return []
+    known, named = tokenizers.tokens_of(own, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, path)
+    found = tokenizers.difference(named, known) if known else f"{type(vocabulary).__name__} has no such tokens"
+    if not named or not found:
+        return []
+    return [f"note: the tokenizer of Trainer.init_from ({path}) is another than Dataset.vocabulary: {found}"]
 
 
 def _of_devices(
