@@ -12,6 +12,8 @@ from capibara.core.types import Dataclass, UserError
 if TYPE_CHECKING:
     from capibara.data.dataset import Dataset
     from capibara.interop import open_model
+    from capibara.interop.peft import runs
+    from capibara.models.api import Model
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -84,7 +86,6 @@ def run(
     from capibara.core.multihost import hosts
     from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
-    from capibara.interop.peft import runs as adapters
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
@@ -104,12 +105,7 @@ def run(
     options.check(trainer, texts)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
-
-    def load(path: str) -> open_model.Loader | adapters.Loader:
-        read = adapters.loader(path, model, merge=trainer.init_with == "merged")
-        _print(_other_tokenizer(path, read.base if isinstance(read, adapters.Loader) else read, dataset))
-        return read
-
+    load = lambda path: _loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -174,6 +170,15 @@ def _beginning(dataset: Dataset) -> list[str]:
     with contextlib.suppress(UserError):  # a tokenizer that cannot be read is an error of the checks that follow
         return [note] if (note := dataset.vocabulary.beginning()) else []
     return []
+
+
+def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
+    """The reader of a foreign model of initial weights; prints a note if it comes with another tokenizer."""
+    from capibara.interop.peft import runs
+
+    read = runs.loader(path, model, merge=trainer.init_with == "merged")
+    _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, trainer.dataset))
+    return read
 
 
 def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> list[str]:
