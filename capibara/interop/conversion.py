@@ -269,7 +269,7 @@ def _adapted(path: str, base: str | None, gin: Gin, runs: RunFolders) -> OurMode
     of = _source(adapters.base_of(path, base), gin, runs)
     model, params = adapters.merged(path, *_loaded(of), of.config)
     return OurModel(
-        model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | tokenizer_files.carried(path),
+        model, params, hf_config.to_hf(model.config, of.config), tokenizer_files.over(of.tokenizer, path),
         model_card.of_fine_tuned(of.about, of.config), stored=stored(of),
     )  # fmt: skip
 
@@ -293,7 +293,7 @@ def described(path: str, base: str | None, runs: RunFolders) -> ForeignModel | O
     if adapters.is_adapter(path):
         of = described(adapters.base_of(path, base), None, runs)
         model = of.model if isinstance(of, OurModel) else api.build(hf_config.from_hf(of.config))
-        beside = of.tokenizer | tokenizer_files.carried(path)
+        beside = tokenizer_files.over(of.tokenizer, path)
         about = model_card.of_fine_tuned(of.about, of.config)
         return OurModel(model, model.abstract_params, dict(of.config), beside, about, stored=stored(of))
     if runs.is_run(path) and not t5x_read.is_t5x(path):
@@ -548,7 +548,9 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
         for name, content in source.tokenizer.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        own = {os.path.join(os.path.abspath(target), name): name for name in source.tokenizer}  # it may be moved
+        own = {
+            os.path.abspath(os.path.join(target, name)): name for name in (".", *source.tokenizer)
+        }  # it may be moved
         outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
         os.mkdir(own_folder := os.path.join(unfinished, tokenizer_files.ORIGIN))
         for name, content in open_model.origin_of(source).items():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
 
 from capibara.config import written
-from capibara.core import limits
-from capibara.data.tokenizers.files import CONFIG_FILE, named
-from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
+from capibara.data.tokenizers.files import SENTENCEPIECE_FILES, TOKENIZER_FILE
+from capibara.models.api import EncoderDecoderConfig, TransformerConfig
 
 
 def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], length: int = 1024) -> str:
@@ -34,27 +32,20 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
         [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{own}()"],
         ["Trainer.plan = @Plan()", "Plan.batch_size = 8", "Trainer.optimizer = @Optimizer()"],
         ["Trainer.dataset = @Dataset()", *data],
-        _vocabulary(folder, tokenizer, isinstance(config, EncoderConfig)),
+        _vocabulary(folder, tokenizer),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _vocabulary(folder: str, tokenizer: Mapping[str, bytes], masked: bool) -> list[str]:
-    if "tokenizer.json" not in tokenizer:
-        for name in ("tokenizer.model", "spiece.model"):
-            if name in tokenizer:
-                path = json.dumps(os.path.join(os.path.abspath(folder), name))
-                return _bound("SentencePieceVocabulary", {"path": path, "size_multiple": "1"})
-        return ["Dataset.vocabulary = @ByteVocabulary()  # the model came without a tokenizer"]
-    values = {"path": json.dumps(os.path.join(os.path.abspath(folder), "tokenizer.json")), "size_multiple": "1"}
-    about: dict[str, str] = {}
-    with contextlib.suppress(ValueError):
-        values_of = limits.parse_json(tokenizer.get(CONFIG_FILE, b"{}"))
-        about = named(values_of) if isinstance(values_of, dict) else {}
-    for name in ("bos_token", "eos_token", "pad_token", *(["mask_token"] if masked else [])):
-        if token := about.get(name):
-            values[name] = json.dumps(token)
-    return _bound("TokenizerJsonVocabulary", values)
+def _vocabulary(folder: str, tokenizer: Mapping[str, bytes]) -> list[str]:
+    folder = os.path.abspath(folder)
+    if TOKENIZER_FILE in tokenizer:  # with what the files beside it say
+        return _bound("TokenizerJsonVocabulary", {"path": json.dumps(folder), "size_multiple": "1"})
+    for name in SENTENCEPIECE_FILES:
+        if name in tokenizer:
+            path = json.dumps(os.path.join(folder, name))
+            return _bound("SentencePieceVocabulary", {"path": path, "size_multiple": "1"})
+    return ["Dataset.vocabulary = @ByteVocabulary()  # the model came without a tokenizer"]
 
 
 def _bound(kind: str, values: Mapping[str, str]) -> list[str]:

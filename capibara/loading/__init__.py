@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import os
 import shutil
 import tempfile
@@ -12,9 +13,10 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from capibara import config
+from capibara.core import limits
 from capibara.core.fields import in_home
 from capibara.core.types import Params, PyTree, UserError
-from capibara.data.tokenizers import model_rows
+from capibara.data.tokenizers import files, model_rows
 from capibara.data.tokenizers.files import MODEL_FILE, TOKENIZER_FILE
 from capibara.interop import gin_of, open_model
 from capibara.interop.hf import config as hf_config
@@ -176,15 +178,23 @@ def _foreign(
     shardings = placed(trainer.plan, model)
     if foreign.tokenizer:
         model_rows.check_vocabulary(trainer.dataset.get_vocabulary(), model.config.vocab_size, path)
+    if unread := files.unread_generation(folder):
+        shown = limits.shortened(", ".join(f"{name} = {value}" for name, value in unread.items()), 200)[1:-1]
+        logging.getLogger(__name__).warning(
+            "%s: %s has %s, which is not used: requests, flags and Sampling say how texts are sampled",
+            path,
+            files.GENERATION_FILE,
+            shown,
+        )
     params = open_model.load_params(foreign, model, shardings, dtype=jax.numpy.dtype(model.config.dtype))
     return trainer, LoadedModel(model, params, trainer.dataset, path, None, "stored", like=foreign.config)
 
 
-def _written(files: Mapping[str, bytes]) -> str:
+def _written(contents: Mapping[str, bytes]) -> str:
     """Writes these files to a temporary folder that lasts until this process ends: tokenizers are read on first use."""
     folder = tempfile.mkdtemp(prefix="capibara-tokenizer-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, content in files.items():
+    for name, content in contents.items():
         with open(os.path.join(folder, name), "wb") as file:
             file.write(content)
     return folder

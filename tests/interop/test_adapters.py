@@ -16,6 +16,7 @@ from capibara.core.types import UserError
 from capibara.interop import gin_of, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
+from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import runs as adapters
 from capibara.models import api
@@ -134,7 +135,7 @@ def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path, capsys
     assert run(*argv) == 2  # the run began with new parameters
     assert "name the folder of the base model, --base=PATH" in capsys.readouterr().err
     assert run(*argv, "--base=org/Tiny") == 0
-    assert peft.read_config(f"{tmp_path}/adapter")["base_model_name_or_path"] == "org/Tiny"
+    assert fields.read(f"{tmp_path}/adapter")["base_model_name_or_path"] == "org/Tiny"
     read_as, values = peft.read_peft(str(tmp_path / "adapter"), plain, "llama")
     assert read_as.rank == 2 and read_as.alpha == 4.0
     jax.tree.map(np.testing.assert_array_equal, values, model.trained(params))

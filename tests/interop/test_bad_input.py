@@ -139,10 +139,14 @@ DAMAGES = {
         with_index(lambda index: {"weight_map": index["weight_map"] | {"more": index["weight_map"][QUERY]}}),
         r"of-\d+.safetensors has no more, which model.safetensors.index.json says",
     ),
-    "index names less": (
+    "index names less files": (
         "several",
-        with_index(lambda index: {"weight_map": {k: v for k, v in index["weight_map"].items() if k != QUERY}}),
-        "q_proj.weight is missing in the checkpoint",
+        with_index(
+            lambda index: {
+                "weight_map": {k: v for k, v in index["weight_map"].items() if v != index["weight_map"][QUERY]}
+            }
+        ),
+        "missing in the checkpoint",
     ),
     "index without a map": ("several", with_index(lambda index: {}), "has no weight_map"),
     "index of no tensors": ("several", with_index(lambda index: {"weight_map": {}}), "holds no tensors"),

@@ -87,7 +87,7 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     assert hf_config.resolved(model.config) == hf_config.resolved(TINY)
     assert_equal(again, params)
     vocabulary = trainer.dataset.get_vocabulary()
-    assert vocabulary.path == f"{tmp_path}/ours/tokenizer.json" and vocabulary.eos_token == "<eos>"
+    assert vocabulary.path == f"{tmp_path}/ours" and vocabulary.spelling(vocabulary.eos_id) == "<eos>"
     assert vocabulary.size == 257
     config.reset()
     assert run(f"--from={tmp_path}/ours", f"--to={tmp_path}/again", "--dtype=f32", "--gin.Dataset.length=64") == 0
@@ -97,6 +97,10 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
         open(f"{tmp_path}/hf/model.safetensors", "rb") as two,
     ):
         assert one.read() == two.read()
+    os.rename(tmp_path / "ours", tmp_path / "moved")
+    config.reset()
+    vocabulary = run_folder.load(f"{tmp_path}/moved").trainer.dataset.get_vocabulary()
+    assert vocabulary.path == f"{tmp_path}/moved" and vocabulary.spelling(vocabulary.eos_id) == "<eos>"
 
 
 def test_a_folder_goes_to_a_folder_of_another_dtype(model_dir, params, tmp_path):

@@ -330,6 +330,28 @@ def test_a_sentencepiece_model_becomes_a_tokenizer(tmp_path):
             write(path, tokenizer={"tokenizer.model": cases.sentencepiece_model(**changes)}, vocab_size=432)
 
 
+@pytest.mark.parametrize(
+    "templates",
+    [
+        [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": "{{ tools }}"}],
+        [{"name": "rag", "template": "{{ documents }}"}],
+    ],
+)
+def test_every_named_template_is_kept(templates, tmp_path):
+    files = {name: content for name, content in cases.byte_level().items() if name != "chat_template.jinja"}
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": templates}
+    path = write(tmp_path / "model.gguf", tokenizer=files | {"tokenizer_config.json": json.dumps(config).encode()})
+    # The keys of gguf.GGUFWriter.add_chat_template, in gguf 0.19.
+    fields = gguf.GGUFReader(path).fields
+    named = {one["name"]: one["template"] for one in templates if one["name"] != "default"}
+    assert fields["tokenizer.chat_templates"].contents() == list(named)
+    assert {name: fields[f"tokenizer.chat_template.{name}"].contents() for name in named} == named
+    found = open_gguf(path).tokenizer
+    assert (
+        json.loads(found["tokenizer_config.json"])["chat_template"] == templates and "chat_template.jinja" not in found
+    )
+
+
 def test_without_a_tokenizer_there_is_none(tmp_path):
     config = config_of("llama")
     write_gguf(tmp_path / "model.gguf", config, cases.tensors(config), {}, dtype="f32")
@@ -399,6 +421,65 @@ def test_bad_files(tmp_path):
     assert open_gguf(copy(path, other)).config == open_gguf(path).config
 
 
+# Metadata beside a family's own -> values with which nothing changes, and others.
+METADATA: list[tuple[str, str, tuple, tuple]] = [
+    ("llama", "attention.causal", (True,), (False,)),
+    ("llama", "attention.scale", (0.0,), (0.5,)),
+    ("llama", "attention.clamp_kqv", (0.0,), (8.0,)),
+    ("llama", "attention.temperature_length", (0,), (8192,)),
+    ("llama", "attention.temperature_scale", (0.0,), (0.1,)),
+    ("llama", "attention.q_lora_rank", (0,), (16,)),
+    ("llama", "attention.key_length_swa", (8,), (16,)),
+    ("llama", "logit_scale", (1.0,), (0.25,)),
+    ("llama", "pooling_type", (0, 3), ()),
+    ("llama", "tensor_data_layout", ("Meta AI original pth",), ()),
+    ("llama", "something_new", (0, False, ""), (1, True, "x", [2, 4])),
+    ("mixtral", "expert_weights_norm", (True,), (False,)),
+    ("mixtral", "expert_weights_scale", (1.0,), (2.5,)),
+    ("mixtral", "expert_gating_func", (1,), (2,)),
+    ("mixtral", "expert_group_count", (1,), (2,)),
+    ("mixtral", "expert_shared_count", (0,), (1,)),
+    ("qwen3_moe", "leading_dense_block_count", (0,), (1,)),
+    ("qwen3_moe", "nextn_predict_layers", (0,), (1,)),
+    ("qwen2", "attention.sliding_window", (0, 64, 4096), (8,)),
+    ("qwen2", "rope.dimension_sections", (), ([4, 4, 0, 0],)),
+    ("qwen2", "rope.freq_base_swa", (1e6,), (1e4,)),
+    ("gemma3", "rope.freq_base_swa", (1e4,), ()),
+    ("llama", "rope.scaling.attn_factor", (1.0,), (1.5,)),
+    ("llama_linear", "rope.scaling.attn_factor", (1.0,), (1.5,)),
+    ("llama_yarn", "rope.scaling.yarn_ext_factor", (1.0,), (0.5,)),
+    ("llama_yarn", "rope.scaling.yarn_attn_factor", (1.0,), (0.5,)),
+    ("llama_yarn", "rope.scaling.yarn_beta_fast", (32.0,), (4.0,)),
+    ("llama_yarn", "rope.scaling.yarn_beta_slow", (1.0,), (0.5,)),
+    ("llama_yarn", "rope.scaling.yarn_log_multiplier", (0.0,), (0.1,)),
+    ("llama_yarn", "rope.scaling.alpha", (0.0,), (2.0,)),
+    ("llama_llama3", "rope.scaling.factor", (1.0,), (4.0,)),
+]
+
+
+@pytest.mark.parametrize("name, key, same, other", METADATA, ids=lambda value: value if isinstance(value, str) else "")
+def test_metadata_change_nothing_or_are_refused_by_name(name, key, same, other, tmp_path):
+    path, changed = write(tmp_path / "good.gguf", name), tmp_path / "changed.gguf"
+    arch = gguf_names.of_model_type(cases.CASES[name]["model_type"]).arch
+    for value in same:
+        assert (
+            open_gguf(copy(path, changed, values={"general.architecture": arch, f"{arch}.{key}": value})).config
+            == open_gguf(path).config
+        )
+    for value in other:
+        with one_line(rf"{arch}\.{key.rpartition('.')[0]}"):
+            open_gguf(copy(path, changed, values={"general.architecture": arch, f"{arch}.{key}": value}))
+
+
+def test_a_factor_without_a_kind_is_linear_as_in_llama_cpp(tmp_path):
+    path, changed = write(tmp_path / "good.gguf"), tmp_path / "changed.gguf"
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        config = open_gguf(copy(path, changed, values={key: 4.0})).config
+        assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    values = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}  # it never scales then
+    assert open_gguf(copy(path, changed, values=values)).config == open_gguf(path).config
+
+
 @pytest.mark.parametrize(
     "name, changes, match",
     [
@@ -464,7 +545,7 @@ def test_tokenizers_without_a_gguf_form(tmp_path):
                     "type": "Sequence",
                     "pretokenizers": [
                         {"type": "Whitespace"},
-                        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
                     ],
                 }
             },

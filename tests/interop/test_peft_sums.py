@@ -34,7 +34,7 @@ def folders(tmp_path):
 
 def deltas(folder):
     """scale * b a of each module, as PEFT reads the folder."""
-    about, tensors = peft.read_config(str(folder)), load_file(folder / peft.WEIGHTS)
+    about, tensors = fields.read(str(folder)), load_file(folder / peft.WEIGHTS)
     names = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
     found = {}
     for name in names:
@@ -101,7 +101,7 @@ def test_adapters_of_two_bases_or_tokenizers_are_not_added_up(folders, capfd):
     config.reset()
     assert exits.run_verb(convert.main, [one, two, *to, "--base=my/model"]) == 0
     assert (folders / "sum" / "tokenizer_config.json").read_text() == "{}"
-    assert peft.read_config(f"{folders}/sum")["base_model_name_or_path"] == "my/model"
+    assert fields.read(f"{folders}/sum")["base_model_name_or_path"] == "my/model"
 
 
 def test_a_sum_is_merged_into_its_base(folders):

@@ -209,3 +209,68 @@ def test_a_folder_is_not_written_under_the_name_of_a_file(form, ending, tmp_path
     ):
         conversion.check_target(f"{tmp_path}/model{ending}", form, None)
     conversion.check_target(f"{tmp_path}/llama-3.1", form, None)
+
+
+def split(folder, index_of=lambda where: where, more=None):
+    """Splits a folder's tensors into two files with an index."""
+    path = pathlib.Path(folder)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"model-1-of-2.safetensors": names[:5], "model-2-of-2.safetensors": names[5:]}
+    for file, own in files.items():
+        save_file(
+            {name: tensors[name] for name in own} | (more or {}).get(file, {}), path / file, metadata={"format": "pt"}
+        )
+    where = {name: file for file, own in files.items() for name in own}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index_of(where)}))
+    return tensors
+
+
+def test_tensors_that_an_index_does_not_name_are_read(tmp_path):
+    # transformers 5.24.0 reads every tensor of the files that an index names.
+    _, folder = model_of("llama", tmp_path / "model")
+    tensors = split(folder, lambda where: {name: file for name, file in where.items() if name != "model.norm.weight"})
+    foreign, _, _ = loaded(folder)
+    assert np.array_equal(foreign.read("model.norm.weight"), tensors["model.norm.weight"])
+
+
+def test_a_tensor_that_an_index_does_not_name_and_no_model_has_is_named(tmp_path):
+    _, folder = model_of("llama", tmp_path / "model")
+    split(folder, more={"model-2-of-2.safetensors": {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}})
+    with pytest.raises(
+        UserError, match=r"^model.layers.0.self_attn.q_proj.bias is in the checkpoint, not in the model"
+    ):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("factor", [1, 7])
+def test_a_tensor_in_two_files_is_one_tensor(factor, tmp_path):
+    _, folder = model_of("llama", tmp_path / "model")
+    norm = load_file(f"{folder}/model.safetensors")["model.norm.weight"]
+    split(folder, more={"model-1-of-2.safetensors": {"model.norm.weight": norm * factor}})
+    if factor == 1:
+        assert np.array_equal(loaded(folder)[0].read("model.norm.weight"), norm)
+        return
+    with pytest.raises(
+        UserError, match=r"model.norm.weight differs in model-2-of-2.safetensors and model-1-of-2"
+    ) as error:
+        open_model.open_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_one_file_comes_before_an_index_beside_it(tmp_path, caplog):
+    # As in transformers 5.24.0.
+    _, folder = model_of("llama", tmp_path / "model")
+    whole = pathlib.Path(folder, "model.safetensors").read_bytes()
+    split(folder)
+    pathlib.Path(folder, "model.safetensors").write_bytes(whole)
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"] * 11}))
+    foreign, _, _ = loaded(folder)
+    assert np.array_equal(
+        foreign.read("model.norm.weight"), load_file(f"{folder}/model.safetensors")["model.norm.weight"]
+    )
+    assert (
+        "model.safetensors is read, as by transformers, and not the files of model.safetensors.index.json"
+        in caplog.text
+    )

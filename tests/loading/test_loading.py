@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -56,6 +58,33 @@ def test_all_forms_are_one_model(forms, form, step, weights):
     vocabulary = opened.tokenizer
     assert vocabulary.decode(vocabulary.encode("Grüße, a b")) == "Grüße, a b" and vocabulary.size == 258
     assert opened.dataset.length == 64 and opened.model.config.dtype == "float32"
+
+
+def test_a_folder_is_loaded_with_the_tokens_that_its_files_name(forms, tmp_path):
+    shutil.copytree(forms[0] / "hf", tmp_path / "hf")
+    values = {
+        "eos_token": "<eos>",
+        "additional_special_tokens": ["ab"],
+    }  # a token of the vocabulary, and no special one there
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(values))
+    vocabulary = loading.load(str(tmp_path / "hf"), bindings=OURS).tokenizer
+    (token,) = vocabulary.encode("ab")
+    assert vocabulary.spelling(token) == "ab" and vocabulary.decode([token]) == ""
+
+
+def test_options_of_sampling_that_a_folder_names_are_said_to_be_unused(forms, tmp_path, caplog):
+    shutil.copytree(forms[0] / "hf", tmp_path / "hf")
+    values = {
+        "eos_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 1.0,
+        "suppress_tokens": [3],
+        "_from_model_config": 1,
+    }
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(values))
+    loading.load(str(tmp_path / "hf"), bindings=OURS)
+    assert "has do_sample = True, temperature = 0.6, suppress_tokens = [3], which is not used" in caplog.text
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"model_type": "none"}', b"\xff"])

@@ -65,6 +65,11 @@ def _holds_out(run: Trainer, own: Any) -> bool:
     return not own.validation_files
 
 
+def _scaled(*names: str) -> Callable[[Trainer, Any], bool]:
+    """Whether Rope.scaling is one of these."""
+    return lambda run, own: own.scaling in names
+
+
 _OF_FILES = (
     "JsonlSource",
     "TextSource",
@@ -210,7 +215,24 @@ DEPENDENT = (
         "Sampling.temperature above 0, and Sampling.beams = None",
         lambda run, own: own.temperature > 0 and own.beams is None,
     ),
+    Dependent(("Rope.factor",), "Rope.scaling, such as 'yarn'", lambda run, own: own.scaling != "none"),
+    Dependent(
+        ("Rope.original_length",),
+        "Rope.scaling = 'llama3', 'yarn', 'dynamic' or 'longrope'",
+        _scaled("llama3", "yarn", "dynamic", "longrope"),
+    ),
+    Dependent(
+        ("Rope.low_frequency_factor", "Rope.high_frequency_factor"), "Rope.scaling = 'llama3'", _scaled("llama3")
+    ),
+    Dependent(("Rope.beta_fast", "Rope.beta_slow"), "Rope.scaling = 'yarn'", _scaled("yarn")),
+    Dependent(("Rope.attention_factor",), "Rope.scaling = 'yarn' or 'longrope'", _scaled("yarn", "longrope")),
+    Dependent(
+        ("Rope.local_theta",),
+        "'local' in DecoderConfig.layer_pattern",
+        lambda run, own: "local" in getattr(run.model, "layer_pattern", ()),
+    ),
     Dependent(("Grpo.clip_low", "Grpo.clip_high"), "Grpo.updates above 1", lambda run, own: own.updates > 1),
+    Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
 )
 
 

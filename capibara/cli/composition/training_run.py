@@ -11,6 +11,9 @@ from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
     from capibara.data.dataset import Dataset
+    from capibara.interop import open_model
+    from capibara.interop.peft import runs
+    from capibara.models.api import Model
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -83,7 +86,6 @@ def run(
     from capibara.core.multihost import hosts
     from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
-    from capibara.interop.peft import runs as adapters
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
@@ -103,7 +105,7 @@ def run(
     options.check(trainer, texts)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
-    load = lambda path: adapters.loader(path, model, merge=trainer.init_with == "merged")  # noqa: E731
+    load = lambda path: _loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -168,6 +170,31 @@ def _beginning(dataset: Dataset) -> list[str]:
     with contextlib.suppress(UserError):  # a tokenizer that cannot be read is an error of the checks that follow
         return [note] if (note := dataset.vocabulary.beginning()) else []
     return []
+
+
+def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
+    """The reader of a foreign model of initial weights; prints a note if it comes with another tokenizer."""
+    from capibara.interop.peft import runs
+
+    read = runs.loader(path, model, merge=trainer.init_with == "merged")
+    _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, trainer.dataset))
+    return read
+
+
+def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> list[str]:
+    """A note if the initial weights come with another tokenizer than the run's: their rows are of other tokens."""
+    from capibara.interop.merge import tokenizers
+
+    if (vocabulary := dataset.vocabulary) is None:  # a SeqIO task's
+        return []
+    own, theirs = vocabulary.own_files().files, read.foreign.tokenizer
+    if theirs.items() <= own.items():  # the usual case, without reading them
+        return []
+    known, named = tokenizers.tokens_of(own, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, path)
+    found = tokenizers.difference(named, known) if known else f"{type(vocabulary).__name__} has no such tokens"
+    if not named or not found:
+        return []
+    return [f"note: the tokenizer of Trainer.init_from ({path}) is another than Dataset.vocabulary: {found}"]
 
 
 def _of_devices(

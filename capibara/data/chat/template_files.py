@@ -9,6 +9,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.data.chat import template_process
+from capibara.data.tokenizers import added
 from capibara.data.tokenizers.files import (
     CONFIG_FILE,
     MAP_FILE,
@@ -39,9 +40,9 @@ class TemplateFiles:
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, longest first."""
-        added = self._file(TOKENIZER_FILE).get("added_tokens", [])
+        listed = self._file(TOKENIZER_FILE).get("added_tokens", [])
         try:
-            names = {token["content"] for token in added if token.get("special")}
+            names = {token["content"] for token in listed if token.get("special")}
             if not all(isinstance(name, str) for name in names):
                 raise TypeError("a content is no text")
         except (AttributeError, KeyError, TypeError) as error:
@@ -54,7 +55,8 @@ class TemplateFiles:
                 f"ChatTemplate.tokenizer ({self._tokenizer!r}): the special tokens of {TOKENIZER_FILE} have more than "
                 f"{_MOST_SPELLED} characters together"
             )
-        return tuple(sorted({*names, *self.token_names.values()} - {""}, key=lambda name: (-len(name), name)))
+        beside = added.special(added.of_folder(self._folder), f"ChatTemplate.tokenizer ({self._tokenizer!r})")
+        return tuple(sorted({*names, *beside, *self.token_names.values()} - {""}, key=lambda name: (-len(name), name)))
 
     @functools.cached_property
     def token_names(self) -> dict[str, str]:

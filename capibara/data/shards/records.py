@@ -71,7 +71,7 @@ class Fields:
         if isinstance(record, Mapping):
             return record
         record_format = self.record_format
-        if record_format is RecordFormat.AUTO and record.lstrip()[:1] == b"{":
+        if record_format is RecordFormat.AUTO and record[:1] == b"{":
             record_format = RecordFormat.JSON
         if record_format in (RecordFormat.AUTO, RecordFormat.EXAMPLE):
             try:
@@ -83,6 +83,9 @@ class Fields:
             except protobuf.Malformed as error:
                 if record_format is RecordFormat.EXAMPLE:
                     raise UserError(f"{where} is no tf.train.Example ({error}): set ShardedSource.record") from None
+        # Not before: an Example begins with a line feed and its length, which may be that of a brace or of white space.
+        if record_format is RecordFormat.AUTO and record.lstrip()[:1] == b"{":
+            record_format = RecordFormat.JSON
         if record_format is RecordFormat.JSON:
             try:
                 values = limits.parse_json(record, values=LINE_VALUES, finite=False)

@@ -16,6 +16,7 @@ from capibara.storage import copies, remote, stores
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"  # special tokens of older tokenizers
+ADDED_FILE = "added_tokens.json"  # ids of added tokens of older tokenizers
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # folder of further templates, NAME.jinja
 GENERATION_FILE = "generation_config.json"  # end tokens and sampling options
@@ -23,7 +24,7 @@ MODEL_FILE = "config.json"  # config of a transformers model; its token ids are 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # The files of a tokenizer, by its kind.
 FILES = (
-    TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, ADDED_FILE, "vocab.json", "merges.txt", "vocab.txt",
     *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json", GENERATION_FILE,
 )  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -106,6 +107,23 @@ def carried(folder: str) -> dict[str, bytes]:
     return files
 
 
+def over(base: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
+    """The tokenizer files of an adapter's folder, and as far as it has none those of its base.
+
+    A tokenizer is taken whole, as transformers reads one folder: another's files would add tokens or a template to it.
+
+    Args:
+      base: the base's files by name.
+      folder: of the adapter.
+    """
+    own = carried(folder)
+    if any(name in own for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES)):
+        base = {name: base[name] for name in (GENERATION_FILE,) if name in base}
+    elif "chat_template" in (read_json(os.path.join(folder, CONFIG_FILE)) or {}):
+        base = {name: content for name, content in base.items() if name != TEMPLATE_FILE}  # it would come first
+    return {**base, **own}
+
+
 def template_paths(folder: str) -> dict[str, str]:
     """The paths of a folder's files with chat templates by the templates' names, as transformers 5 saves them.
 
@@ -156,6 +174,22 @@ def generation(config: Mapping[str, Any]) -> bytes:
     """A generation_config.json with the token ids of a config.json; empty if it has none."""
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return (json.dumps(ids, indent=2) + "\n").encode() if ids else b""
+
+
+def unread_generation(folder: str) -> dict[str, Any]:
+    """What the generation_config.json of a folder says of how to sample: transformers' generate and vLLM begin from that.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    values = read_json(os.path.join(folder, GENERATION_FILE)) or {}
+    neutral: tuple[Any, ...] = (None, False, 0, 1, "", [], {})
+    about = (*_TOKEN_IDS, "transformers_version", "use_cache", "cache_implementation")
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in about and not name.startswith("_") and (value is True or value not in neutral)
+    }
 
 
 def end_ids(folder: str) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def check_json(content: bytes, path: str) -> None:
 
 
 def load_json(content: bytes, path: str) -> Any:
-    """Checks a tokenizer.json and loads it as tokenizers.Tokenizer.
+    """Checks a tokenizer.json and loads it as tokenizers.Tokenizer, without its padding and truncation.
 
     Raises:
       UserError: it is not a tokenizer.json, or is not safe to load; the message says why.
@@ -79,11 +79,14 @@ def load_json(content: bytes, path: str) -> Any:
 
     check_json(content, path)
     try:
-        return tokenizers.Tokenizer.from_buffer(content)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except BaseException as error:  # the library raises Exception, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise UserError(f"{path} is not a tokenizer.json: {limits.cause(error, 200)}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def check_sentencepiece(content: bytes, path: str) -> None:

@@ -27,7 +27,7 @@ from capibara.config import configurable
 from capibara.core import limits, user_modules
 from capibara.core.fields import FilePath, short
 from capibara.core.types import UserError
-from capibara.data.tokenizers import decoding
+from capibara.data.tokenizers import added, decoding
 from capibara.data.tokenizers import limits as tokenizer_limits
 from capibara.data.tokenizers.files import (
     CONFIG_FILE,
@@ -502,8 +502,8 @@ class TokenizerJsonVocabulary(Vocabulary):
     def tokenizer(self) -> Any:
         content = _content(self.file, "TokenizerJsonVocabulary.path")
         tokenizer = tokenizer_limits.load_json(content, self.path)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        if is_folder(self.path):
+            added.complete(tokenizer, added.of_folder(self.folder), self.path)
         return tokenizer
 
     @functools.cached_property
@@ -589,8 +589,8 @@ class TokenizerJsonVocabulary(Vocabulary):
     @functools.cached_property
     def _greedy(self) -> dict[int, str]:
         """The added tokens that include white space beside them (lstrip, rstrip)."""
-        added = json.loads(self.tokenizer.to_str()).get("added_tokens", [])
-        return {token["id"]: token["content"] for token in added if token["lstrip"] or token["rstrip"]}
+        tokens = json.loads(self.tokenizer.to_str()).get("added_tokens", [])
+        return {token["id"]: token["content"] for token in tokens if token["lstrip"] or token["rstrip"]}
 
     @functools.cached_property
     def _rendered_tokenizer(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf import names as gguf_names
@@ -43,20 +44,33 @@ _PERIODS = {"gemma2": 2, "gemma3_text": 6, gemma3n.MODEL_TYPE: 5, "gpt_oss": 2}
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 _WINDOW_LOST = ("mistral", "mixtral", "phi3")
-# Metadata that change what is computed and that none of the families here has, unless it is one of its fields.
-_FOREIGN = (
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "router_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-    "expert_shared_count",
-    "leading_dense_block_count",
+# Metadata that are not part of a config.json: sizes that the tensors have too, and bookkeeping.
+_KNOWN = frozenset(
+    """
+    attention.value_length vocab_size features_length tensor_data_layout pooling_type
+    expert_feed_forward_length rope.scaling.finetuned rope.scaling.original_context_length
+    """.split()
 )
+# Those of one family.
+_OF_FAMILY = {gemma3n.MODEL_TYPE: ("activation_sparsity_scale",)}
+# Metadata that change what is computed, and the values with which they do not.
+_NEUTRAL = {
+    "attention.causal": (True,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (
+        0,
+        1,
+        3,
+    ),  # softmax before and after the choice of experts are equal, with normalised weights
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "moe_every_n_layers": (0, 1),
+}
 
 
 def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,15 +222,30 @@ def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tup
 
 
 def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:
-    """Raises where the metadata say something that the family's config.json cannot."""
-    own = {FIELDS[name] for name in family.fields}
-    for key in _FOREIGN:
-        if values.get(key) and key not in own and values[key] != family.fixed.get(key):
-            raise UserError(f"{arch}.{key} is {values[key]}, {family.model_type} models here have none")
-    pattern = values.get("attention.sliding_window_pattern")
-    if pattern is not None and family.model_type in _PERIODS:
-        local = [kind == "sliding_attention" for kind in _layer_types(config, family)]
-        if pattern not in (_PERIODS[family.model_type], local):
-            raise UserError(
-                f"{arch}.attention.sliding_window_pattern is {pattern}, must be {_PERIODS[family.model_type]}"
-            )
+    """Raises where the metadata say something that the family's config.json cannot, or that is not known here."""
+    own = {FIELDS[name] for name in family.fields} | _KNOWN | gguf_rope.KEYS | {*_OF_FAMILY.get(family.model_type, ())}
+    for key, value in values.items():
+        if key in own or value in _same(key, values, family, config):
+            continue
+        if key == "attention.sliding_window_pattern" and family.model_type in _PERIODS:
+            _check_pattern(arch, value, config, family)
+            continue
+        raise UserError(
+            f"{arch}.{key} is {limits.shortened(value)}, {family.model_type} models here have none: take another file of the model"
+        )
+
+
+def _same(key: str, values: Mapping[str, Any], family: Family, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The values with which a key changes nothing."""
+    if key == "attention.sliding_window":  # of a family without: it must not be shorter than the longest row
+        longest = family.get(config, "max_position_embeddings")
+        return (0, values[key]) if values[key] >= longest else (0,)
+    of_all = key.removesuffix("_swa")  # what layers with a window have of their own
+    neutral: tuple[Any, ...] = _NEUTRAL.get(key, (0, "", [], family.fixed.get(key)))
+    return neutral if of_all == key else (*neutral, values.get(of_all))
+
+
+def _check_pattern(arch: Any, pattern: Any, config: Mapping[str, Any], family: Family) -> None:
+    local = [kind == "sliding_attention" for kind in _layer_types(config, family)]
+    if pattern not in (_PERIODS[family.model_type], local):
+        raise UserError(f"{arch}.attention.sliding_window_pattern is {pattern}, must be {_PERIODS[family.model_type]}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf.names import Family
@@ -18,6 +19,13 @@ _LOCAL_THETA = 10_000.0
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The only values that it supports for these families: it reads no metadata for them.
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Metadata of rotary positions that are read here.
+KEYS = frozenset(
+    ("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.type")
+    + ("rope.scaling.factor", "rope.scaling.attn_factor")
+    + tuple(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", *_BETAS))
+)
+_WITH_LOCAL = ("gemma3_text", gemma3n.MODEL_TYPE)  # their layers with a window have frequencies of their own
 
 
 def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -131,40 +139,65 @@ def from_metadata(
 ) -> dict[str, Any]:
     """The rope_parameters (and related values) of the metadata; `divided` are the file's factors."""
     theta = values.get("rope.freq_base", 10_000.0)
-    kind = values.get("rope.scaling.type", "none")
     original = values.get("rope.scaling.original_context_length")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if values.get("rope.scale_linear", 1.0) != 1.0:  # in old files
-        kind, values = "linear", dict(values) | {"rope.scaling.factor": values["rope.scale_linear"]}
+    kind, factor = _scaling(values, family)
     if divided is not None and not np.all(divided == 1):
+        if kind != "none":
+            raise UserError(
+                f"{family.arch}.rope.scaling.type is {kind!r} beside {FACTORS}, must be none: take another file"
+            )
         rope |= _llama3_of(divided, theta, head_dim, original)
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": _factor(values, family)}
+        rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        factor = _factor(values, family)
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         rope |= {"truncate": False} if family.model_type == "gpt_oss" else {}
         if "rope.scaling.attn_factor" in values:
             rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
-    elif kind != "none":
-        raise UserError(f"{family.arch}.rope.scaling.type is {kind!r}, must be none, linear or yarn")
     share = values.get("rope.dimension_count", head_dim) / head_dim
     more = {}
     if share != 1:
         rope["partial_rotary_factor"] = share
     if family.model_type == "gpt_neox":
         more["rotary_pct"] = share
-    if family.model_type in ("gemma3_text", gemma3n.MODEL_TYPE):
+    if family.model_type in _WITH_LOCAL:
         local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", _LOCAL_THETA)}
         return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
     return {"rope_parameters": rope} | more
 
 
-def _factor(values: Mapping[str, Any], family: Family) -> float:
-    factor = values.get("rope.scaling.factor")
-    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise UserError(f"{family.arch}.rope.scaling.factor is {factor}, must be a number above 0")
-    return factor
+def _scaling(values: Mapping[str, Any], family: Family) -> tuple[str, float]:
+    """The kind of scaling and its factor, as llama.cpp reads them: a factor without a kind is that of linear scaling.
+
+    Raises:
+      UserError: they are not supported, or something else than them scales the positions.
+    """
+    kind = values.get("rope.scaling.type", "linear")
+    least = 1.0 if values.get("rope.scaling.type", "none") == "none" else None
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", least))  # the latter in old files
+    if kind not in ("none", "linear", "yarn"):
+        raise UserError(
+            f"{family.arch}.rope.scaling.type is {limits.shortened(kind)}, must be none, linear or yarn: take another file"
+        )
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise UserError(f"{family.arch}.rope.scaling.factor is {factor}, must be a number above 0: take another file")
+    kind = "none" if kind == "linear" and factor == 1 else kind
+    usual: dict[str, tuple[float, ...]] = {
+        "rope.scaling.yarn_ext_factor": (-1, 1),
+        "rope.scaling.yarn_attn_factor": (0, 1),
+    }
+    usual |= {f"rope.scaling.yarn_{name}": (value,) for name, value in _BETAS.items()}
+    usual |= {} if kind == "yarn" else {"rope.scaling.attn_factor": (0, 1)}
+    usual |= (
+        {} if family.model_type in _WITH_LOCAL else {"rope.freq_base_swa": (values.get("rope.freq_base", 10_000.0),)}
+    )
+    for key, same in usual.items():
+        if values.get(key, same[0]) not in same:
+            raise UserError(
+                f"{family.arch}.{key} is {values[key]}, must be {same[-1]} with {kind} scaling: take another file"
+            )
+    return kind, factor
 
 
 def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int | None) -> dict[str, Any]:

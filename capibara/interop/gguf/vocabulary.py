@@ -18,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.data.tokenizers import added as added_tokens
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers import limits as tokenizer_limits
 
@@ -119,14 +120,22 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     found["tokenizer.json"] = made.to_str(pretty=True).encode()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{name}_token": token for name, token in special.items()}
+    names = ("default", *values.get("chat_templates", ()))
+    templates: dict[str, str] = {name: text for name in names if (text := values.get(_template_key(name)))}
+    if templates.keys() - {"default"}:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif templates:
+        found["chat_template.jinja"] = templates["default"].encode()
     found["tokenizer_config.json"] = _json(config)
     ids = {f"{name}_token_id": values.get(f"ggml.{KEYS[name]}_token_id") for name in ("bos", "eos", "pad")}
     if len(ends := _ends(values, tokens, kinds)) > 1:
         ids["eos_token_id"] = ends
     found["generation_config.json"] = _json({name: token for name, token in ids.items() if token is not None})
-    if values.get("chat_template"):
-        found["chat_template.jinja"] = values["chat_template"].encode()
     return found
+
+
+def _template_key(name: str) -> str:
+    return "chat_template" if name == "default" else f"chat_template.{name}"
 
 
 def _ends(values: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> list[int]:
@@ -138,8 +147,10 @@ def _ends(values: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
     return list(dict.fromkeys(i for i in (eos, *named, *known) if i is not None))
 
 
+_NAMED = {"name", "template"}  # of one of several templates
 _TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
 _LISTS: dict[str, type | tuple[type, ...]] = {
+    "chat_templates": str,
     "ggml.tokens": str,
     "ggml.merges": str,
     "ggml.token_type": int,
@@ -156,9 +167,9 @@ def _is_list(of: type | tuple[type, ...], value: object) -> bool:
 
 def _check_types(values: Mapping[str, Any], path: str) -> None:
     """Raises if the metadata have other types or sizes than a tokenizer's."""
-    checks: list[tuple[str, Callable[[Any], bool]]] = [
-        (key, lambda value: isinstance(value, str)) for key in _TEXT_KEYS
-    ]
+    names = values.get("chat_templates", [])
+    texts = _TEXT_KEYS + tuple(f"chat_template.{name}" for name in names if isinstance(names, list))
+    checks: list[tuple[str, Callable[[Any], bool]]] = [(key, lambda value: isinstance(value, str)) for key in texts]
     checks += [(key, lambda value: type(value) is bool) for key in _FLAGS]
     checks += [(key, lambda value: type(value) is int and 0 <= value < 2**31) for key in _IDS]
     for key, of in _LISTS.items():
@@ -271,8 +282,8 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     if "tokenizer.json" not in files:
         model = files.get("tokenizer.model")
         return {"ggml.model": "no_vocab"} if model is None else _of_sentencepiece(model, files, config)
-    tokenizer_limits.check_json(files["tokenizer.json"], "tokenizer.json")
-    spec = json.loads(files["tokenizer.json"])
+    tokenizer = added_tokens.of_files(files, "the tokenizer")
+    spec = json.loads(tokenizer.to_str())
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
         raise UserError(f"tokenizer.json has a {model['type']} model, GGUF files support only BPE models")
@@ -289,7 +300,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
         **pieces,
     }
     values |= _special(files, config, {token: i for i, token in tokens.items()})
-    around = tokenizer_limits.load_json(files["tokenizer.json"], "tokenizer.json").encode("").ids
+    around = tokenizer.encode("").ids
     values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
     values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     return values
@@ -435,12 +446,14 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
     }
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[0].get("template") if named else None
+        template = {one["name"]: one["template"] for one in template if isinstance(one, dict) and _NAMED <= one.keys()}
+    templates = dict(template) if isinstance(template, dict) else {"default": template}
     if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode("utf-8", "replace")
-    if isinstance(template, str) and template:
-        values["chat_template"] = template
+        templates = {"default": files["chat_template.jinja"].decode("utf-8", "replace")}
+    templates = {name: text for name, text in templates.items() if isinstance(text, str) and text}
+    values |= {_template_key(name): text for name, text in templates.items()}
+    if named := [name for name in templates if name != "default"]:
+        values["chat_templates"] = named
     return values
 
 

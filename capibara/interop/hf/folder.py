@@ -82,10 +82,15 @@ class HfFolder:
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""
         for weights, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
-            if os.path.exists(os.path.join(self._path, index)):
-                return self._of_index(index)
+            has_index = os.path.exists(os.path.join(self._path, index))
             if os.path.exists(os.path.join(self._path, weights)):
+                if has_index:
+                    logging.getLogger(__name__).warning(
+                        "%s: %s is read, as by transformers, and not the files of %s", self._path, weights, index
+                    )
                 return dict.fromkeys(self._open(weights).keys(), weights)
+            if has_index:
+                return self._of_index(index)
         raise UserError(f"{self._path} has neither {WEIGHTS} nor {TORCH_WEIGHTS}, and no index of several")
 
     def _of_index(self, index: str) -> dict[str, str]:
@@ -97,11 +102,22 @@ class HfFolder:
             raise UserError(f"{self._path}/{index} names {len(files):,} files, must name at most {_MOST_FILES:,}")
         for file in sorted(files):
             limits.inside(self._path, file, f"{self._path}/{index}")
-        held = {file: frozenset(self._open(file).keys()) for file in files}
+        held = {file: frozenset(self._open(file).keys()) for file in sorted(files)}
         for name, file in named.items():
             if name not in held[file]:
                 raise UserError(f"{self._path}/{file} has no {name}, which {index} says: copy the folder again")
+        # transformers reads every tensor of the files, whatever the index says.
+        for file, names in held.items():
+            for name in names:
+                if named.setdefault(name, file) != file and not self._are_equal(name, file, named[name]):
+                    raise UserError(
+                        f"{self._path}: {name} differs in {named[name]} and {file}, must be one tensor: copy the folder again"
+                    )
         return named
+
+    def _are_equal(self, name: str, *files: str) -> bool:
+        first, second = (np.asarray(self._open(file).get_tensor(name)) for file in files)
+        return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
 
     def _open(self, file: str) -> Any:
         if file not in self._opened:

@@ -17,7 +17,7 @@ from capibara.interop.conversion import OurModel, RunFolders, Show
 from capibara.interop.hf import config as hf_config
 from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import ForeignModel
-from capibara.interop.peft import folder as peft_folder
+from capibara.interop.peft import fields as peft_fields
 from capibara.interop.peft import runs as adapters
 from capibara.models import api
 from capibara.storage import hashing, stores
@@ -60,7 +60,7 @@ def described(path: str, base: str | None, runs: RunFolders) -> Described:
         path = open_model.local_model(path)
     beside = None
     if adapters.is_adapter(path):
-        named = peft_folder.read_config(path).get("base_model_name_or_path")
+        named = peft_fields.read(path).get("base_model_name_or_path")
         beside = adapters.base_of(path, None if named and os.path.exists(named) else base)
     source = conversion.described(path, beside, runs)
     if isinstance(source, OurModel):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from capibara.core import limits
-from capibara.core.types import UserError
+from capibara.data.tokenizers import added
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers import limits as tokenizer_limits
 
@@ -22,12 +21,8 @@ def tokens_of(files: Mapping[str, bytes], path: str) -> dict[str, int]:
     Raises:
       UserError: a file cannot be read.
     """
-    if (content := files.get(tokenizer_files.TOKENIZER_FILE)) is not None:
-        try:
-            return _of_json(limits.parse_json(content))
-        except (limits.Refused, ValueError, TypeError, KeyError, AttributeError) as error:
-            name = f"{path}: {tokenizer_files.TOKENIZER_FILE}"
-            raise UserError(f"{name} cannot be read ({limits.cause(error)}): copy it again") from None
+    if tokenizer_files.TOKENIZER_FILE in files:
+        return added.of_files(files, path).get_vocab(with_added_tokens=True)
     for name in tokenizer_files.SENTENCEPIECE_FILES:
         if (content := files.get(name)) is not None:
             import sentencepiece
@@ -36,17 +31,6 @@ def tokens_of(files: Mapping[str, bytes], path: str) -> dict[str, int]:
             model = sentencepiece.SentencePieceProcessor(model_proto=content)
             return {model.id_to_piece(i): i for i in range(len(model))}
     return {}
-
-
-def _of_json(values: limits.Json) -> dict[str, int]:
-    vocabulary = values["model"]["vocab"]
-    if isinstance(vocabulary, list):  # a unigram model: [token, score] in the order of their ids
-        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-    added = {one["content"]: one["id"] for one in values.get("added_tokens") or ()}
-    tokens = {**vocabulary, **added}
-    if not all(isinstance(token, str) and isinstance(i, int) for token, i in tokens.items()):
-        raise ValueError("its vocabulary has other values than tokens and their ids")
-    return tokens
 
 
 def difference(one: Tokens, other: Tokens) -> str | None:

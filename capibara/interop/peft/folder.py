@@ -194,7 +194,7 @@ def read_peft(folder: str, model: Model, model_type: str, weight: Weight | None 
     Raises:
       UserError: they cannot be read, are of another kind or of another model, or need another model than the base.
     """
-    config = read_config(folder)
+    config = fields.read(folder)
     if config["layer_replication"]:
         raise UserError(
             f"{folder} has layer_replication = {limits.shortened(config['layer_replication'])}, which makes another model of "
@@ -219,9 +219,9 @@ def read_adapted(
 
     Args:
       model: with the folder's layer_replication in it (replication.replicated).
-      config: the result of `read_config`.
+      config: the result of fields.read.
     """
-    config = read_config(folder) if config is None else config
+    config = fields.read(folder) if config is None else config
     _check_widths(model, folder)
     try:
         return _read(folder, config, model, model_type, weight)
@@ -435,11 +435,6 @@ def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> s
         if not any(f".{name}".endswith(f".{end}.weight") for name in others) and "{" not in end:
             return end
     raise UserError(f"PEFT cannot name {row.name} without others: give them an adapter too (Lora.targets)")
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """The fields of adapter_config.json, with PEFT's defaults; raises UserError as fields.read."""
-    return fields.read(folder)
 
 
 def _read_tensors(folder: str, table: tables.Names, config: Mapping[str, Any]) -> tuple[Values, dict[str, str]]:

@@ -17,9 +17,9 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card
 from capibara.interop.open_model import LoadedModel
+from capibara.interop.peft import fields, replication
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import modules as peft_modules
-from capibara.interop.peft import replication
 from capibara.interop.peft.variants import Weight
 from capibara.models import api
 
@@ -39,7 +39,7 @@ def base_of(folder: str, base: str | None) -> str:
     Raises:
       UserError: it does not exist here.
     """
-    named = base or peft.read_config(folder).get("base_model_name_or_path")
+    named = base or fields.read(folder).get("base_model_name_or_path")
     if not named or not os.path.exists(named):
         raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
     return named
@@ -53,7 +53,7 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
       model, params: the base, on one device.
       like: the model's config.json.
     """
-    config = peft.read_config(folder)
+    config = fields.read(folder)
     model, params = replication.replicated(model, params, config["layer_replication"], folder)
     model_type = hf_config.to_hf(model.config, like)["model_type"]
     found = peft.read_adapted(folder, model, model_type, weights(params, model, model_type), config)

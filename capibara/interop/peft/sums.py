@@ -87,7 +87,7 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
 
 
 def _read(folder: str) -> _Read:
-    config = peft.read_config(folder)
+    config = fields.read(folder)
     if config.get("target_parameters"):
         raise UserError(
             f"{folder} has target_parameters (adapters of experts), which cannot be summed: merge it instead"

@@ -156,7 +156,7 @@ def _paths(model_dir: str) -> dict[str, str]:
 def _local(model_dir: str, place: str) -> str:
     """The local path of a file or folder in a run folder, for tokenizers."""
     if stores.of(model_dir).has_local_paths:
-        return os.path.join(model_dir, place)
+        return os.path.normpath(os.path.join(model_dir, place))
     return os.path.join(_fetched(model_dir, OWN if place == OWN else os.path.dirname(place)), place)
 
 

@@ -21,9 +21,10 @@ from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSour
 from capibara.data.sources.hugging_face import HuggingFaceSource
 from capibara.data.sources.sources import JsonlSource, TextSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sample import SampleText, Sampling
 from capibara.inference.sampling.sampling import BeamSearch
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, Rope
 from capibara.objectives.preference import Dpo
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
@@ -179,6 +180,17 @@ CASES = [
     ("Plan.pipeline_microbatches", {"Plan.pipeline_microbatches": 4}, {"Plan.pipeline_microbatches": 4, "Plan.stage": 2}),
     ("Plan.pipeline_repeats", {"Plan.pipeline_repeats": 2}, {"Plan.pipeline_repeats": 2, "Plan.stage": 2}),
     ("Plan.remat_names", {"Plan.remat_names": ("query",), "Plan.remat": "full"}, {"Plan.remat_names": ("query",), "Plan.remat": "save"}),
+    *[
+        (f"Rope.{name}", {"DecoderConfig.rope": Rope(scaling=unmet, factor=2.0, **{name: value})}, {"DecoderConfig.rope": Rope(scaling=met, **{"factor": 2.0, "original_length": 64, name: value})})
+        for name, unmet, met, value in (
+            ("original_length", "linear", "yarn", 32), ("low_frequency_factor", "linear", "llama3", 2.0),
+            ("high_frequency_factor", "linear", "llama3", 8.0), ("beta_fast", "linear", "yarn", 4.0),
+            ("beta_slow", "linear", "yarn", 0.5), ("attention_factor", "linear", "yarn", 2.0),
+        )
+    ],
+    ("Rope.factor", {"DecoderConfig.rope": Rope(factor=4.0)}, {"DecoderConfig.rope": Rope(factor=4.0, scaling="linear")}),
+    ("Rope.local_theta", {"DecoderConfig.rope": Rope(local_theta=9.0)}, {"DecoderConfig.rope": Rope(local_theta=9.0), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
+    ("Grpo.mesh", PROMPTS | {"Trainer.loss": GRPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": GRPO(mesh=ServingMesh(tensor=1))}),
     ("Grpo.clip_low", PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1)}, PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1, updates=2)}),
     ("Grpo.clip_high", PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3)}, PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3, updates=2)}),
 ]  # fmt: skip
@@ -236,7 +248,8 @@ ALONE = {
     "Dataset": "source mixture_or_task_name vocabulary kind length encoder_length inputs_length packing shuffle task_shards "
     "prefetch window_rows window_documents domains",
     "Dpo": "kind beta label_smoothing sft_weight",
-    "Grpo": "rewards reward_weights group sampling variant kl updates importance_cap engine where mesh",
+    "Grpo": "rewards reward_weights group sampling variant kl updates importance_cap engine where",
+    "Rope": "theta fraction scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
     "voting_strategy merge_strategy merge_shares lambda_reg max_iterations strategies proximal groups group_every frozen "
     "nodes_per_round init_from compression",  # strategies/consensus/settings.py has their table

@@ -9,7 +9,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template import ChatTemplate
-from capibara.data.tokenizers.files import special_tokens
+from capibara.data.tokenizers.files import over, special_tokens
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 
 TALK = Conversation([{"role": "user", "content": "x"}], None)
@@ -65,3 +65,29 @@ def test_a_broken_file_is_told_alike(folder, name, text, message):
     ):
         with pytest.raises(UserError, match=f"{name} {message}"):
             read()
+
+
+@pytest.mark.parametrize(
+    "base, own, expected",
+    [
+        (("tokenizer.json", "chat_template.jinja"), (), {"tokenizer.json": "base", "chat_template.jinja": "base"}),
+        (
+            ("tokenizer.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"),
+            ("tokenizer.json", "tokenizer_config.json"),
+            {"tokenizer.json": "own", "tokenizer_config.json": "own", "generation_config.json": "base"},
+        ),
+        (("tokenizer.json", "tokenizer_config.json"), ("tokenizer.model",), {"tokenizer.model": "own"}),
+        (("tokenizer.json", "chat_template.jinja"), ("tokenizer_config.json",), {"tokenizer.json": "base", "tokenizer_config.json": "own"}),
+        (
+            ("tokenizer.json", "tokenizer_config.json"),
+            ("chat_template.jinja",),
+            {"tokenizer.json": "base", "tokenizer_config.json": "base", "chat_template.jinja": "own"},
+        ),
+    ],
+)  # fmt: skip
+def test_an_adapters_tokenizer_is_taken_whole(base, own, expected, tmp_path):
+    # A template in the adapter's tokenizer_config.json is not hidden by the base's chat_template.jinja.
+    for name in own:
+        (tmp_path / name).write_text('{"chat_template": "own"}')
+    found = over({name: b"base" for name in base}, str(tmp_path))
+    assert {name: "base" if content == b"base" else "own" for name, content in found.items()} == expected
