@@ -44,6 +44,7 @@ SEEING = dict(
     mm_tokens_per_image=4,
 )
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 # The richest configuration of each family.
 FAMILIES = {
     **{name: make.CASES[name] for name in ("gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3")},
@@ -57,7 +58,7 @@ FAMILIES = {
     "qwen3": make.CASES["qwen3"] | WINDOW,
     "phi3_long": make.CASES["phi3_long"],
     "mixtral": make_moe.CASES["mixtral"],
-    "qwen3_moe": make_moe.CASES["qwen3_moe"],
+    "qwen3_moe": make_moe.CASES["qwen3_moe"] | WINDOW,
     "gpt_oss": make_moe.CASES["gpt_oss"],
     "t5": make_encoders.CASES["t5"],
     "umt5": make_encoders.CASES["t5"] | {"model_type": "umt5", "feed_forward_proj": "gated-gelu"},
@@ -347,8 +348,9 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
 
 def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarray:
     """The logits of the model that transformers loads of a folder."""
+    eager = {"experts_implementation": "eager"} if model_type in MIXTURES else {}  # it supports float64
     model, info = kind_of(model_type).from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **eager
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"missing {sorted(info['missing_keys'])[:3]}")

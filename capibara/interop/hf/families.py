@@ -26,7 +26,6 @@ OTHER_NAMES = (
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu")
-_CLAMPED = dict.fromkeys(("silu", "swish"), "clamped_swiglu")
 _PLAIN = {"relu": "relu", "gelu": "gelu_exact"} | dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {
     "swiglu": "silu",
@@ -249,10 +248,12 @@ _LIST = (
         architectures=("Qwen3MoeForCausalLM",),
         keys=_KEYS | {"mlp_dim": "moe_intermediate_size"},
         fixed={"qk_norm": "head"},
-        defaults=_SILU | {"num_experts_per_tok": 8, "norm_topk_prob": False},
-        only={"use_sliding_window": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        defaults=_SILU
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096},
+        only={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         aliases={"num_local_experts": "num_experts"},
         biases=_ATTENTION_BIAS,
+        window="all",
         experts="num_experts",
     ),
     Family(
@@ -446,12 +447,14 @@ def activation(values: Values, family: Family) -> str:
       UserError: it is not supported.
     """
     name, gated = values[family.activation], family.gated
+    if "swiglu_limit" in family.keys:  # transformers computes gpt-oss with no other, whatever the key says
+        return "clamped_swiglu"
     if family.model_type in _T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
     # Gemma's first files say gelu and mean its approximation.
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
-    known = _CLAMPED if "swiglu_limit" in family.keys else _GATED if gated else _PLAIN
+    known = _GATED if gated else _PLAIN
     if name not in known:
         raise UserError(f"config.json has {family.activation} = {name!r}, must be one of {', '.join(known)}")
     return known[name]
@@ -512,13 +515,13 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.window == "none":
         return {}
     found, window = kinds(config), config.window
+    used = {"use_sliding_window": window is not None} if family.model_type.startswith("qwen") else {}
     if family.window == "all":
-        return {"sliding_window": window}
+        return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in _KINDS.items()}
-    written: dict[str, Any] = {"layer_types": [theirs[kind] for kind in found], "sliding_window": window}
-    if family.model_type.startswith("qwen"):
-        first = found.index("local") if "local" in found else len(found)
-        written |= {"use_sliding_window": window is not None, "max_window_layers": first}
+    written: dict[str, Any] = {"layer_types": [theirs[kind] for kind in found], "sliding_window": window} | used
+    if used:
+        written["max_window_layers"] = found.index("local") if "local" in found else len(found)
     elif "global" in found:
         written["sliding_window_pattern"] = found.index("global") + 1
     return written
