@@ -7,6 +7,7 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import keys
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Moe, Rope
 
 
@@ -316,3 +317,13 @@ def test_gpt_oss_balances_its_experts_where_transformers_does():
     exact = hf_config.from_hf(published).rope
     rounded = dataclasses.replace(exact, yarn_bounds="whole")
     assert (exact.frequencies(64) != rounded.frequencies(64)).sum() > 3
+
+
+@pytest.mark.parametrize("value", [True, 2, 0.5, "gelu", [1], {"a": 1}], ids=str)
+def test_a_key_that_no_family_reads_is_told_whatever_its_value(value):
+    values = llama(64, 32, 48, 2, 4)
+    assert list(keys.notes(values | {"of_a_fork": value}, ())) == [
+        f"config.json has of_a_fork = {value}, which llama models do not read"
+    ]
+    for neutral in (None, False, 0, 1, "", [], {}):
+        assert not list(keys.notes(values | {"of_a_fork": neutral}, ()))

@@ -212,6 +212,56 @@ def test_unknown_fields_are_refused_unless_they_have_no_effect(tmp_path):
             fields.read(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"match_strict": True}, {"match_strict": None}, {"target_modules_bd_b": ["down", "q_proj"]}],
+    ids=str,
+)
+def test_a_module_without_blocks_or_with_two_is_refused_where_peft_refuses_it(changes, tmp_path):
+    case = CASES["use_bdlora"]
+    like, model, params = base_of(case["base"])
+    blocks = {key: value for key, value in (case["config"]["use_bdlora"] | changes).items() if value is not None}
+    folder = folder_of(case, tmp_path / "adapter", {"use_bdlora": blocks})
+    module = "q_proj" if "target_modules_bd_b" in changes else "up_proj"
+    with pytest.raises(UserError, match=f"has use_bdlora, which must name .*{module} for one of its two matrices"):
+        adapters.merged(folder, model, params, like)
+
+
+TOGETHER = {
+    "lora_bias and use_dora": {"lora_bias": True, "use_dora": True},
+    "lora_bias and use_bdlora": {"lora_bias": True, "use_bdlora": {"nblocks": 2}},
+    "use_dora and use_bdlora": {"use_dora": True, "use_bdlora": {}},
+    "use_dora and kasa_config": {"use_dora": True, "kasa_config": {}},
+    "kasa_config and init_lora_weights": {"kasa_config": {}, "init_lora_weights": "pissa"},
+    "monteclora_config and velora_config": {"monteclora_config": {}, "velora_config": {}},
+    "use_dora and init_lora_weights": {"use_dora": True, "init_lora_weights": "mica"},
+    "init_lora_weights = 'olora' and target_parameters": {"init_lora_weights": "olora", "target_parameters": ["a"]},
+    "kasa_config = {} and layer_replication": {"kasa_config": {}, "layer_replication": [[0, 1]]},
+}
+
+
+@pytest.mark.parametrize("fields_named", TOGETHER)
+def test_fields_that_exclude_each_other_are_refused_together_and_read_alone(fields_named, tmp_path):
+    changes = TOGETHER[fields_named]
+    with pytest.raises(UserError, match=f"has {fields_named}, which "):
+        read_with(tmp_path, changes)
+    for name, value in changes.items():
+        read_with(tmp_path, {name: value})
+
+
+def test_a_pattern_is_of_the_whole_end_of_a_name():
+    """As peft.utils.get_pattern_key of PEFT 0.21.2 matches it: from a point, or the beginning, to the end."""
+    name = "model.layers.1.self_attn.q_proj"
+    config = {"r": 8, "lora_alpha": 8, "use_rslora": False, "target_parameters": None}
+    for key, matches in {
+        "q_proj": True, "self_attn.q_proj": True, r".*\.1\..*": True, name: True, r"q_\w+": True,
+        "q": False, "proj": False, "self_attn": False, r"model\.layers\.1": False, "_proj": False, "attn.q_proj": False,
+    }.items():  # fmt: skip
+        patterns = {"rank_pattern": {key: 2}, "alpha_pattern": {key: 6}}
+        assert fields.rank_of(name, config | patterns) == (2 if matches else 8), key
+        assert fields.scale_of(name, config | patterns) == (3 if matches else 1), key
+
+
 def test_the_documentation_has_every_field():
     text = (HERE.parents[1] / "docs" / "fine_tuning.md").read_text()
     lines = [f"| `{name}` | {field.use} | {field.about} |\n" for name, field in fields.FIELDS.items()]

@@ -36,6 +36,18 @@ def test_files_in_a_bucket_are_read_as_local_ones(tmp_path):
     store.rm("/prepared", recursive=True)
 
 
+def test_empty_files_in_a_bucket_are_counted(tmp_path):
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/partly/a.txt", corpora.text(0).encode())
+    for name in ("b.txt", "c.jsonl"):
+        store.pipe_file(f"/partly/{name}", b"")
+    manifest = prepare("memory://partly/*", tmp_path / "out")
+    assert (manifest.counts["files"], manifest.counts["files_left_out"]) == (1, 2)
+    found = [(one.path.rpartition("/")[2], one.kind) for one in manifest.problems]
+    assert found == [("b.txt", "empty"), ("c.jsonl", "empty")]
+    store.rm("/partly", recursive=True)
+
+
 def test_a_missing_address_is_refused():
     with pytest.raises(UserError, match="memory://nothing/.*matches no file"):
         documents.files_of(["memory://nothing/*.jsonl"], Problems())

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from capibara.builders.preparation import stages
+from capibara.builders.preparation.filters import Filter, Judged
 from capibara.core.types import UserError
 from tests.builders.preparation.corpora import text
 from tests.builders.preparation.test_build import SMALL, prepare
@@ -65,7 +66,14 @@ def test_the_counts_of_a_folder_of_12_file_types_add_up(folder, tmp_path):
     assert counts["exact_duplicates"] == 1
 
 
-def test_two_spellings_of_a_text_are_duplicates_in_both_steps(tmp_path):
+@dataclasses.dataclass(frozen=True)
+class Every(Filter):
+    def judge(self, text):
+        return Judged(text)
+
+
+@pytest.mark.parametrize("filters", [(), (Every(),)], ids=["read once", "filtered"])
+def test_two_spellings_of_a_text_are_duplicates_in_both_steps(filters, tmp_path):
     root = tmp_path / "in"
     root.mkdir()
     composed = [" ".join(f"é{word}ö" for word in text(i, 80).split()) for i in range(3)]
@@ -82,7 +90,7 @@ def test_two_spellings_of_a_text_are_duplicates_in_both_steps(tmp_path):
         "x2 is not x2 " + text(8),
     ]
     (root / "a.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    counts = prepare(root, tmp_path / "out").counts
+    counts = prepare(root, tmp_path / "out", dataclasses.replace(SMALL, filters=filters)).counts
     assert (counts["exact_duplicates"], counts["near_duplicates"], counts["kept"]) == (1, 1, 5)
 
 

@@ -126,6 +126,9 @@ def test_a_pair_of_members_is_found(value):
         "token\n    utf8parser.tokenize3\n",
         "ENV KEY_FILE /run/secrets/key1\n", "tool --key column2 --sort\n", "sort --key=2,2n\n",
         "the secret 42nd chapter\n", "def f(key,\n      value0=1):\n", "self.token\nline12 = 3\n",
+        "name,password\nalice,changeme\nLater on, hq7-Vx92mLp, a third part\n",
+        "| name | password |\n|---|---|\n| alice | hq7-Vx92mLp | of another table |\n",
+        "tool --password --keep-2-copies x\n", "tool --token --of-q8Zr3nV7xLw2Tf9KbC4d\n",
         "password: ${DB_PASSWORD}\n", "for key\n    in values1:\n",
     ],
 )  # fmt: skip

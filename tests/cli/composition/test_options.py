@@ -224,6 +224,21 @@ def test_what_has_no_effect_is_refused(option, unmet, met):
         check(met)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"DecoderConfig.dtype": "float16"},
+        {"Anomalies.on_spike": "skip"},
+        {"Anomalies.skip_nonfinite": True},
+    ],
+    ids=str,
+)
+def test_each_of_several_needs_is_enough_for_a_limit_of_skipped_batches(given):
+    with pytest.raises(UserError, match="Anomalies.most_in_a_row is 9, and has no effect"):
+        check({"Anomalies.most_in_a_row": 9, "Anomalies.skip_nonfinite": False})
+    check({"Anomalies.most_in_a_row": 9, "Anomalies.skip_nonfinite": False} | given)
+
+
 def test_every_row_has_a_case():
     assert {option for row in options.DEPENDENT for option in row.options} == {option for option, _, _ in CASES} | {
         "Checkpointing.keep_best"

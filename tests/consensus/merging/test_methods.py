@@ -119,7 +119,7 @@ SETTINGS = [
     }.items()
     for settings in several
 ]
-FACTORS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-4, 1e-3, 1e3, 1e6)
+FACTORS = (1e-20, 1e-12, 1e-9, 1e-7, 1e-6, 1e-4, 1e-3, 1e3, 1e6)
 
 
 BINARY = [

@@ -122,6 +122,16 @@ def test_thoughts_of_earlier_turns_are_trained_on_each_turn_alone(tmp_path, capl
         source.open("train")
 
 
+def test_a_thought_of_the_turn_that_is_trained_on_is_told(tmp_path):
+    """On each turn alone, a template may drop the thoughts of the turns before, but not the one that has loss."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": RECORD["messages"]}) + "\n")
+    template = ChatTemplate(tokenizer=str(make(tmp_path / "a", default=LAST)), dropped="refuse")
+    source = ChatJsonlSource(files=(str(path),), validation_files=(str(path),), template=template, train_on="each")
+    with pytest.raises(UserError, match=r"leaves out a thought \(<think>\) of a message of the assistant"):
+        source.open("train")
+
+
 def test_null_keys_are_no_keys():
     plain = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],

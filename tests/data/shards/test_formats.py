@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -216,6 +217,20 @@ def test_corrupted_array_records_raise_nothing_else(tmp_path):
         except UserError:
             refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize("move", [1, -1])
+def test_chunks_with_other_counts_than_in_the_footer_are_refused(tmp_path, monkeypatch, move):
+    """The sum is that of the file, which is all that the library compares."""
+    entry = _memory(shard("array_record", texts_of(30), tmp_path), "moved")
+    layout = array_record._layout(entry)
+    firsts = layout.firsts.copy()
+    firsts[2] += move
+    moved = dataclasses.replace(layout, firsts=firsts)
+    monkeypatch.setattr(array_record, "_layout", lambda shard: moved)
+    reader = array_record.ArrayRecords(block_bytes=1)
+    with pytest.raises(UserError, match=f"a chunk of 3 records at byte .*, {3 + move} by the footer"):
+        reader.records(entry, int(layout.begins[1]), int(layout.begins[2]))
 
 
 def test_lines_longer_than_blocks_and_files_without_a_last_line_end():

@@ -18,6 +18,7 @@ import pytest
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine import beam_search
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner import programs
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
@@ -211,6 +212,27 @@ def test_a_fault_that_no_request_alone_repeats_ends_nothing():
     check(one, "rows", [])
 
 
+def test_faults_that_another_request_explains_do_not_count(monkeypatch):
+    """Else a long request beside a few wrong ones would run alone to its end, and all others would wait for it."""
+    faults, real = [], Recovery._marked
+
+    def marked(self, suspects, running):
+        found = real(self, suspects, running)
+        faults.append([one.faults for one in suspects])
+        return found
+
+    monkeypatch.setattr(Recovery, "_marked", marked)
+    one = engine()
+    plant(one, *WHERE["decode"])
+    long = one.submit("def f", sampling(max_new_tokens=30))
+    next(iter(long))
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+            one.submit(*WRONG).result()
+    assert long.result().tokens == wanted("rows")[0].tokens
+    assert faults == [[1, 1]] * 3
+
+
 def test_a_beam_search_whose_program_fails_is_one_requests(monkeypatch):
     real, beams = beam_search.search, BeamSearch(num_decodes=2)
     one = engine(slots=4)
@@ -283,6 +305,20 @@ def test_texts_between_failures_of_the_devices_keep_an_engine_alive():
             one.submit(*GOOD[0]).result()
         broken[0] = False
         assert one.submit(*GOOD[0]).result().tokens == wanted("rows")[0].tokens
+
+
+def test_devices_that_work_between_failures_keep_an_engine_alive():
+    """Its own request shows it, where those of users only get errors of their own."""
+    one, broken = engine(), [False]
+    plant(one, ("step",), lambda *given: broken[0] or at_token(1, *given))
+    for _ in range(4):
+        broken[0] = True
+        with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+            one.submit(*GOOD[0]).result()
+        broken[0] = False
+        with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+            one.submit(*WRONG).result()
+    assert not one.failed and one.submit(*GOOD[0]).result().tokens == wanted("rows")[0].tokens
 
 
 def test_faults_leave_no_memory_behind(caplog):
