@@ -311,6 +311,7 @@ def test_devices_that_work_between_failures_keep_an_engine_alive():
     """Its own request shows it, where those of users only get errors of their own."""
     one, broken = engine(), [False]
     plant(one, ("step",), lambda *given: broken[0] or at_token(1, *given))
+    one.start()
     for _ in range(4):
         broken[0] = True
         with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
@@ -319,6 +320,7 @@ def test_devices_that_work_between_failures_keep_an_engine_alive():
         with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
             one.submit(*WRONG).result()
     assert not one.failed and one.submit(*GOOD[0]).result().tokens == wanted("rows")[0].tokens
+    one.close()
 
 
 def test_faults_leave_no_memory_behind(caplog):
