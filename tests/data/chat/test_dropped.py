@@ -39,6 +39,11 @@ CASES = {
         {"messages": [*RECORD["messages"][:2], {"role": "assistant", "content": "4", "reasoning_content": "two"}]},
         r"a thought \(<think>\) of a message of the assistant",
     ),
+    "what follows a thought": (
+        WHOLE.replace("m.content | trim", "m.content.split('</think>')[0]"),
+        RECORD,
+        "the content of a message of the assistant",
+    ),
     "tools": (WHOLE.replace("if tools", "if false"), RECORD | {"tools": TOOLS}, "the tools"),
     "a system message": (
         WHOLE.replace("messages %}<s>", "messages if m.role != 'system' %}<s>"), RECORD,

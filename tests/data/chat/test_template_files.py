@@ -13,6 +13,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template import ChatTemplate
+from capibara.data.chat.template_files import TemplateFiles
 from capibara.data.tokenizers import files
 from tests.data.tokenizers import kinds
 
@@ -80,3 +81,16 @@ def test_without_a_default_a_name_is_needed(tmp_path):
     with pytest.raises(UserError, match="'default'.* is no template .* known are rag"):
         rendered(folder)
     assert rendered(folder, name="rag") == rendered(copied(folder, tmp_path / "copy"), name="rag") == "Ra"
+
+
+def test_only_special_tokens_are_spelled_and_not_too_many(tmp_path):
+    folder = make(tmp_path / "a", default=TEXT)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    added = [{"id": 900 + i, "content": f"<{i}>", "special": special} for i, special in enumerate((True, False))]
+    path.write_text(json.dumps(content | {"added_tokens": added}))
+    assert TemplateFiles(str(folder), None).special_tokens == ("</s>", "<0>", "<s>")
+    long = [{"id": 900 + i, "content": f"{i}" * (1 << 19), "special": True} for i in range(3)]
+    path.write_text(json.dumps(content | {"added_tokens": long}))
+    with pytest.raises(UserError, match="special tokens of tokenizer.json have more than 1048576 characters together"):
+        _ = TemplateFiles(str(folder), None).special_tokens

@@ -6,10 +6,14 @@ The right values are the library's own `encode` and `decode`, called on the same
 from __future__ import annotations
 
 import functools
+import json
+import random
 
 import pytest
 import tokenizers
+from tokenizers import decoders, models
 
+from capibara.data.tokenizers import decoding
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.inference.sampling.text import TextStream
 from tests.data.tokenizers import kinds
@@ -55,3 +59,27 @@ def test_text_and_ids_are_the_librarys(made, kind):
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: kind.__name__)
 def test_10_000_texts_and_ids_are_the_librarys(made, kind):
     check(*made(kind), count=10_000, seed=1)
+
+
+DECODERS = {
+    "bytes": [decoders.ByteFallback(), decoders.Fuse()],
+    "bytes of other pieces": [decoders.Replace("Z", "<"), decoders.ByteFallback()],
+    "bytes of stripped pieces": [decoders.Strip(">", 0, 1), decoders.ByteFallback()],
+    "no part of bytes": [decoders.Replace("b", "x"), decoders.ByteFallback(), decoders.Fuse()],
+    "several characters of the whole": [decoders.Fuse(), decoders.Replace("ab", "c")],
+    "a pattern of the whole": [decoders.Fuse(), decoders.Replace(tokenizers.Regex("a+"), "c")],
+    "one character of the whole": [decoders.Fuse(), decoders.Replace("a", "cd"), decoders.Strip("b", 1, 0)],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_streams_join_to_the_librarys_text_whatever_steps_follow_each_other(name):
+    pieces = ["<0xC3>", "<0xA9>", "Z0xC3>", "Z0xA9>", "<0xC3>>", "<0xA9>>", "a", "b", "ab"]
+    made = tokenizers.Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="a"))
+    made.decoder = decoders.Sequence(DECODERS[name])
+    lookahead = decoding.lookahead_of(json.loads(made.to_str())["decoder"], made.get_vocab())
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = draw.choices(range(len(pieces)), k=draw.randint(1, 60))
+        stream = decoding.WindowStream(made.decode, lambda token: True, lookahead)
+        assert "".join([*map(stream.feed, ids), stream.close()]) == made.decode(ids), ids
