@@ -116,6 +116,15 @@ def test_an_adapter_answers_as_in_peft_or_its_field_is_named(name, tmp_path):
     np.testing.assert_allclose(logits(found, merged), case["logits"], **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["base"] == "tied" and "shared" in case])
+def test_of_two_values_for_one_tensor_the_one_that_peft_loads_last_counts(name, tmp_path):
+    """The recorded logits are of these files, in which a tied head has other values than its embedding."""
+    case = {key: value for key, value in CASES[name].items() if key != "shared"}
+    like, model, params = base_of("tied")
+    found, merged = adapters.merged(folder_of(case, tmp_path / "adapter"), model, params, like)
+    np.testing.assert_allclose(logits(found, merged), case["logits"], **TOLERANCE)
+
+
 def test_no_field_of_peft_is_unknown():
     assert RECORDED["peft"].startswith("0.21.")
     assert {name: field.default for name, field in fields.FIELDS.items()} == RECORDED["fields"]
