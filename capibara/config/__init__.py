@@ -147,7 +147,9 @@ def _own_part() -> str | None:
                 if reference.configurable.selector == selector:
                     where = _bound_at.get((scope, selector, parameter), "")
                     if selector.rpartition(".")[2] == "macro":
-                        return f"{where}: the macro {scope} has itself as its value, {value}: bind another"
+                        return (
+                            f"{where}: macros lead back to themselves, look at {scope} and {value}: bind another value"
+                        )
                     name = f"{selector.rpartition('.')[2]}.{parameter}"
                     return f"{where}: {name} is an object of its own class, {value}, which never ends: bind another"
     return None
