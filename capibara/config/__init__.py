@@ -146,6 +146,10 @@ def _own_part() -> str | None:
             for reference in gin_config.iterate_references([value]):
                 if reference.configurable.selector == selector:
                     where = _bound_at.get((scope, selector, parameter), "")
+                    if selector.rpartition(".")[2] == "macro":
+                        return (
+                            f"{where}: macros lead back to themselves, look at {scope} and {value}: bind another value"
+                        )
                     name = f"{selector.rpartition('.')[2]}.{parameter}"
                     return f"{where}: {name} is an object of its own class, {value}, which never ends: bind another"
     return None

@@ -6,6 +6,7 @@ Gin files hold plain literals, so these are converted: int to float, list to tup
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -264,7 +265,11 @@ def convert(value: object, annotation: object) -> Any:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         text = convert(value, args[0])
-        return in_home(text) if _HOME in args[1:] else text
+        if _HOME not in args[1:]:
+            return text
+        if "\0" in text:
+            raise _Mismatch("no path has a NUL character, take it out")
+        return in_home(text)
     if origin is typing.ClassVar or origin is typing.Final:
         return convert(value, args[0])
     if origin in (typing.Union, types.UnionType):
@@ -316,7 +321,7 @@ def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
         return _convert_class(value, origin)
     if not isinstance(value, (tuple, list, collections.abc.Set)):
         # Iterators and instances of the expected class are kept; a single string is never a sequence of names.
-        hint = f"write ({short(value)},)" if isinstance(value, (str, int, float)) else ""
+        hint = f"write ({_alone(value, args)},)" if isinstance(value, (str, int, float)) else ""
         fits = isinstance(value, origin) and not isinstance(value, (str, bytes, collections.abc.Mapping))
         return _expect(fits, value, hint)
     if origin is tuple and args and args[-1] is not Ellipsis:
@@ -327,6 +332,14 @@ def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
     target = origin if origin in (list, set, frozenset) else tuple
     same = isinstance(value, target) and all(new is old for new, old in zip(items, value))
     return value if same else target(items)
+
+
+def _alone(value: object, args: tuple[Any, ...]) -> str:
+    """A value as the only one of a container, without the quotes of a number."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str) and args and args[0] in (int, float):
+            return str(args[0](value))
+    return short(value)
 
 
 def _convert_class(value: Any, cls: type) -> Any:

@@ -266,6 +266,8 @@ class TestMistakes:
             ("Herd.greet = 3", "Herd.greet (3) must be a function | None, not int"),
             ("Pond.season = wett", "Pond.season is 'wett': did you mean 'wet'? (one of "),
             ("Pond.season = 3", "Pond.season (3) must be Season, not int: one of "),
+            ("Pond.corners = '4'", "Pond.corners ('4') must be tuple[int, ...], not str: write (4,)"),
+            ("Pond.corners = 'a'", "Pond.corners ('a') must be tuple[int, ...], not str: write ('a',)"),
             ("Pond.corners = (1, 'a')", "Pond.corners ((1, 'a')) must be tuple[int, ...], not tuple"),
             ("Herd.size = 101", "size (101) must be at most 100: try 100"),
         ],

@@ -214,6 +214,34 @@ def test_what_is_no_adapter_of_ours_is_refused(folder, change, told):
         peft.read_peft(str(folder), base_of("llama")[0], "llama")
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("no use_dora", r"has use_dora = False, by which PEFT ignores model\.layers\.0\.\S+\.lora_magnitude_vector"),
+        ("no magnitude", r"has use_dora = True and no model\.layers\.0\.\S+\.lora_magnitude_vector"),
+        ("no magnitudes", r"has use_dora = True and no model\.layers\.0\.\S+\.lora_magnitude_vector"),
+        ("a bias of B", r"has lora_bias = False, by which PEFT ignores model\.layers\.0\.\S+\.lora_B\.bias"),
+    ],
+)
+def test_tensors_that_the_fields_contradict_are_refused(folder, change, told):
+    config, weights = folder / peft.CONFIG, folder / peft.WEIGHTS
+    values = safetensors.load_file(weights)
+    magnitudes = sorted(name for name in values if "lora_magnitude_vector" in name)
+    assert magnitudes
+    if change == "no use_dora":
+        config.write_text(json.dumps(json.loads(config.read_text()) | dict(use_dora=False)))
+    elif change == "a bias of B":
+        name = next(name for name in sorted(values) if name.endswith("lora_B.weight"))
+        values[name.removesuffix("weight") + "bias"] = np.zeros(len(values[name]), np.float32)
+    else:
+        for name in magnitudes[: 1 if change == "no magnitude" else None]:
+            del values[name]
+    safetensors.save_file(values, weights)
+    with pytest.raises(UserError, match=told):
+        peft.read_peft(str(folder), base_of("qwen3")[0], "qwen3")
+
+
 def test_existing_targets_and_missing_sources_are_refused(tmp_path):
     plain, base = base_of("llama")
     with pytest.raises(UserError, match="adapter_config.json cannot be read"):

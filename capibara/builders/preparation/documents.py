@@ -308,14 +308,14 @@ class PartReader:
     def _document(self, url: str, line: int, record: Any) -> Document | None:
         """The document of a record; None: it is counted in `problems`."""
         if not isinstance(record, dict):
-            message = f"is {type(record).__name__}, must be a JSON object"
+            message = f"is {disk.kind(record)}, must be a JSON object"
             self.problems.add(url, line, Kind.MALFORMED, message)
             return None
         text = record.get(self.fields.text)
         if not isinstance(text, str):
             message = f"has no field {self.fields.text!r} (it has: {limits.shortened(', '.join(record))[1:-1]})"
             if self.fields.text in record:
-                message = f"its field {self.fields.text!r} is {type(text).__name__}, must be a text"
+                message = f"its field {self.fields.text!r} is {disk.kind(text)}, must be a text"
             self.problems.add(url, line, NO_TEXT, message)
             return None
         domain = record.get(self.fields.domain) if self.fields.domain is not None else None

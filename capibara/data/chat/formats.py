@@ -331,13 +331,17 @@ def _number_calls(messages: list[Message]) -> None:
             message.setdefault("tool_call_id", name)
 
 
+def _has_name(function: object) -> bool:
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         value = _json(value, where, "tools") if value.strip() else None
     if not value:
         return None
     value = value if isinstance(value, list) else [value]
-    if not all(isinstance(tool, Mapping) and ("function" in tool or "name" in tool) for tool in value):
+    if not all(isinstance(tool, Mapping) and _has_name(tool.get("function", tool)) for tool in value):
         raise UserError(f"{where}: tools must be a list of functions with a name, not {_short(value)}")
     tools = [_without_nulls(tool) for tool in value]
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]

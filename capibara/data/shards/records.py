@@ -92,7 +92,7 @@ class Fields:
             except ValueError as error:
                 raise UserError(f"{where} is not JSON ({limits.cause(error)}): {disk.excerpt(record)}") from error
             if not isinstance(values, dict):
-                raise UserError(f"{where} is no JSON object but {type(values).__name__}: name files of objects")
+                raise UserError(f"{where} is no JSON object but {disk.kind(values)}: name files of objects")
             return values
         return _decoded(record, where)
 

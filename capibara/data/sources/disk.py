@@ -19,6 +19,7 @@ from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
+BUILD_RECORDS = ("manifest.json", "index.json", "lineage.jsonl")  # of a builder, beside the manifest; no documents
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
@@ -221,7 +222,9 @@ def walked(
                 if os.path.islink(path):
                     leave_out(path, "is a link to a folder")
             elif path not in without:
-                if is_read(name):
+                if name in BUILD_RECORDS and "manifest.json" in names:
+                    leave_out(path, "is a record of what was built here")
+                elif is_read(name):
                     found.append(path)
                 else:
                     leave_out(path, "has another ending")
@@ -330,6 +333,19 @@ def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun
     held_out[np.argmin(keys)] = True
     held_out[np.argmax(keys)] = False
     return np.flatnonzero(held_out if split == "validation" else ~held_out)
+
+
+def kind(value: object) -> str:
+    """The kind of a value as JSON names it, for errors."""
+    kinds = {
+        bool: "a truth value",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+        int: "a number",
+        float: "a number",
+    }
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
 def shown(paths: Sequence[str]) -> str:

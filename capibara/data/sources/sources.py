@@ -596,10 +596,12 @@ class _JsonlDocuments(LineDocuments):
         )
 
     def _string(self, record: object, field: str, parameter: str, i: int) -> str:
-        if not isinstance(record, dict) or field not in record:
-            fields = limits.shortened(", ".join(record))[1:-1] if isinstance(record, dict) else type(record).__name__
+        if not isinstance(record, dict):
+            raise UserError(f"{self.where(i)} is no JSON object but {disk.kind(record)}: write one object a line")
+        if field not in record:
+            fields = limits.shortened(", ".join(record))[1:-1]
             raise UserError(f"{self.where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")
         text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"{self.where(i)}: field {field!r} must be a string, not {type(text).__name__}")
+            raise UserError(f"{self.where(i)}: field {field!r} must be a string, not {disk.kind(text)}")
         return text

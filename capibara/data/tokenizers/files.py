@@ -27,6 +27,7 @@ FILES = (
     TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, ADDED_FILE, "vocab.json", "merges.txt", "vocab.txt",
     *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json", GENERATION_FILE,
 )  # fmt: skip
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_ENDS = 1024
 _MOST_TEMPLATES = 64
@@ -240,11 +241,21 @@ def special_tokens(folder: str) -> dict[str, str]:
     """
     values = read_json(os.path.join(folder, CONFIG_FILE)) or {}
     older = {} if "added_tokens_decoder" in values else read_json(os.path.join(folder, MAP_FILE)) or {}
-    return named(values) | named(older)
+    return named(values, os.path.join(folder, CONFIG_FILE)) | named(older, os.path.join(folder, MAP_FILE))
 
 
-def named(values: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens in a file's values; a token is a text, or an object with the text as its content."""
+def named(values: Mapping[str, Any], where: str = CONFIG_FILE) -> dict[str, str]:
+    """The special tokens in a file's values; a token is a text, or an object with the text as its content.
+
+    Raises:
+      UserError: one is something else.
+    """
+    for field in _SPECIAL:
+        if not isinstance(token := values.get(field), str | Mapping | None):
+            shown = limits.shortened(token)
+            raise UserError(
+                f"{where} has {field} = {shown}, must be a text, or an object with one as its content: correct it"
+            )
     told = {field: value.get("content") if isinstance(value, Mapping) else value for field, value in values.items()}
     return {field: token for field, token in told.items() if field.endswith("_token") and isinstance(token, str)}
 

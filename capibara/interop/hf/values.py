@@ -57,7 +57,9 @@ def check(values: Mapping[str, Any]) -> None:
         value = None if key in of_each and isinstance(values.get(key), list) else values.get(key)
         least = 0 if most == _LENGTH and key != "sliding_window" else -most  # our configurations check the rest by name
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise _wrong(key, value, f"an integer of at most {most:,}")
+            raise _wrong(
+                key, value, f"an integer from {least} to {most:,}" if least == 0 else f"an integer of at most {most:,}"
+            )
     for key in _NUMBERS:
         value = values.get(key)
         if value is not None and not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1e18):

@@ -174,8 +174,16 @@ FIELDS: dict[str, Field] = {
     "rank_pattern": _computed(RANKS, {}, "regular expressions of module names; must be the ranks of the matrices"),
     "alpha_pattern": _computed(ALPHAS, {}, "regular expressions of module names"),
     "use_rslora": _computed(FLAG, False, "scale alpha / sqrt(r)"),
-    "use_dora": _computed(FLAG, False, "magnitudes, of the embedding and the head too"),
-    "lora_bias": _computed(FLAG, False, "added to the module's bias; refused where it has none"),
+    "use_dora": _computed(
+        FLAG,
+        False,
+        "magnitudes, of the embedding and the head too; must be true where the file has them, and then it has all",
+    ),
+    "lora_bias": _computed(
+        FLAG,
+        False,
+        "added to the module's bias; refused where it has none, or where the file has one and this is false",
+    ),
     "bias": _computed(_one_of("none", "all", "lora_only"), "none", "trained biases"),
     "target_modules": _computed(
         NAMES.or_null(), None, "must name the modules of the file; the embedding and the head too"

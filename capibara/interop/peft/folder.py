@@ -255,6 +255,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
     if fused:
         stored = peft_experts.named(stored, config["target_parameters"])
     _check_targets(stored, names, config, folder)
+    _check_extra(stored, config, folder)
     factors = variants.as_pairs(stored, names, config, weight, folder)
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused)
@@ -481,6 +482,26 @@ def _check_targets(stored: Values, names: Mapping[str, str], config: Mapping[str
                 f"{folder} has {field} = {limits.shortened(config[field])}, by which PEFT gives {module} no adapter, and the file "
                 "has one: copy the adapter again"
             )
+
+
+def _check_extra(stored: Values, config: Mapping[str, Any], folder: str) -> None:
+    """Checks that each module has magnitudes with use_dora only, and then has them, and a bias of B with lora_bias only.
+
+    Raises:
+      UserError: PEFT would ignore a tensor of the file, or draw magnitudes that are not in it.
+    """
+    magnitude, starts = PARTS["magnitude"], (variants.A, ends.EXTRA[0])
+    for key in stored:
+        module = next((key.removesuffix(end) for end in starts if key.endswith(end)), None)
+        if module is None:
+            continue
+        if config["use_dora"] and module + magnitude not in stored:
+            raise UserError(f"{folder} has use_dora = True and no {module}{magnitude}: copy the adapter again")
+        for end, field in ((magnitude, "use_dora"), (variants.BIAS, "lora_bias")):
+            if module + end in stored and not config[field]:
+                raise UserError(
+                    f"{folder} has {field} = False, by which PEFT ignores {module}{end} of the file: copy the adapter again"
+                )
 
 
 def _check_complete(

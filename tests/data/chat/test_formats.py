@@ -131,6 +131,18 @@ def test_reasoning_goes_by_the_names_that_templates_know(key):
             r"the arguments of f must be JSON",
         ),
         ({"messages": TALK, "tools": "["}, r"a.jsonl:7: tools must be JSON"),
+        *(
+            ({"messages": TALK, "tools": [tool]}, r"a.jsonl:7: tools must be a list of functions with a name, not")
+            for tool in (
+                {},
+                {"name": None},
+                {"type": "function", "function": {}},
+                {"function": "f"},
+                {"function": {"name": ""}},
+                {"function": {"name": 3}},
+                {"function": None, "name": "f"},
+            )
+        ),
         ({"messages": TALK, "tools": [3]}, r"a.jsonl:7: tools must be a list of functions with a name, not \[3\]"),
     ],
 )

@@ -181,6 +181,18 @@ def test_the_counts_of_a_folder_of_12_file_types_add_up(folder, caplog):
     assert (counts.files, counts.files_left_out) == (8, there - 8)  # g, h and l, too
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+def test_the_records_of_a_build_are_no_documents(tmp_path, is_built):
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in TEXTS))
+    (tmp_path / "index.json").write_text('{"text": "index"}\n')
+    (tmp_path / "lineage.jsonl").write_text('{"text": "event"}\n')
+    if is_built:
+        (tmp_path / "manifest.json").write_text('{"text": "manifest"}\n')
+    for source in (JsonlSource(files=(str(tmp_path),)), ShardedSource(files=(str(tmp_path),), block_bytes=100)):
+        counts = source.open("train").counts
+        assert (counts.files, counts.files_left_out) == ((1, 3) if is_built else (3, 0))
+
+
 def test_a_folder_of_several_formats_is_told(folder):
     with pytest.raises(
         Exception, match=r"ShardedSource.files have several formats .*: set ShardedSource.format to one of"

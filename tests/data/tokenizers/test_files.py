@@ -53,6 +53,14 @@ def test_what_is_no_token_is_passed_over(folder):
     assert special_tokens(str(folder / "none")) == {}
 
 
+@pytest.mark.parametrize("token", [5, 1.5, True, ["</s>"]], ids=str)
+@pytest.mark.parametrize("field", ["eos_token", "bos_token", "pad_token"])
+def test_a_special_token_that_is_no_text_is_refused(folder, field, token):
+    put(folder, "tokenizer_config.json", {field: token})
+    with pytest.raises(UserError, match=f"tokenizer_config.json has {field} = .*, must be a text, or an object"):
+        special_tokens(str(folder))
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("[]", "is no JSON object"), ("{", "cannot be read"), ("\xff", "cannot be read")]
 )
