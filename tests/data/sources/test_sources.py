@@ -73,8 +73,8 @@ def test_a_document_keeps_its_side_when_others_are_added(tmp_path):
     [
         (b'{"text": "a"}\n{"text": \n{"text": "c"}\n', r"a.jsonl:2 is not JSON"),
         (b'{"text": "a"}\n\n{"txt": "b"}\n', r"a.jsonl:3 has no field 'text' \(it has: txt\): set JsonlSource.field"),
-        (b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 has no field 'text' \(it has: list\)"),
-        (b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: field 'text' must be a string, not int"),
+        (b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 is no JSON object but a list: write one object a line"),
+        (b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: field 'text' must be a string, not a number"),
         (b"\xff\xfe\n\x00\n", r"a.jsonl:\d is not JSON"),
         (b"", r"the corpus is empty"),
         (b"\n\n\n", r"the corpus is empty"),
