@@ -62,7 +62,7 @@ def test_all_formats_are_read(tmp_path):
         Document("second", ""), Document("import os\n", "python"), Document("# title\n", "markdown"),
     ]  # fmt: skip
     assert [*problems] == [
-        Problem(str(tmp_path / "a.parquet"), 3, "no_text", "its field 'text' is NoneType, must be a text")
+        Problem(str(tmp_path / "a.parquet"), 3, "no_text", "its field 'text' is null, must be a text")
     ]
 
 
