@@ -64,10 +64,9 @@ class Recovery:
             return
         guilty = suspects[0] if len(suspects) == 1 and suspects[0].alone_until else None
         shown = f"{type(cause).__name__}: {cause}".partition("\n")[0][:300]
-        logging.getLogger(__name__).warning(
-            "a program of %d requests failed (%s): %s, and %d are read again",
-            *(len(suspects), shown, "one gets this error" if guilty else "each is tried alone", len(running)),
-        )
+        verdict = "one gets this error" if guilty else "each is tried alone"
+        line = "a program of %d requests failed (%s): %s, and %d are read again"
+        logging.getLogger(__name__).warning(line, len(suspects), shown, verdict, len(running))
         self._probe = self._make_probe()
         self._probe.alone_until = self._probe.limit
         if guilty is None:
