@@ -64,10 +64,10 @@ def expand(
     local = [pattern for pattern in patterns if stores.of(pattern).has_local_paths]
     remote = [pattern for pattern in patterns if pattern not in local]
     named = local + (disk.listed("IN", remote, disk.TEXTS)[0] if remote else [])
-    found = local_files(named, endings, problems, without)
-    if not found:
+    sizes = local_files(named, endings, problems, without)
+    if not sizes:
         raise nothing_to_read(problems)
-    return sorted(found)
+    return sorted(sizes)
 
 
 def nothing_to_read(problems: Problems) -> UserError:
@@ -98,7 +98,7 @@ def local_files(
         paths = {path for path in paths if not os.path.realpath(path).startswith(above)}
         if not paths:
             raise UserError(f"IN ({', '.join(patterns)}) has no file outside of --out ({without}): name another folder")
-    found = {}
+    sizes = {}
     for path in sorted(paths):
         try:
             path.encode()
@@ -109,19 +109,19 @@ def local_files(
             problems.add(path, 0, Kind.UNREADABLE, str(error).removeprefix(f"{path} "))
         else:
             if size:
-                found[path] = size
+                sizes[path] = size
             else:
                 problems.add(path, 0, Kind.EMPTY, "has no byte")
-    return found
+    return sizes
 
 
 def _named(pattern: str, endings: Sequence[str], besides: Collection[str], problems: Problems) -> list[str]:
     """The files that a path, folder or glob on this machine names; what a folder has besides is counted in `problems`."""
     if os.path.isdir(pattern):
-        found = _inside(pattern, endings, besides, problems)
-        if not found:
+        files = _inside(pattern, endings, besides, problems)
+        if not files:
             raise UserError(f"IN ({pattern!r}) has no file that ends in {', '.join(endings)}: name another folder")
-        return found
+        return files
     if os.path.lexists(pattern):
         return [pattern]
     matches = sorted(glob.glob(pattern, recursive=True))

@@ -37,12 +37,12 @@ class Counts:
     files_left_out: int = 0
 
     def __str__(self) -> str:
-        found = [f"{value:,} {name}" for name in _TOGETHER if (value := getattr(self, name)) is not None]
-        found += [f"{self.held_out:,} held out"] if self.held_out else []
-        found += [f"{self.trained_on:,} for training"] if self.trained_on else []
-        found += [f"{count:,} {reason} skipped" for reason, count in self.skipped.items()]
-        found += [f"{self.files_left_out:,} files left out"] if self.files_left_out else []
-        return ", ".join(found) or "what is read is not counted"
+        parts = [f"{value:,} {name}" for name in _TOGETHER if (value := getattr(self, name)) is not None]
+        parts += [f"{self.held_out:,} held out"] if self.held_out else []
+        parts += [f"{self.trained_on:,} for training"] if self.trained_on else []
+        parts += [f"{count:,} {reason} skipped" for reason, count in self.skipped.items()]
+        parts += [f"{self.files_left_out:,} files left out"] if self.files_left_out else []
+        return ", ".join(parts) or "what is read is not counted"
 
     def as_json(self) -> dict[str, Any]:
         """A JSON value, without what is unknown."""
