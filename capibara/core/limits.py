@@ -81,9 +81,22 @@ def _kind(mode: int) -> str:
 
 
 def check_file(path: str | os.PathLike[str], most: int | None = None) -> int:
-    """Checks a file that a library opens by its name, and returns its size in bytes; raises as `opened`."""
+    """Checks a file that a library opens by its name, and returns its size in bytes.
+
+    Raises:
+      OSError, UserError: as `opened`; or its size is 0 and it is not empty, or cannot be read, such as files in /proc.
+    """
     with opened(path, most) as file:
-        return os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
+        if size:
+            return size
+        try:
+            is_empty = not file.read(1)
+        except OSError as error:
+            raise UserError(f"{os.fspath(path)} cannot be read ({error.strerror}): copy it again") from None
+    if not is_empty:
+        raise UserError(f"{os.fspath(path)} has more bytes than its size of 0 says: put a copy in its place")
+    return 0
 
 
 def read(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> bytes:
@@ -310,6 +323,7 @@ def lines_of(
     rest = b"".join(begun)
     rest = rest if number else rest.removeprefix(_BOM)
     if rest and (blank or not rest.isspace()):
+        check_line(len(rest), f"{name}:{number + 1}", most)
         yield number + 1, rest.removesuffix(b"\r")
 
 

@@ -86,7 +86,7 @@ def lines(path: str | os.PathLike[str], *, blank: bool = False) -> Iterator[tupl
 def lines_of(file: BinaryIO, path: str, *, blank: bool = False) -> Iterator[tuple[int, bytes]]:
     """`lines` of an open file, which may be a pipe."""
     try:
-        yield from limits.lines_of(blocks(file, path), path, blank=blank)
+        yield from limits.lines_of(blocks(file, path), path, limits.LINE_BYTES, blank=blank)
     except Unreadable as failure:
         raise UserError(f"{path} {failure}") from None
 

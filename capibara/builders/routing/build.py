@@ -18,16 +18,11 @@ from capibara.builders.routing.settings import RoutingSet
 from capibara.builders.workers import Workers
 from capibara.builders.writing import MANIFEST, Manifest, Output
 from capibara.core.types import UserError
+from capibara.data.sources import disk
 from capibara.data.tasks.routing import SCHEMA
 
 KIND = "routing"
 ENDINGS = (".jsonl", ".json")
-_REPORTS = (
-    "lineage.jsonl",
-    "statistics.json",
-    "leaks.jsonl",
-    "contaminated.jsonl",
-)  # beside the manifest of a data set
 
 
 def build(
@@ -94,7 +89,7 @@ def _is_input(path: str, folder: str, problems: Problems) -> bool:
     root = os.path.realpath(folder)
     if os.path.commonpath([above, root]) == root:
         return False
-    if name == MANIFEST or name in _REPORTS and os.path.exists(os.path.join(above, MANIFEST)):
+    if name == MANIFEST or name in disk.BUILD_RECORDS and os.path.exists(os.path.join(above, MANIFEST)):
         problems.add(path, 0, Kind.LEFT_OUT, "is a report of a data set")
         return False
     return True

@@ -19,7 +19,14 @@ from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
-BUILD_RECORDS = ("manifest.json", "index.json", "lineage.jsonl")  # of a builder, beside the manifest; no documents
+BUILD_RECORDS = (  # of a builder, beside the manifest; no documents to read
+    "manifest.json",
+    "index.json",
+    "lineage.jsonl",
+    "statistics.json",
+    "leaks.jsonl",
+    "contaminated.jsonl",
+)
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time

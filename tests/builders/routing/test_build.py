@@ -60,9 +60,9 @@ def write_inputs(folder: pathlib.Path) -> list[str]:
         Playbooks(ranking=BulletRanking(domain_from=DomainFrom.SECTION)),
     )
     data.write(folder / "docs.jsonl", data.documents(6))
-    return reading.expand(
-        [str(folder / name) for name in ("executions", "playbooks", "docs.jsonl")], ENDINGS, Problems()
-    )
+    built = [folder / name for name in ("executions", "playbooks")]
+    reports = [path for one in built for path in sorted(one.glob("*.json*"))]  # named by themselves
+    return reading.expand([str(path) for path in [*built, *reports, folder / "docs.jsonl"]], ENDINGS, Problems())
 
 
 @pytest.fixture(scope="module")

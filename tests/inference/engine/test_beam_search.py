@@ -14,7 +14,8 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.evaluation.tasks import EvalTask
-from capibara.inference.engine import beam_search, speed
+from capibara.inference import speed
+from capibara.inference.engine import beam_search
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.stream import Finish

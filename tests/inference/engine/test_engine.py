@@ -479,7 +479,7 @@ def test_a_line_without_end_is_one_error(tmp_path, monkeypatch, name):
 
 
 def test_prompts_are_read_no_further_than_the_first_mistake(tmp_path, monkeypatch):
-    (tmp_path / "p.jsonl").write_text("\n" + "a" * 100 + "\n")
+    (tmp_path / "p.jsonl").write_text("b\n" + "a" * 100 + "\n")
     monkeypatch.setattr(files.limits, "LINE_BYTES", 50)
     with pytest.raises(UserError, match="p.jsonl:1 must be a JSON object"):
         files.read_prompts(str(tmp_path / "p.jsonl"), GREEDY)
