@@ -85,7 +85,9 @@ def run(args: flags.Arguments) -> None:
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
             text, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
             stream = engine.submit(text, sampling, ends=ends, adapter=names[0])
-            print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
+            print(files.shown(result := stream.result(), "" if lengths[1] or talk else prompt))
+            if note := sample.beyond_length(result, sampling, *lengths):
+                print(f"note: {note}", file=sys.stderr)
         elif args.benchmark:
             print(speed.report(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0]))
         elif args.prompts:

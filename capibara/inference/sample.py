@@ -14,11 +14,12 @@ from capibara.inference.engine.engine import Engine, EngineConfig, WhenFull, che
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.engine.stream import Completion, Finish
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import Rules
 
-__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "of_one_slot", "sampler"]
+__all__ = ["Generator", "SampleText", "Sampling", "beyond_length", "check_generates", "of_one_slot", "sampler"]
 
 
 @configurable
@@ -117,3 +118,30 @@ def of_one_slot(config: EngineConfig) -> EngineConfig:
     """For one text at a time: no prefix cache; a full row drops its oldest tokens, or ends if paged."""
     when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
     return dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)
+
+
+def beyond_length(result: Completion, sampling: Sampling, length: int, encoder_length: int | None = None) -> str:
+    """Says what of a prompt was not read, or how its text went on, beyond the model's length; empty: it is within.
+
+    Args:
+      result: of `sampling`, by an engine with one slot (see `of_one_slot`).
+      sampling: how it was requested.
+      length: of the decoder, in tokens.
+      encoder_length: of the encoder; None: there is none.
+    """
+    if result.unread:
+        end, name, most = (
+            ("last", "length", length) if encoder_length is None else ("first", "encoder_length", encoder_length)
+        )
+        return (
+            f"the model read the {end} {most} of {most + result.unread} tokens of the prompt (Dataset.{name} = {most})"
+        )
+    tokens = len(result.tokens)
+    if result.prompt_tokens + tokens > length + 1:  # nothing reads the last token
+        return (
+            f"prompt and text have {result.prompt_tokens + tokens} tokens: those beyond Dataset.length ({length}) were "
+            f"chosen after the last {length} tokens alone"
+        )
+    if result.finish is Finish.LENGTH and tokens < sampling.max_new_tokens:
+        return f"the text ends after {tokens} tokens: prompt and text fill Dataset.length ({length})"
+    return ""

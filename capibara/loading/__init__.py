@@ -169,6 +169,10 @@ def _foreign(
         own = dataclasses.replace(own, max_length=longest)
     if not foreign.tokenizer and own.vocab_size > _LARGEST_OF_BYTES:
         raise UserError(f"{path} has no tokenizer ({TOKENIZER_FILE}, tokenizer.model): put the model's own beside it")
+    if not foreign.tokenizer:
+        logging.getLogger(__name__).warning(
+            "%s has no tokenizer: texts are read as UTF-8 bytes (@ByteVocabulary())", path
+        )
     folder = path if os.path.isdir(path) else _written(foreign.tokenizer)
     length = min(own.max_length or _LENGTH, _LENGTHS.get(type(own), _LENGTH))
     record = config.Recorded(gin_of.run(own, folder, foreign.tokenizer, length), path)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
 from capibara.core.types import Params, UserError
+from capibara.data.tokenizers import files
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop.hf import config as hf_config
 from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import runs as adapters
 from capibara.models.api import Adapter, Lora, unmerged
 from capibara.training import run_folder
+
+_DECIDING = (files.TOKENIZER_FILE, *files.SENTENCEPIECE_FILES, files.TEMPLATE_FILE)  # how texts are read
 
 
 @configurable
@@ -71,6 +76,7 @@ def _read(name: str, path: str, loaded: LoadedModel) -> Adapter:
     try:
         found = Adapter(name, *_values(path, loaded))
         unmerged.check(loaded.model, found)
+        _tell_own_tokenizer(name, path, loaded)
     except UserError as error:
         raise UserError(f"--adapter={name}={path}: {error}") from None
     return found
@@ -88,3 +94,19 @@ def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
     if found is None:
         raise UserError("it is a run without adapters: serve it as --model_dir")
     return found
+
+
+def _tell_own_tokenizer(name: str, path: str, loaded: LoadedModel) -> None:
+    """Says on standard error that an adapter's own tokenizer or chat template, which differs from the model's, is not used."""
+    vocabulary = loaded.tokenizer
+    base = files.beside(vocabulary.path) if isinstance(vocabulary, TokenizerJsonVocabulary) else {}
+    differing = [
+        file for file, content in files.carried(path).items() if file in _DECIDING and base.get(file) != content
+    ]
+    if differing:
+        print(
+            f"note: --adapter={name}={path} has a {differing[0]} that differs from the model's and is not used: to use it, "
+            "merge the adapter (python -m capibara.convert --plus)",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -11,11 +11,12 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine.batching import EngineConfig
-from capibara.inference.sample import Generator, SampleText, Sampling, sampler
+from capibara.inference.engine.batching import EngineConfig, WhenFull
+from capibara.inference.engine.engine import Engine
+from capibara.inference.sample import Generator, SampleText, Sampling, beyond_length, sampler
 from capibara.inference.sampling.sampler import Settings, choose, settings_of
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 
 MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"))
 LENGTH = 24
@@ -172,6 +173,52 @@ def test_the_window_moves_when_the_row_is_full(prompt):
 def test_a_long_prompt_counts_with_its_last_tokens():
     end = "x" * 5 + "import numpy as np\n" + "y" * 5
     assert text_of("one " * 20 + end, temperature=0) == text_of("two! " * 16 + end, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new", "when_full", "note"),
+    [
+        (LENGTH, 1, WhenFull.SLIDE, ""),
+        (LENGTH - 4, 5, WhenFull.SLIDE, ""),
+        (LENGTH - 4, 6, WhenFull.SLIDE, f"prompt and text have {LENGTH + 2} tokens: those beyond Dataset.length"),
+        (LENGTH + 3, 1, WhenFull.SLIDE, f"the model read the last {LENGTH} of {LENGTH + 3} tokens of the prompt"),
+        (LENGTH - 4, 5, WhenFull.STOP, ""),
+        (LENGTH - 4, 6, WhenFull.STOP, "the text ends after 5 tokens: prompt and text fill Dataset.length"),
+    ],
+)
+def test_what_goes_beyond_the_length_is_told(prompt_tokens, new, when_full, note):
+    sampling = Sampling(temperature=0, max_new_tokens=new)
+    vocabulary = ByteVocabulary()
+    endless = Engine(
+        MODEL, params(), vocabulary, LENGTH, EngineConfig(slots=1, when_full=when_full, prefix_cache_mib=0)
+    )
+    result = endless.submit([50] * prompt_tokens, sampling).result()
+    assert len(result.tokens) == new or when_full is WhenFull.STOP
+    found = beyond_length(result, sampling, LENGTH)
+    assert found.startswith(note) and bool(found) == bool(note)
+
+
+def test_an_encoder_reads_the_first_tokens_or_refuses(made_pairs):
+    model, encdec = made_pairs
+    for when_full in (WhenFull.SLIDE, WhenFull.STOP):
+        config = EngineConfig(slots=1, when_full=when_full, prefix_cache_mib=0)
+        engine = Engine(model, encdec, ByteVocabulary(), 16, config, encoder_length=12)
+        assert engine.submit([50] * 12, Sampling(max_new_tokens=1)).result().unread == 0
+        if when_full is WhenFull.STOP:
+            with pytest.raises(UserError, match="the prompt has 15 tokens, must have at most 12: shorten it"):
+                engine.submit([50] * 15, Sampling(max_new_tokens=1))
+        else:
+            result = engine.submit([50] * 15, sampling := Sampling(max_new_tokens=1)).result()
+            note = "the model read the first 12 of 15 tokens of the prompt (Dataset.encoder_length = 12)"
+            assert beyond_length(result, sampling, 16, 12) == note
+
+
+@pytest.fixture(scope="module")
+def made_pairs():
+    """An encoder-decoder and its parameters."""
+    sizes = dict(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
+    model = api.build(EncoderDecoderConfig(**sizes))
+    return model, jax.jit(model.init)(jax.random.key(1))
 
 
 def test_the_end_token_ends_the_text():

@@ -94,6 +94,10 @@ def test_adapters_of_two_bases_or_tokenizers_are_not_added_up(folders, capfd):
     for name, text in (("one", "{}"), ("two", "{ }")):
         (folders / name / "tokenizer_config.json").write_text(text)
     assert "tokenizer_config.json of" in (said := mistake(capfd, one, two, *to)) and said.count(str(folders)) == 2
+    for name, content in (("tokenizer_config.json", "{}"), ("chat_template.jinja", "x")):
+        (folders / "two" / name).write_text(content)
+    assert "chat_template.jinja of" in mistake(capfd, one, two, *to)  # one has none: a tokenizer is taken whole
+    (folders / "two" / "chat_template.jinja").unlink()
     about = json.loads((folders / "two" / peft.CONFIG).read_text())
     (folders / "two" / peft.CONFIG).write_text(json.dumps(about | {"base_model_name_or_path": "other/model"}))
     assert f"two is of 'other/model', {folders}/one of '{folders}/base': add up" in mistake(capfd, one, two, *to)

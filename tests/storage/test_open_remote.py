@@ -66,6 +66,32 @@ def test_small_corpora_are_copied(store, tmp_path):
         JsonlSource(files=("flaky://c/*.json",)).open("train")
 
 
+def test_a_folder_of_a_bucket_is_read_as_one_on_disk(store, tmp_path):
+    files = {
+        "a.jsonl": b'{"text": "a"}\n',
+        "in/b.jsonl": b'{"text": "b"}\n{"text": "c"}\n',
+        "pictures/c.png": b"x",
+        ".d.jsonl": b"{",
+    }
+    files |= {
+        ".hidden/e.jsonl": b"{",
+        "built/manifest.json": b"{}",
+        "built/leaks.jsonl": b"{",
+        "built/f.jsonl": b'{"text": "f"}\n',
+    }
+    for name, content in files.items():
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_bytes(content)
+    store.pipe({f"/d/{name}": content for name, content in files.items()})
+    there, here = (JsonlSource(files=(folder,)).open("train") for folder in ("flaky://d", str(tmp_path / "here")))
+    assert [there.example(i).text for i in range(len(there))] == [here.example(i).text for i in range(len(here))]
+    assert there.counts.files == here.counts.files == 3 and there.counts.files_left_out == 5
+    with pytest.raises(
+        UserError, match=r"TextSource.files \('flaky://d/pictures'\) is a folder without a file of .*: name"
+    ):
+        TextSource(files=("flaky://d/pictures",)).open("train")
+
+
 def test_large_corpora_are_not(store, monkeypatch):
     from capibara.data.sources import disk
 

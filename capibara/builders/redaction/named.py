@@ -271,6 +271,8 @@ NAMED = (
 _HEAD = re.compile(r"[^\n|,;\t]{0,80}(?:[|,;\t][^\n|,;\t]{0,80}){1,40}")  # the row of a table that names its columns
 _CELL_MARKS = " \t\r\"'`*"
 _MOST_HEAD = 3500  # characters
+_MOST_ROW = 3500  # characters of a row of several lines
+_MOST_OTHERS = 3  # rows with another number of cells that end a table
 
 
 def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, str]]:
@@ -296,20 +298,57 @@ def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, st
             at: found for at, name in enumerate(names) if (found := _SECRET_NAME.fullmatch(name.strip(_CELL_MARKS)))
         }
         named = {at: found for at, found in named.items() if not _names_another(found)}
-        at = head.end() + 1
-        while named:
-            end = text.find("\n", at)
-            row = text[at : end if end >= 0 else len(text)]
-            if (cells := row.split(mark)) and len(cells) != len(names):
-                break
-            for column, found in named.items():
+        at, others = head.end() + 1, 0  # others: rows one after the other that have another number of cells
+        while named and others < _MOST_OTHERS:
+            end = _row_end(text, at, mark)
+            row = text[at:end]
+            cells = _cells(row, mark)
+            others = 0 if len(cells) == len(names) else others + 1 if row.strip() else _MOST_OTHERS
+            for column, found in named.items() if not others else ():
                 value = cells[column].strip(_CELL_MARKS)
                 begin = at + sum(len(cell) + 1 for cell in cells[:column]) + cells[column].find(value)
                 if value and not is_placeholder(value) and _is_shown(found, value):
                     yield begin, begin + len(value), "password" if found["password"] else "named_secret"
-            if end < 0:
+            if end == len(text):
                 break
-            at = done = end + 1
+            at = end + 1
+            done = done if others else at
+
+
+def _row_end(text: str, at: int, mark: str) -> int:
+    """Where a row ends: at its line's end, or where a cell of CSV ends that is quoted and has several lines."""
+    line_end = end = _line_end(text, at)
+    if mark == "|":
+        return end
+    begin, quotes = at, 0
+    while True:
+        quotes += text.count('"', begin, end)
+        if quotes % 2 == 0:
+            return end
+        if end == len(text) or end - at > _MOST_ROW:
+            return line_end  # a quote alone
+        begin, end = end, _line_end(text, end + 1)
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return end if end >= 0 else len(text)
+
+
+def _cells(row: str, mark: str) -> list[str]:
+    """The cells of a row; in CSV, a mark in quotes is part of its cell."""
+    parts = row.split(mark)
+    if mark == "|" or '"' not in row:
+        return parts
+    cells: list[list[str]] = []
+    is_open = False
+    for part in parts:
+        if is_open:
+            cells[-1].append(part)
+        else:
+            cells.append([part])
+        is_open ^= part.count('"') % 2 == 1
+    return [mark.join(cell) for cell in cells]
 
 
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,60}|")

@@ -62,7 +62,7 @@ class ChatJsonlSource(Source):
     domain: str | None = None
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
 
     @property
     def has_conversations(self) -> bool:

@@ -93,7 +93,7 @@ class ShardedSource(Source):
     encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
         for name, value in (("block_bytes", self.block_bytes), ("mix_blocks", self.mix_blocks)):
             if value is not None and value < 1:
                 raise UserError(f"ShardedSource.{name} ({getattr(self, name)}) must be at least 1: leave it out")

@@ -39,7 +39,7 @@ class _ChatLines(Source):
     validation_fraction: float = 0.03
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
 
     @property
     def has_conversations(self) -> bool:

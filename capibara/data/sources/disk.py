@@ -15,7 +15,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.sources import plain
-from capibara.storage import copies, packed, stores
+from capibara.storage import copies, packed, remote, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
@@ -27,6 +27,7 @@ BUILD_RECORDS = (  # of a builder, beside the manifest; no documents to read
     "leaks.jsonl",
     "contaminated.jsonl",
 )
+_HIDDEN = "is hidden, by its name"
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 _COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
@@ -95,10 +96,10 @@ def check_split(split: str) -> None:
         raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
 
 
-def check_fraction(fraction: float) -> None:
-    """Raises UserError unless the validation fraction is between 0 and 1."""
+def check_fraction(fraction: float, name: str) -> None:
+    """Raises UserError unless the validation fraction of the source `name` is between 0 and 1."""
     if not 0 < fraction < 1:
-        raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
+        raise UserError(f"{name}.validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
 
 
 class Files(NamedTuple):
@@ -136,6 +137,11 @@ def choose_files(
     of_split = bool(validation_files) and split == "validation"
     parameter = f"{name}.validation_files" if of_split else f"{name}.files"
     paths, left_out = listed(parameter, validation_files if of_split else files, kind)
+    if of_split:
+        both = {os.path.realpath(path) for path in listed(f"{name}.files", files, kind)[0]}
+        if again := [path for path in paths if os.path.realpath(path) in both]:
+            line = "%s has %d files that %s.files has, too, such as %s: their loss is that of training documents"
+            logging.getLogger(__name__).warning(line, parameter, len(again), name, again[0])
     return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files), left_out)
 
 
@@ -165,10 +171,20 @@ def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], i
             continue
         store = stores.of(pattern)
         entries = store.matching(pattern)
+        if not entries and not store.has_local_paths:
+            entries, besides = _inside_bucket(name, pattern, kind)
+            left_out += besides
         if not entries:
-            raise UserError(f"{name} ({pattern!r}) matches no file")
+            raise UserError(_no_file(name, pattern))
         paths += [entry.url for entry in entries] if store.has_local_paths else _copies(name, pattern, entries)
     return list(dict.fromkeys(paths)), left_out
+
+
+def _no_file(name: str, pattern: str) -> str:
+    if os.path.lexists(pattern):
+        what = "is a link to nothing" if not os.path.exists(pattern) else "is no regular file"
+        return f"{name} ({pattern!r}) {what}: name a file, a folder or a glob"
+    return f"{name} ({pattern!r}) matches no file"
 
 
 def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) -> tuple[list[str], int]:
@@ -196,9 +212,7 @@ def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) ->
         left_out.append(path)
     if not found:
         raise UserError(f"{name} ({folder!r}) is a folder without a file of {what}: name files, or a glob")
-    if left_out:
-        line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
-        logging.getLogger(__name__).warning(line, name, folder, len(found), len(left_out), left_out[0])
+    _tell_left_out(name, folder, found, left_out)
     return found, len(left_out)
 
 
@@ -223,20 +237,50 @@ def walked(
         folders[:] = sorted(name for name in folders if os.path.join(above, name) not in without)
         for name in [*folders, *sorted(names)]:
             path = os.path.join(above, name)
-            if name.startswith("."):
-                leave_out(path, "is hidden, by its name")
-            elif name in folders:
-                if os.path.islink(path):
+            if name in folders:
+                if name.startswith("."):
+                    leave_out(path, _HIDDEN)
+                elif os.path.islink(path):
                     leave_out(path, "is a link to a folder")
             elif path not in without:
-                if name in BUILD_RECORDS and "manifest.json" in names:
-                    leave_out(path, "is a record of what was built here")
-                elif is_read(name):
-                    found.append(path)
+                if why := _why_left_out(name, is_read, "manifest.json" in names):
+                    leave_out(path, why)
                 else:
-                    leave_out(path, "has another ending")
+                    found.append(path)
         folders[:] = [name for name in folders if not name.startswith(".")]
     return found
+
+
+def _why_left_out(name: str, is_read: Callable[[str], bool], is_built: bool) -> str:
+    """Why a folder's file is not read, by its name; empty: it is. `is_built`: a manifest is beside it."""
+    if name.startswith("."):
+        return _HIDDEN
+    if is_built and name in BUILD_RECORDS:
+        return "is a record of what was built here"
+    return "" if is_read(name) else "has another ending"
+
+
+def _inside_bucket(name: str, folder: str, kind: Kind) -> tuple[list[Entry], int]:
+    """As `inside`, of a folder in a bucket; none: it is no folder."""
+    entries = remote.below(folder)
+    parts = [entry.url.removeprefix(remote.address(folder)).strip("/").split("/") for entry in entries]
+    built = {tuple(above) for *above, last in parts if last == "manifest.json"}
+    found: list[Entry] = []
+    left_out: list[Entry] = []
+    for entry, (*above, last) in zip(entries, parts):
+        is_hidden = any(part.startswith(".") for part in above)
+        is_left_out = is_hidden or _why_left_out(last, kind.has, tuple(above) in built)
+        (left_out if is_left_out else found).append(entry)
+    if entries and not found:
+        raise UserError(f"{name} ({folder!r}) is a folder without a file of {kind.what}: name files, or a glob")
+    _tell_left_out(name, folder, found, [entry.url for entry in left_out])
+    return found, len(left_out)
+
+
+def _tell_left_out(name: str, folder: str, found: Sequence[object], left_out: Sequence[str]) -> None:
+    if left_out:
+        line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
+        logging.getLogger(__name__).warning(line, name, folder, len(found), len(left_out), left_out[0])
 
 
 def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:
@@ -331,11 +375,25 @@ def name_hashes(names: Sequence[str]) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun: str = "document") -> np.ndarray:
-    """The indices of the documents of `split`, in order; each split gets at least one. `noun` names them in errors."""
+def split_by_hash(
+    keys: np.ndarray, split: str, fraction: float, name: str, noun: str = "document", instead: str = "validation_files"
+) -> np.ndarray:
+    """The indices of the documents of `split`, in order; each split gets at least one.
+
+    Args:
+      keys: [N] uint64, a hash of each document.
+      split: "train" or "validation".
+      fraction: of the documents that is held out.
+      name: the parameter that names the documents, for errors.
+      noun: what they are, for errors.
+      instead: the parameter that names documents for validation.
+
+    Raises:
+      UserError: there are not two documents.
+    """
     check_split(split)
     if len(keys) < 2:
-        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, set validation files")
+        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, set {name.partition('.')[0]}.{instead}")
     held_out = keys < np.uint64(int(fraction * 2.0**64))
     held_out[np.argmin(keys)] = True
     held_out[np.argmax(keys)] = False

@@ -49,7 +49,7 @@ class HuggingFaceSource(Source):
     domain: str | None = None
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
 
     def open(self, split: str) -> Documents:
         disk.check_split(split)
@@ -67,7 +67,11 @@ class HuggingFaceSource(Source):
         total = len(rows)
         if not explicit:
             keys = mix(rows.astype(np.uint64))
-            rows = rows[disk.split_by_hash(keys, split, self.validation_fraction, "HuggingFaceSource")]
+            rows = rows[
+                disk.split_by_hash(
+                    keys, split, self.validation_fraction, "HuggingFaceSource", instead="validation_split"
+                )
+            ]
         documents = _TableDocuments(table, rows, self)
         arrow = [file["filename"] for file in table.cache_files]  # none, if the table is in memory
         of_files = {"files": len(arrow), "bytes": sum(map(os.path.getsize, arrow))} if arrow else {}

@@ -178,7 +178,7 @@ class StdlibSource(Source):
     domain: str | None = "python"
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
 
     def open(self, split: str) -> Documents:
         root = sysconfig.get_paths()["stdlib"]
@@ -235,7 +235,7 @@ class TextSource(Source):
     encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
         if self.document_bytes < 1:
             raise UserError(f"document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 
@@ -292,7 +292,7 @@ class JsonlSource(Source):
     encoding: str = plain.UTF_8
 
     def __post_init__(self) -> None:
-        disk.check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction, type(self).__name__)
 
     def open(self, split: str) -> Documents:
         return open_lines(

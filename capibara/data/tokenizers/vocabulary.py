@@ -173,7 +173,13 @@ class Vocabulary(abc.ABC):
         return (self.eos_id,)
 
     def _end_ids_of(self, folder: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((self.eos_id, *(i for i in end_ids(folder) if 0 <= i < self.size))))
+        stated = end_ids(folder)
+        if outside := [token for token in stated if not 0 <= token < self.size]:
+            _tell(
+                f"note: {folder} has eos_token_id = {limits.shortened(outside)}, which never ends a text: the tokenizer has "
+                f"ids from 0 to {self.size - 1}"
+            )
+        return tuple(dict.fromkeys((self.eos_id, *(token for token in stated if token not in outside))))
 
     @property
     def sentinel_ids(self) -> Sequence[int]:

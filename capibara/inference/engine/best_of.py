@@ -37,6 +37,7 @@ class BestOf(Stream):
         self._sampling, self._texts = sampling, texts
         self._found: dict[int, Completion] = {}
         self._taking = threading.Lock()
+        self.unread = texts[0].unread
         for number, text in enumerate(texts):
             text.forward(functools.partial(self._take, number))
 

@@ -101,7 +101,7 @@ class Request:
     def receive(
         self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
     ) -> None:
-        """A model as a dict key, compared by identity."""
+        """Adds a computed token to the text, which may end with it."""
         if self.finished:
             return
         if token in self.ends:
@@ -229,8 +229,10 @@ class InputProcessor:
           UserError: the prompt does not fit in a slot, a token has no row in the model, or the adapter does not exist.
         """
         vocabulary, encoder = self._vocabulary, None
+        stream = Stream(drive)
         if self._encoder_length is not None:
             read = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
+            stream.unread = self._beyond(len(read), self._encoder_length)
             encoder = sentinels.encoder_entries(read, self._encoder_length, vocabulary.pad_id)
             ids = [vocabulary.pad_id]
         else:
@@ -245,15 +247,20 @@ class InputProcessor:
                 model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
         submission = Submission(read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled))
         names = (self._names or {}) | {token: vocabulary.spelling(token) for token in spelled}
-        if self._config.when_full is WhenFull.SLIDE:
-            ids = ids[-self._length :]
-        elif len(ids) > self._length:
-            raise UserError(f"the prompt has {len(ids)} tokens, must have at most {self._length}: shorten it")
+        if encoder is None:
+            stream.unread = self._beyond(len(ids), self._length)
+            ids = ids[stream.unread :]
         return Request(
-            ids, sampling, vocabulary, Stream(drive),
+            ids, sampling, vocabulary, stream,
             limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
             names=names, submission=submission, adapter=self._adapters.number(adapter),
         )  # fmt: skip
+
+    def _beyond(self, prompt_tokens: int, most: int) -> int:
+        """How many tokens of a prompt are not read; raises UserError if rows do not slide."""
+        if prompt_tokens > most and self._config.when_full is not WhenFull.SLIDE:
+            raise UserError(f"the prompt has {prompt_tokens} tokens, must have at most {most}: shorten it")
+        return max(prompt_tokens - most, 0)
 
     def _limit(self, prompt_tokens: int, sampling: Sampling) -> int:
         """Most tokens of the text."""

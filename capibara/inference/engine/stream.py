@@ -72,6 +72,7 @@ class Completion:
       pieces: one per token, except the end token.
       finish: why it ended.
       prompt_tokens: prompt tokens that the model read.
+      unread: those that it did not, beyond its length: a decoder's first ones, an encoder's last ones.
       cached_tokens: those of them found in the prefix cache.
       waited_s: from the request to its first token.
       elapsed_s: from the request to its end.
@@ -85,6 +86,7 @@ class Completion:
     pieces: tuple[Piece, ...]
     finish: Finish
     prompt_tokens: int
+    unread: int
     cached_tokens: int
     waited_s: float
     elapsed_s: float
@@ -140,6 +142,7 @@ class Stream:
         self._end: Completion | BaseException | None = None
         self._began_s = time.monotonic()
         self.cancelled = self._ended = False
+        self.unread = 0  # of the prompt's tokens, as in Completion
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
@@ -204,6 +207,7 @@ class Stream:
                 pieces=tuple(self._pieces),
                 finish=finish,
                 prompt_tokens=prompt_tokens,
+                unread=self.unread,
                 cached_tokens=cached_tokens,
                 waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
                 elapsed_s=now - self._began_s,

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from capibara.core.fields import did_you_mean, short
+from capibara.core.fields import did_you_mean, nearest, short
 from capibara.core.types import UserError
 from capibara.data.chat.dropped import dropped
-from capibara.data.chat.formats import Format, read_conversation
+from capibara.data.chat.formats import Conversation, Format, read_conversation
 from capibara.data.chat.template import TemplateFails
 from capibara.data.tokenizers import model_rows
 from capibara.inference.engine.request import LIKELIEST
@@ -32,6 +32,10 @@ T = TypeVar("T", bound="ApiRequest")
 _GREEDY_BELOW = 1e-4  # dividing the logits by less may overflow
 _SEEDS = 2**31
 _LONGEST_STOP = 1000
+_MESSAGE_KEYS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
+    "function_call", "audio", "annotations", "weight",
+)  # fmt: skip
 _LONGEST_NAME = 60  # characters of a parameter's name in an error
 _OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
 # Unsupported parameters -> their values that request nothing.
@@ -136,9 +140,14 @@ def read(kind: type[T], body: bytes, most_tokens: int) -> T:
     for name in _IGNORED:
         values.pop(name, None)
     try:
-        return kind.model_validate(values)
+        request = kind.model_validate(values)
     except pydantic.ValidationError as error:
         raise _explained(error.errors(include_url=False)[0], kind) from None
+    if request.stream_options is not None and not request.stream:
+        raise Refusal(
+            400, "stream_options needs stream = true: leave it out", param="stream_options", code="invalid_value"
+        )
+    return request
 
 
 def _explained(error: Any, kind: type[ApiRequest]) -> Refusal:
@@ -202,12 +211,17 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
             param="tool_choice",
             code="unsupported_value",
         )
+    if request.tool_choice == "auto" and not request.tools:
+        raise Refusal(
+            400, "tool_choice is 'auto', which needs tools: leave it out", param="tool_choice", code="invalid_value"
+        )
     _check_count(request, 1, config)
     talk = served.chat
     if talk is None:
         raise Refusal(400, f"{served.name} has no chat template: request completions", code="no_chat_template")
     tools = request.tools if request.tool_choice != "none" else None
     bounds.check_conversation(request.messages, tools, served, config)
+    _check_keys(request.messages)
     try:
         record = {"messages": request.messages, "tools": tools}
         conversation = read_conversation(record, "the request", Format.MESSAGES)
@@ -220,17 +234,33 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
     except UserError as error:  # its message may have local paths, which clients must not see
         why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
-    if conversation.tools and "the tools" in dropped(conversation, text):
-        raise Refusal(
-            400,
-            "the model's chat template leaves out tools: leave them out",
-            param="tools",
-            code="unsupported_parameter",
-        )
+    _check_complete(conversation, text)
     bounds.check_characters(len(text), served, config, "messages", own=True)
     calls = served.calls if tools else None
     ends, spelled = (talk.ends, ()) if calls is None else ((*talk.ends, *calls.ends), calls.spelled)
     return _asks(request, talk.ids_of(text), ends, served, config, "messages", spelled)
+
+
+def _check_keys(messages: list[Any]) -> None:
+    """Raises Refusal if a message has a key that is almost one that templates read."""
+    for number, message in enumerate(messages):
+        for key in message if isinstance(message, dict) else ():
+            if key not in _MESSAGE_KEYS and nearest(key, _MESSAGE_KEYS):
+                hint = did_you_mean(key, _MESSAGE_KEYS)
+                message = f"messages[{number}] has {brief(key)}, which is no key of a message{hint}"
+                raise Refusal(400, message, param="messages", code="invalid_messages")
+
+
+def _check_complete(conversation: Conversation, text: str) -> None:
+    """Raises Refusal if the rendered text lacks a part of the conversation."""
+    for part in dropped(conversation, text):
+        if part == "the tools":
+            message = "the model's chat template leaves out tools: leave them out"
+            raise Refusal(400, message, param="tools", code="unsupported_parameter")
+        # Templates leave out earlier thoughts on purpose, and may write a tool's result in another way.
+        if "a thought" not in part and part != "the content of a message of the tool":
+            message = f"the model's chat template leaves out {part}: leave that out"
+            raise Refusal(400, message, param="messages", code="invalid_messages")
 
 
 def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> None:

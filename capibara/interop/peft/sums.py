@@ -9,6 +9,7 @@ terms that mix adapters (Zhang et al. 2023, arXiv:2306.14870).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -130,16 +131,16 @@ def _base(read: Sequence[_Read]) -> str | None:
 
 
 def _tokenizer(folders: Sequence[str]) -> dict[str, bytes]:
-    """The tokenizer files of the folders; all that have some must agree."""
-    found: dict[str, tuple[str, bytes]] = {}
-    for folder in folders:
-        for name, content in tokenizer_files.carried(folder).items():
-            before, known = found.setdefault(name, (folder, content))
-            if known != content:
+    """The tokenizer files of the folders; all that have some must have the same ones, as a tokenizer is taken whole."""
+    having = [(folder, files) for folder in folders if (files := tokenizer_files.carried(folder))]
+    for (before, known), (folder, files) in itertools.pairwise(having):
+        for name in sorted(known.keys() | files.keys()):
+            if known.get(name) != files.get(name):
                 raise UserError(
-                    f"{name} of {folder} differs from that of {before}: remove the one that the sum shall not have"
+                    f"{name} of {folder} differs from that of {before}: remove the tokenizer's files that the sum shall "
+                    "not have"
                 )
-    return {name: content for name, (_, content) in found.items()}
+    return having[0][1] if having else {}
 
 
 def _check(name: str, having: Sequence[_Read], combination: Combination) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import os
-import socket
 import unicodedata
 
 import pyarrow
@@ -17,6 +16,7 @@ from capibara.builders.preparation.filters import Filter, Judged
 from capibara.core.types import UserError
 from tests.builders.preparation.corpora import text
 from tests.builders.preparation.test_build import SMALL, prepare
+from tests.data.sources import odd_files
 
 
 @pytest.fixture
@@ -37,12 +37,7 @@ def folder(tmp_path):
     for name in ("j.csv", "k.png", "l.rst", ".hidden.txt"):
         (root / name).write_text("x")
     (root / "m.txt").touch()
-    os.mkfifo(root / "n.jsonl")
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(root / "o.md"))
-    (root / "p.txt").symlink_to(tmp_path / "nothing")
-    (tmp_path / "other").mkdir()
-    (root / "q").symlink_to(tmp_path / "other")
+    odd_files.add(root, ".jsonl")
     return root
 
 

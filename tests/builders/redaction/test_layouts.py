@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 import string
 
@@ -105,6 +107,33 @@ def test_a_named_secret_is_found_in_every_layout(name):
         redacted = Redaction().scope().redact(text)
         assert password not in redacted and key not in redacted, redacted
         assert redacted.startswith("# before\n") and redacted.endswith("after\n")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_secrets_of_csv_are_found_whatever_its_other_cells_hold(seed):
+    """Cells as Python's csv module writes them: with marks, quotes and line ends, and rows of another number of cells."""
+    rng = random.Random(seed)
+    mark = rng.choice(",;\t")
+    drawn = ("Smith", "Smith, John", "a;b", "one\ntwo", 'he said "hi"', '""', "", "tab\there", "x,y;z\nw")
+    secrets_of = [made(100 * seed + row) for row in range(12)]
+    # A password that reads like `settings.name` is taken for a reference.
+    secrets_of = [(password.replace(".", "-"), key) for password, key in secrets_of]
+    rows = [["id", "note", "password", "api_key"]]
+    for password, key in secrets_of:
+        rows.append([str(len(rows)), rng.choice(drawn), password, key])
+        if rng.random() < 0.2:
+            rows.append(["a total"])
+    written = io.StringIO()
+    csv.writer(written, delimiter=mark, lineterminator="\n").writerows(rows)
+    redacted = Redaction().scope().redact(written.getvalue())
+    assert not [one for pair in secrets_of for one in pair if one in redacted], redacted
+    kept = csv.reader(io.StringIO(redacted), delimiter=mark)
+    assert [row[:2] for row in kept] == [row[:2] for row in rows]
+
+
+def test_a_table_ends_where_text_begins():
+    text = "name,password\nalice,{P}\n" + "Some text\n" * 3 + "Later, hq7-Vx92mLp\n"
+    assert Redaction().scope().redact(text.replace("{P}", "kT4-wPz81nQd")).endswith("Later, hq7-Vx92mLp\n")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import os
-import socket
 
 import pyarrow
 import pyarrow.parquet
@@ -30,6 +29,7 @@ from capibara.data.sources.sources import (
     StdlibSource,
     TextSource,
 )
+from tests.data.sources import odd_files
 
 TEXTS = [{"text": f"number {i}"} for i in range(30)]
 CHATS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]} for i in range(30)]
@@ -51,12 +51,7 @@ def folder(tmp_path):
     for name in ("g.txt", "h.md", "i.csv", "j.png", "k.rst", "l.py", ".hidden.jsonl"):
         (root / name).write_text("not of a json file\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), root / "m.parquet")
-    os.mkfifo(root / "n.jsonl")
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(root / "o.jsonl"))
-    (root / "p.jsonl").symlink_to(tmp_path / "nothing")
-    (tmp_path / "other").mkdir()
-    (root / "q").symlink_to(tmp_path / "other")
+    odd_files.add(root, ".jsonl")
     return root
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -10,6 +11,7 @@ import pyarrow
 import pytest
 
 from capibara.core.types import UserError
+from capibara.data.shards.source import ShardedSource
 from capibara.data.sources.hugging_face import HuggingFaceSource
 from capibara.data.sources.sources import JsonlSource, StdlibSource, TextSource
 
@@ -103,8 +105,38 @@ def test_missing_and_empty_files(tmp_path, make):
         make(files=(str(tmp_path / "empty"),)).open("train")
     with pytest.raises(UserError, match="split"):
         make(files=(str(tmp_path / "empty"),)).open("test")
-    with pytest.raises(UserError, match="validation_fraction"):
-        make(files=("x",), validation_fraction=0.0)
+    for path, what in (("/dev/null", "is no regular file"), (str(tmp_path / "link"), "is a link to nothing")):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("nowhere")
+        with pytest.raises(UserError, match=f"files \\('{path}'\\) {what}: name a file, a folder or a glob"):
+            make(files=(path,)).open("train")
+
+
+@pytest.mark.parametrize("make", [TextSource, JsonlSource, HuggingFaceSource, ShardedSource, StdlibSource])
+def test_a_fraction_that_is_none_is_told_with_its_parameter(make):
+    others = {one.name: ("x",) for one in dataclasses.fields(make) if one.name == "files"}
+    others |= {"path": "x"} if make is HuggingFaceSource else {}
+    for fraction in (0.0, 1.0, 1.5, -0.1):
+        with pytest.raises(
+            UserError, match=f"^{make.__name__}.validation_fraction \\({fraction}\\) must lie between 0 and 1"
+        ):
+            make(**others, validation_fraction=fraction)
+
+
+@pytest.mark.parametrize("make", [TextSource, JsonlSource])
+def test_files_that_are_trained_on_and_validated_on_are_told(tmp_path, make, caplog):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "again.jsonl").symlink_to(tmp_path / "a.jsonl")
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("a", "b", "c", "again")}
+    make(files=(paths["a"], paths["b"]), validation_files=(paths["c"],)).open("validation")
+    assert not caplog.records
+    make(files=(paths["a"], paths["b"]), validation_files=(paths["c"], paths["again"])).open("validation")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{make.__name__}.validation_files has 1 files that {make.__name__}.files has, too, such as {paths['again']}: "
+        "their loss is that of training documents"
+    )
 
 
 @pytest.mark.parametrize("make", [TextSource, JsonlSource])

@@ -99,3 +99,15 @@ def test_an_adapters_tokenizer_is_taken_whole(base, own, expected, tmp_path):
         (tmp_path / name).write_text('{"chat_template": "own"}')
     found = over({name: b"base" for name in base}, str(tmp_path))
     assert {name: "base" if content == b"base" else "own" for name, content in found.items()} == expected
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_token_without_an_id_of_the_tokenizer_is_told(folder, file, capfd):
+    size = TokenizerJsonVocabulary(path=str(folder)).size
+    put(folder, file, {"eos_token_id": [3, size, -1]})
+    vocabulary = TokenizerJsonVocabulary(path=str(folder))
+    assert vocabulary.end_ids == tuple(dict.fromkeys((vocabulary.eos_id, 3)))
+    said = f"note: {folder} has eos_token_id = [{size}, -1], which never ends a text: the tokenizer has ids from 0 to {size - 1}\n"
+    assert capfd.readouterr().err == said
+    put(folder, file, {"eos_token_id": [3, size - 1]})
+    assert TokenizerJsonVocabulary(path=str(folder)).end_ids and capfd.readouterr().err == ""

@@ -168,3 +168,17 @@ def checkpoint_of(model, path):
     values = hf_config.to_hf(model.config, {"max_position_embeddings": 256})
     tensors = open_model.hf_tensors(params, model, "llama")
     hf_folder.save_hf(str(path), values, open_model.hf_shapes(model, "llama"), tensors, {}, dtype="float32")
+
+
+def test_an_adapters_own_tokenizer_is_told(folder, paths, tmp_path, capfd):
+    shutil.copytree(paths / "poet", tmp_path / "poet")
+    ask = [f"--model={folder}", F32, f"--adapter=poet={tmp_path}/poet", "--prompt=a", "--gin.Sampling.max_new_tokens=1"]
+    for name, is_told in (("tokenizer.json", False), ("chat_template.jinja", True)):
+        if os.path.exists(os.path.join(folder, name)):
+            shutil.copy(os.path.join(folder, name), tmp_path / "poet" / name)
+        else:
+            (tmp_path / "poet" / name).write_text("{{ messages[0].content }}")
+        config.reset()
+        assert exits.run_verb(infer.main, ask) == 0
+        note = f"note: --adapter=poet={tmp_path}/poet has a {name} that differs from the model's and is not used"
+        assert (note in capfd.readouterr().err) == is_told

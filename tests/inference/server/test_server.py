@@ -266,6 +266,10 @@ REFUSED = {
     "two limits": (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_completion_tokens is 4: .* leave one out"),
     "a limit of many digits": (CHAT | {"max_tokens": 10**3000}, "max_tokens", r" - max_tokens is 1\d{,99}\.\.\., must"),
     "texts of many digits": (CHAT | {"n": 10**3000}, "n", r" - n is 1\d{,99}\.\.\.: at most"),
+    "options of a stream": ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
+    "options without a stream": (CHAT | {"stream": False, "stream_options": {}}, "stream_options", "needs stream = true"),
+    "a choice of no tools": (CHAT | {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+    "a key that is almost one": ({"messages": [{"role": "user", "content": "x", "tool_cals": []}]}, "messages", r"messages\[0\] has 'tool_cals', which is no key of a message: did you mean tool_calls"),
     "a hurry": (CHAT | {"max_completion_tokens": 999}, "max_completion_tokens", "of prompt and text together"),
 }  # fmt: skip
 

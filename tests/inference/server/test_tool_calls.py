@@ -215,3 +215,19 @@ def test_tools_that_a_template_leaves_out_are_refused(tmp_path, served):
             error = json.loads(answer)["error"]
             assert status == 400 and error["param"] == "tools", answer
             assert "the model's chat template leaves out tools: leave them out" in error["message"]
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
+def test_messages_that_a_template_leaves_out_are_refused(tmp_path, served, role):
+    only_users = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    chat = chat_of(tmp_path, only_users, [])
+    messages = [{"role": role, "content": "Be brief."}, {"role": "tool", "content": "7"}, *HELLO]
+    with Running(dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat)) as running:
+        for sent, want in ((messages, 400), (messages[1:], 200)):
+            body = {"model": "tiny", "messages": sent, "max_tokens": 1}
+            status, answer, _ = running.http("POST", "/v1/chat/completions", json.dumps(body))
+            assert status == want, answer
+            if want == 400:
+                error = json.loads(answer)["error"]
+                assert error["param"] == "messages"
+                assert f"leaves out the content of a message of the {role}: leave that out" in error["message"]
