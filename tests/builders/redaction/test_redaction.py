@@ -344,6 +344,6 @@ def test_what_a_password_is_not(text):
 
 @pytest.mark.parametrize("text", ['"a"' + " " * 30_000, "token = x " * 20_000, "1.2.3.4 " * 30_000])
 def test_hostile_text_takes_no_longer(text):
-    begin = time.perf_counter()
+    begin = time.process_time()
     redact(text)
-    assert time.perf_counter() - begin < 5  # below 1 s; with quadratic patterns a minute
+    assert time.process_time() - begin < 5  # below 1 s; with quadratic patterns a minute
