@@ -86,8 +86,7 @@ def run(args: flags.Arguments) -> None:
             text, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
             stream = engine.submit(text, sampling, ends=ends, adapter=names[0])
             print(files.shown(result := stream.result(), "" if lengths[1] or talk else prompt))
-            if note := sample.beyond_length(result, sampling, *lengths):
-                print(f"note: {note}", file=sys.stderr)
+            print(sample.beyond_length(result, sampling, *lengths), end="", file=sys.stderr)
         elif args.benchmark:
             print(speed.report(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0]))
         elif args.prompts:

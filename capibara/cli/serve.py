@@ -48,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("one of --model_dir and --model is needed, not both: try --model_dir=runs/quickstart")
     if not 0 <= args.port < 65536:
         raise UserError(f"--port={args.port} must be from 0 to 65535")
-    if args.name == "":
-        raise UserError("--name is empty: give the model a name, or leave --name out")
     return serve(args)
 
 

@@ -121,7 +121,7 @@ def of_one_slot(config: EngineConfig) -> EngineConfig:
 
 
 def beyond_length(result: Completion, sampling: Sampling, length: int, encoder_length: int | None = None) -> str:
-    """Says what of a prompt was not read, or how its text went on, beyond the model's length; empty: it is within.
+    """A line that says what of a prompt was not read, or how its text went on, beyond the model's length; empty: it is within.
 
     Args:
       result: of `sampling`, by an engine with one slot (see `of_one_slot`).
@@ -129,19 +129,18 @@ def beyond_length(result: Completion, sampling: Sampling, length: int, encoder_l
       length: of the decoder, in tokens.
       encoder_length: of the encoder; None: there is none.
     """
+    tokens, note = len(result.tokens), ""
     if result.unread:
-        end, name, most = (
-            ("last", "length", length) if encoder_length is None else ("first", "encoder_length", encoder_length)
-        )
-        return (
-            f"the model read the {end} {most} of {most + result.unread} tokens of the prompt (Dataset.{name} = {most})"
-        )
-    tokens = len(result.tokens)
-    if result.prompt_tokens + tokens > length + 1:  # nothing reads the last token
-        return (
+        end, name, most = "last", "length", length
+        if encoder_length is not None:
+            end, name, most = "first", "encoder_length", encoder_length
+        count = most + result.unread
+        note = f"the model read the {end} {most} of {count} tokens of the prompt (Dataset.{name} = {most})"
+    elif result.prompt_tokens + tokens > length + 1:  # nothing reads the last token
+        note = (
             f"prompt and text have {result.prompt_tokens + tokens} tokens: those beyond Dataset.length ({length}) were "
             f"chosen after the last {length} tokens alone"
         )
-    if result.finish is Finish.LENGTH and tokens < sampling.max_new_tokens:
-        return f"the text ends after {tokens} tokens: prompt and text fill Dataset.length ({length})"
-    return ""
+    elif result.finish is Finish.LENGTH and tokens < sampling.max_new_tokens:
+        note = f"the text ends after {tokens} tokens: prompt and text fill Dataset.length ({length})"
+    return note and f"note: {note}\n"

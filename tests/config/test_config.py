@@ -471,6 +471,15 @@ class TestCommandLine:
         assert args.gin_file == ["a.gin", "b.gin", "c.gin"] and args.emulate == 8
         assert args.gin_bindings == ["X = -1", "Y = 2"] and args.gin_search_paths == []
 
+    @pytest.mark.parametrize("metavar", ["NAME", "DIR", "FILE", "PATH", "NAME=PATH", "RUN", "MODEL"])
+    def test_a_name_or_path_is_not_empty(self, metavar):
+        parser = flags.ArgumentParser("capibara test", "A test.")
+        parser.add_argument("--given", metavar=metavar)
+        parser.add_argument("--prompt", metavar="TEXT")
+        with pytest.raises(UserError, match="^--given is empty: give it a value, or leave it out$"):
+            flags.parse_arguments(parser, ["--given="])
+        assert flags.parse_arguments(parser, ["--prompt="]).prompt == ""
+
     @pytest.mark.parametrize(
         ("argv", "message"),
         [

@@ -195,7 +195,7 @@ def test_what_goes_beyond_the_length_is_told(prompt_tokens, new, when_full, note
     result = endless.submit([50] * prompt_tokens, sampling).result()
     assert len(result.tokens) == new or when_full is WhenFull.STOP
     found = beyond_length(result, sampling, LENGTH)
-    assert found.startswith(note) and bool(found) == bool(note)
+    assert found.startswith(f"note: {note}" if note else "") and bool(found) == bool(note)
 
 
 def test_an_encoder_reads_the_first_tokens_or_refuses(made_pairs):
@@ -209,7 +209,7 @@ def test_an_encoder_reads_the_first_tokens_or_refuses(made_pairs):
                 engine.submit([50] * 15, Sampling(max_new_tokens=1))
         else:
             result = engine.submit([50] * 15, sampling := Sampling(max_new_tokens=1)).result()
-            note = "the model read the first 12 of 15 tokens of the prompt (Dataset.encoder_length = 12)"
+            note = "note: the model read the first 12 of 15 tokens of the prompt (Dataset.encoder_length = 12)\n"
             assert beyond_length(result, sampling, 16, 12) == note
 
 

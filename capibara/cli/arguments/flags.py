@@ -120,6 +120,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
     args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
     for action in parser._actions:
+        if action.metavar in (*_PATHS, "NAME") and getattr(args, action.dest) == "":
+            flag = (action.option_strings or [action.metavar])[0]
+            raise UserError(f"{flag} is empty: give it a value, or leave it out")
         if action.metavar in _PATHS:
             setattr(args, action.dest, _in_home(getattr(args, action.dest)))
     for folder in args.gin_search_paths:
