@@ -23,6 +23,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
+from capibara.core.auto import AUTO, Auto
 from capibara.core.types import UserError
 
 _LONGEST_VALUE = 60  # characters of a value shown in an error
@@ -85,6 +86,8 @@ def type_name(annotation: object) -> str:
         return type_name(args[0])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_name(arg) for arg in args)
+    if annotation is Auto:
+        return repr(str(AUTO))
     if origin is typing.Literal:
         return " or ".join(map(repr, args))
     if origin is collections.abc.Callable:
@@ -299,7 +302,7 @@ def _convert_union(value: object, args: tuple[Any, ...]) -> Any:
         try:
             candidate = convert(value, arg)
         except _Mismatch as mismatch:
-            mismatches.append(mismatch)
+            mismatches += [mismatch] if arg is not Auto else []
             continue
         if candidate is value:  # fits without conversion
             return value

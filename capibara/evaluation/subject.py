@@ -157,7 +157,7 @@ def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:
         if chosen:
             raise
     count = jax.device_count()
-    rows = max(1, round(plan.batch_size / plan.accumulation / count)) * count
+    rows = max(1, round(plan.batch_size / plan.micro_batches / count)) * count
     axes: dict[str, Any] = dict.fromkeys((NODE_AXIS, *MESH_AXES), 1) | {"fsdp": count}
     plan = dataclasses.replace(plan, **axes, batch_size=rows, accumulation=1, pipeline_microbatches=None)
     return plan, sharding.make_mesh(plan)

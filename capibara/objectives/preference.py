@@ -263,7 +263,7 @@ class ReferenceTables(BatchProvider):
         table = np.full((len(dataset.documents(split)), 2), np.nan, np.float32)
         known, told_s, done = table.reshape(-1), 0.0, 0
         step = functools.partial(make_answers(run.model, run.plan, run.mesh, dataset.most_pairs), params)
-        rows = run.plan.batch_size // run.plan.accumulation
+        rows = run.plan.batch_size // run.plan.micro_batches
         with contextlib.closing(run.open_once(dataset, split, rows)) as loader:
             for count, (numbers, sums) in enumerate(_each(step, loader, run.batch_sharding)):
                 run.reporter.check(count, every=_AHEAD)

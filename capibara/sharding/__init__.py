@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from capibara.config import configurable
 from capibara.core import projections, tree
+from capibara.core.auto import AUTO, Auto
 from capibara.core.fields import did_you_mean
 from capibara.core.projections import Axes
 from capibara.core.types import Batch, PyTree, UserError
@@ -164,38 +165,40 @@ class Plan:
       remat: what the backward pass recomputes.
       remat_names: what `save` and `offload` keep.
       rules: logical axes -> mesh axes.
-      slice: the TPU slice of the plan ("v5e-64"). If the Gin files bind it and no mesh axis, `train` uses the planner's
-        mesh. None: the devices of this run.
+      slice: the TPU slice of the plan ("v5e-64"); None: the devices of this run.
+
+    Fields that are AUTO are not set: fsdp takes the devices that are left, the other axes and `accumulation` are 1, and
+    `remat` is none; but with a slice and no mesh axis set, `train` uses the planner's choice of all of them.
     """
 
     batch_size: int
-    data: int = 1
-    fsdp: int = -1
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
-    stage: int = 1
+    data: int | Auto = AUTO
+    fsdp: int | Auto = AUTO
+    expert: int | Auto = AUTO
+    context: int | Auto = AUTO
+    tensor: int | Auto = AUTO
+    stage: int | Auto = AUTO
     node: int = 1
-    accumulation: int = 1
+    accumulation: int | Auto = AUTO
     pipeline_microbatches: int | None = None
     pipeline_repeats: int = 1
-    remat: Remat = Remat.NONE
+    remat: Remat | Auto = AUTO
     remat_names: tuple[str, ...] = RematPolicy.names
     rules: Rules = Rules()
     slice: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "pipeline_repeats", "node"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not AUTO and getattr(self, name) < 1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
         if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
             raise UserError(
                 f"Plan.pipeline_microbatches is {self.pipeline_microbatches}, must be at least 1, or None: two a stage"
             )
-        for name in MESH_AXES:
-            if getattr(self, name) < 1 and getattr(self, name) != -1:
-                raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
-        if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
+        for name, size in self.axes.items():
+            if size < 1 and size != -1:
+                raise UserError(f"Plan.{name} is {size}, must be at least 1, or -1 for the devices left")
+        if sum(size == -1 for size in self.axes.values()) > 1:
             raise UserError("Plan has more than one mesh axis of -1: only one can take the devices that are left")
         if NODE_AXIS in self.rules.batch:
             raise UserError("Rules.batch names the mesh axis 'node', which has the rows first by itself: leave it out")
@@ -204,8 +207,24 @@ class Plan:
                 raise UserError(f"Plan.remat_names has {name!r}, which no layer has{did_you_mean(name, REMAT_NAMES)}")
 
     @property
+    def has_mesh(self) -> bool:
+        """Whether a mesh axis is set."""
+        return any(getattr(self, name) is not AUTO for name in MESH_AXES)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes without `node`; one may be -1, such as fsdp if it is not set."""
+        sizes = {name: getattr(self, name) for name in MESH_AXES}
+        return {name: (-1 if name == "fsdp" else 1) if size is AUTO else size for name, size in sizes.items()}
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return 1 if self.accumulation is AUTO else self.accumulation
+
+    @property
     def remat_policy(self) -> RematPolicy:
-        return RematPolicy(self.remat, self.remat_names)
+        return RematPolicy(Remat.NONE if self.remat is AUTO else self.remat, self.remat_names)
 
     def pipeline(self, mesh: Mesh | AbstractMesh) -> Pipeline | None:
         """The pipeline over the mesh's stage axis; None: the axis has size 1.
@@ -234,7 +253,7 @@ class Plan:
           UserError: the sizes do not multiply to the number of devices.
         """
         nodes = {NODE_AXIS: self.node} if self.node > 1 else {}
-        sizes = nodes | {name: getattr(self, name) for name in MESH_AXES}
+        sizes = nodes | self.axes
         fixed = int(np.prod([s for s in sizes.values() if s != -1]))
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         if -1 in sizes.values():
@@ -259,11 +278,11 @@ class Plan:
         shards = int(np.prod([mesh.shape[a] for a in rows]))
         pipeline = self.pipeline(mesh)
         host_shards(mesh, self.rules)
-        unit = shards * self.accumulation * (pipeline.microbatches if pipeline else 1)
+        unit = shards * self.micro_batches * (pipeline.microbatches if pipeline else 1)
         if self.batch_size % unit:
             nearest = max(unit, round(self.batch_size / unit) * unit)
             parts = [f"{a}={mesh.shape[a]}" for a in rows if mesh.shape[a] > 1] or ["1 device"]
-            parts += [f"{self.accumulation} accumulation steps"] if self.accumulation > 1 else []
+            parts += [f"{self.micro_batches} accumulation steps"] if self.micro_batches > 1 else []
             parts += [f"{pipeline.microbatches} pipeline microbatches"] if pipeline else []
             raise UserError(
                 f"Plan.batch_size ({self.batch_size}) must be a multiple of {unit} ({' x '.join(parts)}): try {nearest}"

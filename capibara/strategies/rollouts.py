@@ -184,7 +184,7 @@ class Rollouts(BatchProvider):
 
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """The log-probabilities of the answers' tokens, 0 elsewhere; in batches of a step's size."""
-        names, parts = self._run.dataset.batch_spec(1).keys() - {"numbers"}, self._run.plan.accumulation
+        names, parts = self._run.dataset.batch_spec(1).keys() - {"numbers"}, self._run.plan.micro_batches
         found = np.zeros_like(rows["weights"])
         for part in range(parts):
             self._run.reporter.check(part)

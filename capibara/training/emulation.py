@@ -31,7 +31,7 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     sizes = plan.mesh_shape(device_count)
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
-    rows = math.prod(sizes[axis] for axis in sharding.batch_axes(sizes, plan.rules)) * plan.accumulation
+    rows = math.prod(sizes[axis] for axis in sharding.batch_axes(sizes, plan.rules)) * plan.micro_batches
     # Both answers of a preference pair, or a prompt and its answer, would not fit a shorter row.
     length = min(dataset.length, _LENGTH) if dataset.data_format is DataFormat.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt

@@ -130,7 +130,7 @@ def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int
 
 def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
     """One pass over the validation split."""
-    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
+    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.micro_batches
     return open_loader(trainer, mesh, "validation", rows, epochs=1)
 
 
@@ -153,4 +153,4 @@ def validation_batches(trainer: Trainer) -> int | None:
     evaluation = trainer.evaluation
     if evaluation.max_batches is None or evaluation.batch_size is not None:
         return evaluation.max_batches
-    return evaluation.max_batches * trainer.plan.accumulation
+    return evaluation.max_batches * trainer.plan.micro_batches

@@ -96,7 +96,7 @@ def _gradient(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[..., tup
     ) -> tuple[Params, PyTree, Stats, Metrics]:
         with sharding.activate(mesh, plan.rules, pipeline):
             grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, step, scale), has_aux=True)
-            grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
+            grads, (sums, stats) = accumulate(grad, trained, batch, plan.micro_batches)
         weight = jnp.maximum(sums.weight, 1.0)
         divisor = weight if objective.divisor is None else objective.divisor(weight, batch)
         divisor = divisor if scale is None else divisor * scale
@@ -135,13 +135,13 @@ def make_node_loss(model: Model, plan: Plan, mesh: Mesh, objective: Objective | 
 
     def sums(trained: Params, frozen: Params, batch: Batch) -> jax.Array:
         with sharding.activate(mesh, plan.rules, pipeline):
-            found = accumulate(lambda p, micro: ((), loss_of(p, frozen, micro)[1]), trained, batch, plan.accumulation)
+            found = accumulate(lambda p, micro: ((), loss_of(p, frozen, micro)[1]), trained, batch, plan.micro_batches)
         return found[1]
 
     def gradient(trained: Params, frozen: Params, batch: Batch) -> tuple[Params, jax.Array]:
         grad = jax.grad(lambda p, micro: loss_of(p, frozen, micro), has_aux=True)
         with sharding.activate(mesh, plan.rules, pipeline):
-            return accumulate(grad, trained, batch, plan.accumulation)
+            return accumulate(grad, trained, batch, plan.micro_batches)
 
     return NodeLoss(sums, gradient)
 

@@ -322,7 +322,7 @@ def _check_privacy(trainer: Trainer) -> None:
         "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
         "Evaluation.unigram_batches": bool(trainer.evaluation.unigram_batches),
         f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
-        "Plan.accumulation": trainer.plan.accumulation != 1,
+        "Plan.accumulation": trainer.plan.micro_batches != 1,
         "Plan.stage": trainer.plan.stage != 1,
     }
     for option in (option for option, is_set in unsupported.items() if is_set):

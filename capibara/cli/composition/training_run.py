@@ -115,7 +115,7 @@ def run(
         sampler=samples,
         judge=judge,
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
-        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
+        compiler_options=xla_flags.options(chip, tensor=trainer.plan.axes["tensor"]),
         config=config.operative(),
         load=load,
     )

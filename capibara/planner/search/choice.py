@@ -123,8 +123,8 @@ def of_plan(plan: Plan, work: Workload, devices: int, state_dtype: StateDtype = 
     stages = mesh["stage"]
     return Choice(
         sizes=tuple(mesh[axis] for axis in MESH_AXES),
-        rows=max(1, plan.batch_size // (shards * plan.accumulation)),
-        accumulation=plan.accumulation,
+        rows=max(1, plan.batch_size // (shards * plan.micro_batches)),
+        accumulation=plan.micro_batches,
         pipeline_microbatches=(plan.pipeline_microbatches or 2 * stages) if stages > 1 else 1,
         remat=plan.remat_policy,
         state_dtype=state_dtype,

@@ -207,7 +207,7 @@ def included(args: argparse.Namespace) -> list[str]:
 
 
 def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike[str]] = ()) -> list[str]:
-    """Lines that tell the user how the search treated fields of Plan that the Gin files bind.
+    """Lines that tell the user how the search treated fields of Plan that are set.
 
     Args:
       args: the flags.
@@ -215,11 +215,11 @@ def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike
       read: all Gin files that were read; if two describe a model, the later one's statements win.
     """
     from capibara import config
-    from capibara.sharding import MESH_AXES
+    from capibara.sharding import MESH_AXES, Plan
 
     names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
-    lines = []
-    if anew := [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]:
+    unset, lines = Plan(batch_size=plan.batch_size), []
+    if anew := [f"Plan.{name}" for name in names if getattr(plan, name) != getattr(unset, name)]:
         lines.append(f"chosen by the search, ignoring the Gin files: {', '.join(anew)}; --axis=NAME=N fixes a size")
     if config.is_bound("Plan.batch_size") and args.batch_size is None and args.goal != "largest_batch":
         lines.append(f"kept: Plan.batch_size = {plan.batch_size}; override it by --batch_size or --goal=largest_batch")

@@ -95,7 +95,7 @@ def _line_of(message: str) -> str:
 def _changes(plan: Plan) -> str:
     """What needs less memory, the cheapest first."""
     changes = []
-    if plan.remat is Remat.NONE:
+    if plan.remat_policy.kind is Remat.NONE:
         changes.append('set Plan.remat = "full"')
     if (steps := _more_accumulation(plan)) is not None:
         changes.append(f"set Plan.accumulation = {steps}")
@@ -110,7 +110,7 @@ def _more_accumulation(plan: Plan) -> int | None:
     except UserError:
         return None
     rows = plan.batch_size // math.prod(sizes[axis] for axis in batch_axes(sizes, plan.rules))
-    return next((steps for steps in range(plan.accumulation + 1, rows + 1) if rows % steps == 0), None)
+    return next((steps for steps in range(plan.micro_batches + 1, rows + 1) if rows % steps == 0), None)
 
 
 def _allocations(message: str) -> list[str]:
