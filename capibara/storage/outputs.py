@@ -36,9 +36,8 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
         )
         for path in paths:
             real = os.path.realpath(path)
-            if not path or real in taken:
-                why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
-                raise UserError(f"{why}: name another file for what is written")
+            if real in taken:
+                raise UserError(f"{path} {taken[real]}: name another file for what is written")
             taken[real] = "is named for two outputs"
             if not stores.of(path).has_local_paths:
                 raise UserError(f"{path} must be a local file: name one, and copy it there")

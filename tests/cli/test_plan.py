@@ -158,7 +158,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-²"], "slice 'v5e-²' must be like v5e-64"),
         ([MODEL, "--slice=v5e-64", "--axis=tensor=²"], "must be like tensor=4"),
         ([MODEL, "--slice=v5e-99999999999999999999"], "try v5e-256"),
-        ([MODEL, "--slice="], "slice '' must be like v5e-64"),
+        ([MODEL, "--slice="], "--slice is empty: give it a value, or leave it out"),
         ([MODEL, "--slice=v5e-64", "--gin.Plan.slice='foo'"], "slice 'foo' must be like v5e-64"),
         (
             [MODEL, "--slice=v5e-64", "--gin_search_paths=/nonexistent"],
@@ -284,7 +284,7 @@ def test_a_plan_that_fails_leaves_nothing(capsys, tmp_path):
         ("real.json", "link.json", "is named for two outputs"),
         ("dangling.json", "model.gin", "is read as a Gin file"),
         ("dangling.json", "above.gin", "is read as a Gin file"),
-        ("", "b.html", "--json, --html or --output has no name"),
+        ("", "b.html", "--json is empty: give it a value, or leave it out"),
     ],
 )
 def test_outputs_that_cannot_be_are_seen_first_and_nothing_is_left(json_, html, message, capsys, tmp_path, monkeypatch):

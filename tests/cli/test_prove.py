@@ -65,7 +65,7 @@ def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, 
 def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
     model = tmp_path / "mine.gin"
     model.write_text(SMALL)
-    for name, message in ((str(model), "mine.gin is read as a Gin file"), ("", "has no name")):
+    for name, message in ((str(model), "mine.gin is read as a Gin file"), ("", "--json is empty")):
         assert run(prove, f"--gin_file={model}", "--slice=v5e-4", f"--json={name}", "--deadline=1") == 2
         assert message in capsys.readouterr().err and model.read_text() == SMALL
 

@@ -118,7 +118,7 @@ DATA = (
     Mistake("a-vocabulary-larger-than-the-model", ("--gin.DecoderConfig.vocab_size=256",), ("DecoderConfig.vocab_size (256)", "vocabulary's size (384)", "try 384")),
     Mistake("validation-files-that-are-not-there", ("--gin.VALIDATION_FILES=('held_out.jsonl',)", "--gin.Evaluation.every=3"), ("JsonlSource.validation_files", "held_out.jsonl", "matches no")),
     Mistake("validation-lines-without-the-key", ("--gin.VALIDATION_FILES=('other.jsonl',)", "--gin.Evaluation.every=3"), ("other.jsonl:1", "no field 'text'"), lines("other.jsonl", *[{"body": "a"}] * 9)),
-    Mistake("one-document-of-which-none-can-be-held-out", ("--gin.FILES=('one.jsonl',)",), ("1 document", "validation files"), lines("one.jsonl", {"text": "a"})),
+    Mistake("one-document-of-which-none-can-be-held-out", ("--gin.FILES=('one.jsonl',)",), ("1 document", "validation_files"), lines("one.jsonl", {"text": "a"})),
     Mistake("held-out-rows-that-are-all-too-long", chat_of("tokens", "short.jsonl", "--gin.VALIDATION_FILES=('long.jsonl',)", "--gin.Evaluation.every=3"), ("longer than Dataset.length (64)", "Dataset.length to 344"), lambda folder: [with_tokenizer(CHATML, chat("long.jsonl", "because " * 40))(folder), chat("short.jsonl", "so")(folder)]),
     Mistake("a-line-that-is-no-object", ("--gin.FILES=('list.jsonl',)",), ("list.jsonl:1",), lines("list.jsonl", *["[1, 2]"] * 9)),
     Mistake("a-null-as-text", ("--gin.FILES=('null.jsonl',)",), ("null.jsonl", "all 9 texts are null", "another field than text"), lines("null.jsonl", *[{"text": None}] * 9)),
