@@ -282,7 +282,7 @@ def _check_strategy(trainer: Trainer) -> None:
         "Anomalies.skip_nonfinite = False": not trainer.anomalies.skip_nonfinite,
         "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
         f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
-        "Plan.stage": trainer.plan.stage != 1,
+        "Plan.stage": trainer.plan.axes["stage"] != 1,
     }
     for option in (option for option, is_set in unsupported.items() if is_set):
         raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
@@ -323,7 +323,7 @@ def _check_privacy(trainer: Trainer) -> None:
         "Evaluation.unigram_batches": bool(trainer.evaluation.unigram_batches),
         f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
         "Plan.accumulation": trainer.plan.micro_batches != 1,
-        "Plan.stage": trainer.plan.stage != 1,
+        "Plan.stage": trainer.plan.axes["stage"] != 1,
     }
     for option in (option for option, is_set in unsupported.items() if is_set):
         raise UserError(f"{option} is not supported with Trainer.privacy (@Privacy()): leave it out")

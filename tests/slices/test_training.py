@@ -212,7 +212,9 @@ def test_a_program_of_a_run_compiles_for_the_slice(name, model, slice_name, size
     program = PROGRAMS[name]
     case = Case(model, slice_name, sizes, program.options)
     chip = slices.parse(slice_name).chip.name
-    flags = xla_flags.options(chip, tensor=case.plan.tensor) if program.site == STEP else None  # as `train` does
+    flags = (
+        xla_flags.options(chip, tensor=case.plan.axes["tensor"]) if program.site == STEP else None
+    )  # as `train` does
     with running(program.site, *(site for site, of in WITHIN.items() if of == (name, model))):
         lowered = program.lower(case)
     report = compiler.compile_train_step(lowered, flags)

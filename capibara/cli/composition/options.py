@@ -203,7 +203,9 @@ DEPENDENT = (
         lambda run, own: own.validation_split is None,
     ),
     Dependent(
-        ("Plan.pipeline_microbatches", "Plan.pipeline_repeats"), "Plan.stage above 1", lambda run, own: own.stage != 1
+        ("Plan.pipeline_microbatches", "Plan.pipeline_repeats"),
+        "Plan.stage above 1",
+        lambda run, own: own.axes["stage"] != 1,
     ),
     Dependent(
         ("Plan.remat_names",),
