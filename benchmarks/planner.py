@@ -265,12 +265,12 @@ class Case:
 def case(point: Point, rows: int | None = None) -> Case:
     """The run of a point, read from Gin as the verbs do."""
     from capibara import config, sharding
+    from capibara.cli.composition import inspected_run
     from capibara.planner.compiler import proof
     from capibara.planner.hardware import slices
     from capibara.planner.model import workload
     from capibara.planner.search import choice
     from capibara.sharding import MESH_AXES, Remat, RematPolicy
-    from capibara.training import trainer
 
     slice_ = slices.parse(point.slice)
     sizes = tuple(point.mesh.get(axis, 1) for axis in MESH_AXES)
@@ -285,11 +285,11 @@ def case(point: Point, rows: int | None = None) -> Case:
     files = [f"models/{point.model}.gin"]
     bindings = [*point.bindings, f"Plan.batch_size = {batch}"]
     config.parse(files, bindings, [])
-    work = workload.of_run(trainer.of_gin(point.length, point.encoder_length))
+    work = workload.of_run(inspected_run.run_of_gin(point.length, point.encoder_length))
     bindings += chosen.bindings(work, slice_.name)
     config.reset()
     config.parse(files, bindings, [])
-    run = trainer.of_gin(point.length, point.encoder_length)
+    run = inspected_run.run_of_gin(point.length, point.encoder_length)
     given = proof.Configuration(files, bindings, (), point.length, point.encoder_length)
     return Case(point, run, work, slice_, chosen, given)
 

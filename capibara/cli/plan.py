@@ -35,7 +35,7 @@ def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # computes only shapes
     from capibara import config
-    from capibara.cli.composition import serving_plan
+    from capibara.cli.composition import inspected_run, serving_plan
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import proof
@@ -44,7 +44,6 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.planner.report import explain, files, report
     from capibara.planner.search import ranking, slice_choice, verify
     from capibara.storage import outputs
-    from capibara.training import trainer
 
     of_flag = None if args.slice is None else slices.parse(args.slice)  # errors are raised before the model is built
     dtypes = questions.state_dtypes(args)
@@ -54,12 +53,13 @@ def plan(args: argparse.Namespace) -> int:
     read = config.parse(configuration.gin_files, configuration.gin_bindings, configuration.gin_search_paths)
     written = [path for path in (args.json, args.html, args.output) if path is not None]
     outputs.check_writable(*written, inputs=read)
-    run = trainer.of_gin(args.length, args.encoder_length)
+    run = inspected_run.run_of_gin(args.length, args.encoder_length)
     if args.serve:
         return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(of_flag, run.plan))
     workload.check_ordinary(run)
     work = workload.of_run(run, dtypes)
-    question = questions.question(args, work, run.plan)
+    rows = run.plan.batch_size if config.is_bound("Plan.batch_size") else None
+    question = questions.question(args, work, run.plan, rows)
     found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
     if args.goal in questions.SLICE_GOALS:
         with StatusLine() as line:
@@ -81,7 +81,7 @@ def plan(args: argparse.Namespace) -> int:
     if found:
         report.show_offers(found, chosen, **money)
     report.show(walk, work, slice_, top=args.top, **money)
-    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, read)), end="")
+    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, rows, read)), end="")
     if args.explain:
         print("\n".join(explain.lines(walk.ranked[0], work, slice_)))
     return 0

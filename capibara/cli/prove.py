@@ -42,6 +42,7 @@ def prove(args: argparse.Namespace) -> int:
     """Compiles, in this process or a child; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config, sharding
+    from capibara.cli.composition import inspected_run
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import compile_cache, proof
@@ -49,13 +50,12 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.planner.report import report
     from capibara.planner.search import automatic
     from capibara.storage import outputs
-    from capibara.training import trainer
 
     of_flag, lengths = None if args.slice is None else slices.parse(args.slice), (args.length, args.encoder_length)
     read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
         outputs.check_writable(args.json, inputs=read)
-    run = trainer.of_gin(*lengths)
+    run = inspected_run.run_of_gin(*lengths)
     slice_ = of_flag or (slices.parse(run.plan.slice) if run.plan.slice else None)
     if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
@@ -63,7 +63,7 @@ def prove(args: argparse.Namespace) -> int:
     if chosen:  # as in `train`
         args.gin_bindings = [*args.gin_bindings, *chosen]
         config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
-        run = trainer.of_gin(*lengths)
+        run = inspected_run.run_of_gin(*lengths)
         print(title)
     run.plan.mesh_shape(slice_.devices, slice_.name)
     if args.child:

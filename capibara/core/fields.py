@@ -23,8 +23,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from capibara.core.auto import AUTO, Auto
-from capibara.core.types import UserError
+from capibara.core.types import AUTO, Auto, UserError
 
 _LONGEST_VALUE = 60  # characters of a value shown in an error
 _HOME = "~"

@@ -37,6 +37,7 @@ An answer counts as a document: pair p is numbered 2p + 1 (chosen) and 2p + 2 (r
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -64,3 +65,16 @@ class UserError(ValueError):
     The message is one line: the name, the value, the constraint and the fix. The verbs print it without a traceback
     and exit with code 2; every other exception is a fault of capibara and keeps its traceback.
     """
+
+
+class Auto(enum.StrEnum):
+    """The type of AUTO, which Gin files write as 'auto'."""
+
+    AUTO = "auto"
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+
+AUTO = Auto.AUTO
+"""Not set: what uses the field chooses. A field that is set to what would be chosen differs from one that is not set."""

@@ -21,10 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from capibara.config import configurable
 from capibara.core import projections, tree
-from capibara.core.auto import AUTO, Auto
 from capibara.core.fields import did_you_mean
 from capibara.core.projections import Axes
-from capibara.core.types import Batch, PyTree, UserError
+from capibara.core.types import AUTO, Auto, Batch, PyTree, UserError
 
 # From outermost to innermost: the axes that communicate most get neighbouring chips.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")

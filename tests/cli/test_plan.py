@@ -9,10 +9,10 @@ import pytest
 
 from capibara import config
 from capibara.cli import plan
+from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core import exits
 from capibara.planner.compiler import compile, compile_cache, proof
 from capibara.planner.hardware import slices
-from capibara.training.trainer import of_gin
 
 MODEL = "--gin_file=models/capibara_1b.gin"
 
@@ -108,7 +108,7 @@ def test_a_run_that_learns_from_rewards_holds_its_reference_and_its_engine(capsy
     assert alone - prefixes == pytest.approx(parameters / 2 + cache, rel=0.01)
     assert own - prefixes == pytest.approx(8 * parameters / 2 + cache, rel=0.01)
     # As `prove` counts it.
-    trainer, v5e = of_gin(), slices.parse("v5e-8")
+    trainer, v5e = run_of_gin(), slices.parse("v5e-8")
     step = compile_cache.Verdict(compile_cache.Outcome.FITS, compile.Compiled(True, 2**30, 1.0, 15 * 2**30), 1.0)
     monkeypatch.setattr(compile_cache, "verdict", lambda *_, **__: step)
     trainer = dataclasses.replace(trainer, plan=dataclasses.replace(trainer.plan, fsdp=8))
@@ -227,7 +227,7 @@ def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
     assert "note: chosen by the search, ignoring the Gin files: Plan.remat; --axis=NAME=N fixes a size" in text
     config.reset()
     config.parse([str(plan_file)], [], [])
-    again = of_gin()
+    again = run_of_gin()
     assert (again.dataset.length, again.plan.batch_size, again.model.num_layers) == (1024, 64, 8)
 
 
@@ -240,7 +240,7 @@ def test_narrower_moments_are_weighed_where_asked_for(capsys, tmp_path):
     assert "int8 optimizer state" in capsys.readouterr().out
     config.reset()
     config.parse([str(plan_file)], [], [])
-    assert str(of_gin(2048).optimizer.state_dtype) == "int8"
+    assert str(run_of_gin(2048).optimizer.state_dtype) == "int8"
 
 
 def test_a_plan_says_its_moments_where_the_run_has_others(capsys, tmp_path):
@@ -249,7 +249,7 @@ def test_a_plan_says_its_moments_where_the_run_has_others(capsys, tmp_path):
     assert run(MODEL, "--slice=v5e-16", *flags) == 0
     config.reset()
     config.parse([str(plan_file)], [], [])
-    assert str(of_gin(2048).optimizer.state_dtype) == "float32"
+    assert str(run_of_gin(2048).optimizer.state_dtype) == "float32"
 
 
 def test_a_plan_that_stands_alone_finds_the_users_own_files(capsys, tmp_path):
@@ -266,7 +266,7 @@ def test_a_plan_that_stands_alone_finds_the_users_own_files(capsys, tmp_path):
     assert run(*flags) == 0
     config.reset()
     config.parse([str(plan_file)], [], [])
-    assert of_gin(2048).model.num_layers == 8
+    assert run_of_gin(2048).model.num_layers == 8
 
 
 def test_a_plan_that_fails_leaves_nothing(capsys, tmp_path):

@@ -6,10 +6,10 @@ import pathlib
 import pytest
 
 from capibara import config
+from capibara.cli.composition import inspected_run
 from capibara.planner.hardware import slices
 from capibara.planner.model import memory, workload
 from capibara.planner.search.choice import of_plan
-from capibara.training import trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALL = sorted((ROOT / "gin" / "slices").glob("*/*.json"))
@@ -32,7 +32,7 @@ def records():
 def as_read(path, record):
     """The run, slice, workload and choice of a plan, which agree with its record."""
     config.parse([f"slices/{path.parent.name}/{path.stem}.gin"], [], [])
-    run = trainer.of_gin()
+    run = inspected_run.run_of_gin()
     slice_ = slices.parse(run.plan.slice)
     work = workload.of_run(run)
     choice = of_plan(run.plan, work, slice_.devices, run.optimizer.state_dtype)

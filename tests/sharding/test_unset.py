@@ -6,8 +6,7 @@ import pytest
 
 from capibara import config
 from capibara.config import written
-from capibara.core.auto import AUTO
-from capibara.core.types import UserError
+from capibara.core.types import AUTO, UserError
 from capibara.planner.search import automatic
 from capibara.sharding import MESH_AXES, Plan, Remat
 from tests.planner.search.test_automatic import run_of

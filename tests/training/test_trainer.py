@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from capibara import config, sharding
+from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core.types import UserError
 from capibara.inference.sample import SampleText
 from capibara.models import api
@@ -14,7 +15,7 @@ from capibara.models.moe.router import Hints
 from capibara.monitoring.defaults import Monitoring
 from capibara.objectives.base import Normalization
 from capibara.training import setup as run
-from capibara.training.trainer import Trainer, of_gin
+from capibara.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,6 @@ def test_an_encoders_rows_divide_too(make_trainer):
 @pytest.mark.parametrize("name", ["gemma3n_e2b", "t5_small", "llama3.2_1b"])
 def test_the_file_of_a_model_alone_is_a_run(name):
     config.parse([f"models/{name}.gin"], [], [])
-    found = of_gin(length=64)
+    found = run_of_gin(length=64)
     kind = {"gemma3n_e2b": api.Gemma3nConfig, "t5_small": api.EncoderDecoderConfig}.get(name, api.DecoderConfig)
     assert type(found.model) is kind and found.dataset.length == 64

@@ -51,13 +51,14 @@ def plan(folder: str) -> dict[str, Any]:
     """What the planner predicts for a run's own plan on the slice that its configuration names."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # computes only shapes
     from capibara import config
+    from capibara.cli.composition import inspected_run
     from capibara.planner.hardware import slices
     from capibara.planner.model import cost, memory, workload
     from capibara.planner.search import choice
-    from capibara.training import run_folder, trainer
+    from capibara.training import run_folder
 
     config.parse((), (), (), run_folder.recorded(folder))
-    run = trainer.of_gin()
+    run = inspected_run.run_of_gin()
     if run.plan.slice is None:
         return {"unavailable": "the run's configuration names no slice (Plan.slice)"}
     workload.check_ordinary(run)

@@ -85,14 +85,14 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config
-    from capibara.training import trainer
+    from capibara.cli.composition import inspected_run
 
     gin_files = [*args.run, *args.gin_file]
     config.parse(args.place, (), args.gin_search_paths)
     backend = config.build(kind, **jobs.values_of(args, kind))
     config.check_used()
     read = config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
-    named = args.slice or trainer.of_gin().plan.slice
+    named = args.slice or inspected_run.run_of_gin().plan.slice
     if named is None:
         raise UserError("--slice is not set, and neither is Plan.slice: name the chips, e.g. --slice=v5e-64")
     if args.storage is None:

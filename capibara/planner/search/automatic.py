@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capibara.core.auto import AUTO
+from capibara.core.types import AUTO
 from capibara.planner.hardware import slices
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice

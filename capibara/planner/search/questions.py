@@ -157,25 +157,24 @@ def slice_of(of_flag: Slice | None, plan: Plan) -> Slice:
     return found
 
 
-def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
+def question(args: argparse.Namespace, work: Workload, plan: Plan, batch_size: int | None) -> Question:
     """The search's question.
 
     Args:
       args: the flags.
       work: the workload.
-      plan: the run's plan: its batch size is used if it is bound.
+      plan: the run's plan.
+      batch_size: of the run; None: it is not set.
     """
-    from capibara import config
     from capibara.planner.model import workload
     from capibara.planner.search import ranking
     from capibara.planner.search.ranking import Goal, Question
 
     workload.check_one_model(plan)
     largest = args.goal == "largest_batch"
-    bound = plan.batch_size if config.is_bound("Plan.batch_size") else None
     return Question(
         goal=Goal.LARGEST_BATCH if largest else Goal.THROUGHPUT,
-        batch_size=None if largest else args.batch_size or bound,
+        batch_size=None if largest else args.batch_size or batch_size,
         headroom=args.headroom,
         state_dtypes=tuple(work.state),
         fixed=tuple(ranking.parse_axis(text) for text in args.axis),
@@ -206,23 +205,25 @@ def included(args: argparse.Namespace) -> list[str]:
     return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
 
 
-def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike[str]] = ()) -> list[str]:
+def notes(
+    args: argparse.Namespace, plan: Plan, batch_size: int | None, read: Iterable[str | os.PathLike[str]] = ()
+) -> list[str]:
     """Lines that tell the user how the search treated fields of Plan that are set.
 
     Args:
       args: the flags.
       plan: of the run.
+      batch_size: of the run; None: it is not set.
       read: all Gin files that were read; if two describe a model, the later one's statements win.
     """
-    from capibara import config
     from capibara.sharding import MESH_AXES, Plan
 
     names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
     unset, lines = Plan(batch_size=plan.batch_size), []
     if anew := [f"Plan.{name}" for name in names if getattr(plan, name) != getattr(unset, name)]:
         lines.append(f"chosen by the search, ignoring the Gin files: {', '.join(anew)}; --axis=NAME=N fixes a size")
-    if config.is_bound("Plan.batch_size") and args.batch_size is None and args.goal != "largest_batch":
-        lines.append(f"kept: Plan.batch_size = {plan.batch_size}; override it by --batch_size or --goal=largest_batch")
+    if batch_size is not None and args.batch_size is None and args.goal != "largest_batch":
+        lines.append(f"kept: Plan.batch_size = {batch_size}; override it by --batch_size or --goal=largest_batch")
     sizes = re.compile(r"^\w+Config\.num_layers\s*=", re.MULTILINE)
     models = [os.fspath(path) for path in read if sizes.search(pathlib.Path(path).read_text(encoding="utf-8"))]
     if len(models) > 1:

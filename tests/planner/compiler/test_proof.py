@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from capibara import config
+from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.planner.compiler import proof
 from capibara.planner.hardware import slices
-from capibara.training.trainer import of_gin
 
 V5E = slices.parse("v5e-16")
 RUN = (
@@ -49,7 +49,7 @@ print(without, fingerprint())
 def key(*bindings):
     config.reset()
     config.parse(["models/capibara_1b.gin"], ["Plan.fsdp = 16", "Plan.batch_size = 16", *bindings], [])
-    return proof.key(of_gin(), V5E)
+    return proof.key(run_of_gin(), V5E)
 
 
 @pytest.mark.parametrize(

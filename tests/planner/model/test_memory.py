@@ -11,6 +11,7 @@ from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
 
 from capibara import config as gin
 from capibara import sharding
+from capibara.cli.composition import inspected_run
 from capibara.core import tree
 from capibara.models import api
 from capibara.models.moe.moe import Moe
@@ -21,7 +22,6 @@ from capibara.planner.model import cost, memory, workload
 from capibara.planner.search import ranking
 from capibara.sharding import Plan
 from capibara.training import state as states
-from capibara.training import trainer
 
 QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
 QLORA_EXPERTS = dataclasses.replace(EXPERTS, lora=QLORA.lora)
@@ -237,7 +237,7 @@ def test_adapters_need_what_the_tpu_compiler_said(name, base, rows, length, devi
     double = f"Lora.double_quantization = {base == 'nf4'}"
     lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"', double]
     gin.parse([f"models/capibara_{name}.gin"], lora)
-    work = workload.of_run(trainer.of_gin(length))
+    work = workload.of_run(inspected_run.run_of_gin(length))
     predicted = memory.memory(work, choice_of(rows=rows, remat="full", fsdp=devices))
     assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)
 
@@ -247,6 +247,6 @@ def test_adapters_of_experts_need_what_the_tpu_compiler_said(base, devices, comp
     """As above, compiled for v6e; the constant was fitted on the first."""
     lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"']
     gin.parse(["models/mixtral_8x7b.gin"], [*lora, f"Lora.double_quantization = {base == 'nf4'}"])
-    work = workload.of_run(trainer.of_gin(4096))
+    work = workload.of_run(inspected_run.run_of_gin(4096))
     predicted = memory.memory(work, choice_of(rows=1, remat="full", fsdp=devices))
     assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)

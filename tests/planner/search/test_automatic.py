@@ -5,11 +5,11 @@ import math
 import pytest
 
 from capibara import config
+from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core.types import UserError
 from capibara.planner.hardware import slices
 from capibara.planner.search import automatic
 from capibara.sharding import MESH_AXES, Remat
-from capibara.training.trainer import of_gin
 
 FILES = ["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/text.gin"]
 OPEN = ["MODEL_DIR = 'unused'", "TRAIN_STEPS = 10", "BATCH_SIZE = 128", "LENGTH = 2048", "FILES = ('unused',)"]
@@ -19,7 +19,7 @@ OPEN += ["Plan.slice = 'v5e-64'"]
 def run_of(*bindings):
     config.reset()
     config.parse(FILES, [*OPEN, *bindings], [])
-    return of_gin()
+    return run_of_gin()
 
 
 def planned(*bindings):
