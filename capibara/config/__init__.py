@@ -36,7 +36,7 @@ from capibara.config.search import defining_modules, find_file, search_folders, 
 from capibara.core import fields, user_modules
 from capibara.core.exits import unwrap
 from capibara.core.fields import did_you_mean
-from capibara.core.types import UserError
+from capibara.core.types import AUTO, UserError
 from gin import config as gin_config
 from gin import config_parser
 
@@ -685,5 +685,15 @@ def _values(text: str) -> Mapping[str, str]:
             matches = gin_config._REGISTRY.matching_selectors(statement.selector)
             selector = _minimal("", matches[0]) if len(matches) == 1 else statement.selector
             name = f"{'/'.join(filter(None, (statement.scope, selector)))}.{statement.arg_name}"
-            values[name] = repr(without_macros(statement.value, macros))
+            value = without_macros(statement.value, macros)
+            values[name] = repr(
+                _choice(matches[0], statement.arg_name) if value == AUTO and len(matches) == 1 else value
+            )
     return values
+
+
+def _choice(selector: str, parameter: str) -> object:
+    """The value of a field that is not set, for comparison with records in which it is."""
+    found = getattr(gin_config._REGISTRY[selector].wrapped, "__dataclass_fields__", {}).get(parameter)
+    choice = AUTO if found is None else found.metadata.get("choice", AUTO)
+    return choice.value if isinstance(choice, enum.Enum) else choice

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from capibara.core.types import AUTO, Auto, UserError
+from capibara.core.types import AUTO, Auto, Dataclass, UserError
 
 _LONGEST_VALUE = 60  # characters of a value shown in an error
 _HOME = "~"
@@ -53,6 +53,17 @@ class _WrongChoice(_Mismatch):
     def __init__(self, value: str, hint: str):
         super().__init__(hint)
         self.value = value
+
+
+def unset(choice: object) -> Any:
+    """A dataclass field that is AUTO by default; `choice` is its value where nothing chooses another one."""
+    return dataclasses.field(default=AUTO, metadata={"choice": choice})
+
+
+def chosen(instance: Dataclass, name: str) -> Any:
+    """The value of a field of `unset`: as it is set, or else its choice."""
+    value = getattr(instance, name)
+    return type(instance).__dataclass_fields__[name].metadata["choice"] if value is AUTO else value
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:

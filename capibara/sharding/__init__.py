@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from capibara.config import configurable
 from capibara.core import projections, tree
-from capibara.core.fields import did_you_mean
+from capibara.core.fields import chosen, did_you_mean, unset
 from capibara.core.projections import Axes
 from capibara.core.types import AUTO, Auto, Batch, PyTree, UserError
 
@@ -171,17 +171,17 @@ class Plan:
     """
 
     batch_size: int
-    data: int | Auto = AUTO
-    fsdp: int | Auto = AUTO
-    expert: int | Auto = AUTO
-    context: int | Auto = AUTO
-    tensor: int | Auto = AUTO
-    stage: int | Auto = AUTO
+    data: int | Auto = unset(1)
+    fsdp: int | Auto = unset(-1)
+    expert: int | Auto = unset(1)
+    context: int | Auto = unset(1)
+    tensor: int | Auto = unset(1)
+    stage: int | Auto = unset(1)
     node: int = 1
-    accumulation: int | Auto = AUTO
+    accumulation: int | Auto = unset(1)
     pipeline_microbatches: int | None = None
     pipeline_repeats: int = 1
-    remat: Remat | Auto = AUTO
+    remat: Remat | Auto = unset(Remat.NONE)
     remat_names: tuple[str, ...] = RematPolicy.names
     rules: Rules = Rules()
     slice: str | None = None
@@ -213,17 +213,16 @@ class Plan:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes without `node`; one may be -1, such as fsdp if it is not set."""
-        sizes = {name: getattr(self, name) for name in MESH_AXES}
-        return {name: (-1 if name == "fsdp" else 1) if size is AUTO else size for name, size in sizes.items()}
+        return {name: chosen(self, name) for name in MESH_AXES}
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step."""
-        return 1 if self.accumulation is AUTO else self.accumulation
+        return int(chosen(self, "accumulation"))
 
     @property
     def remat_policy(self) -> RematPolicy:
-        return RematPolicy(Remat.NONE if self.remat is AUTO else self.remat, self.remat_names)
+        return RematPolicy(chosen(self, "remat"), self.remat_names)
 
     def pipeline(self, mesh: Mesh | AbstractMesh) -> Pipeline | None:
         """The pipeline over the mesh's stage axis; None: the axis has size 1.

@@ -12,7 +12,7 @@ from capibara.sharding import MESH_AXES, Plan, Remat
 from tests.planner.search.test_automatic import run_of
 
 UNSET = [field.name for field in dataclasses.fields(Plan) if field.default is AUTO]
-DEFAULTS = dict.fromkeys(MESH_AXES, 1) | {"fsdp": -1, "accumulation": 1, "remat": "none"}
+DEFAULTS = dict.fromkeys(MESH_AXES, 1) | {"fsdp": -1, "accumulation": 1, "remat": "none"}  # in records of before
 
 
 def read(text: str) -> Plan:
@@ -59,3 +59,10 @@ def test_the_defaults_are_those_of_before():
         Plan(batch_size=8, fsdp="wide")
     with pytest.raises(UserError, match="Plan has more than one mesh axis of -1"):
         Plan(batch_size=8, data=-1)
+
+
+@pytest.mark.parametrize("name", UNSET)
+def test_a_record_that_sets_a_default_is_no_other_configuration(name):
+    before, after = f"Plan.{name} = {DEFAULTS[name]!r}", f"Plan.{name} = 'auto'"
+    assert config.changes(before, after) == config.changes(after, before) == {}
+    assert config.changes(after, f"Plan.{name} = 8") == {f"Plan.{name}": (repr(DEFAULTS[name]), "8")}
