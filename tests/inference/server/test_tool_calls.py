@@ -17,6 +17,9 @@ from capibara.inference.engine.stream import Finish, Piece, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.text import TextStream
 from capibara.inference.server import tool_calls
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.openai_api import ChatRequest, chat_texts
+from capibara.inference.server.service import ServerConfig
 from capibara.inference.server.tool_calls import CallForm
 from tests.inference.server.test_server import GREEDY, HELLO, Running
 
@@ -217,17 +220,46 @@ def test_tools_that_a_template_leaves_out_are_refused(tmp_path, served):
             assert "the model's chat template leaves out tools: leave them out" in error["message"]
 
 
-@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_messages_that_a_template_leaves_out_are_refused(tmp_path, served, role):
+def test_messages_that_a_template_leaves_out_are_refused(tmp_path, served):
     only_users = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     chat = chat_of(tmp_path, only_users, [])
-    messages = [{"role": role, "content": "Be brief."}, {"role": "tool", "content": "7"}, *HELLO]
-    with Running(dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat)) as running:
-        for sent, want in ((messages, 400), (messages[1:], 200)):
-            body = {"model": "tiny", "messages": sent, "max_tokens": 1}
-            status, answer, _ = running.http("POST", "/v1/chat/completions", json.dumps(body))
-            assert status == want, answer
-            if want == 400:
-                error = json.loads(answer)["error"]
-                assert error["param"] == "messages"
-                assert f"leaves out the content of a message of the {role}: leave that out" in error["message"]
+    check(chat, served, HELLO)
+    for role in ("system", "assistant", "developer", "tool", "x" * 500):
+        with pytest.raises(
+            Refusal, match=r"leaves out the content of messages\[1\]: leave that message out$"
+        ) as caught:
+            check(chat, served, [*HELLO, {"role": role, "content": "Be brief."}])
+        assert caught.value.param == "messages"
+    with pytest.raises(Refusal, match="leaves out tool calls: leave them out$"):
+        check(chat, served, [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}])
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TURNS = "{% for m in messages %}<|end|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}CONTENT{% endif %}{% endfor %}"
+CONTENTS = (
+    "{{ m.content }}",
+    "{{ m.content | e }}",
+    "{{ m.content | tojson }}",
+    "{{ m.content | trim }}",
+    "{{ m.content.split('</think>')[-1] }}",
+    "{{ m.content.splitlines() | map('trim') | join(' ') }}",
+    "{% if 'content' in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content | e }}",
+)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_contents_that_a_template_writes_in_another_way_are_not_refused(tmp_path, served, content):
+    sent = [
+        {"role": "user", "content": "What is <|end|>, a < b & 'c', \ufdd0?"},
+        {"role": "assistant", "content": 'So it is</think>Yes, \n\n"é" & \\n.'},
+        {"role": "assistant", "content": "I look it up.", "tool_calls": [CALL]},  # as Llama 3: the call alone
+        {"role": "tool", "tool_call_id": "a", "content": '{"a": "<b>"}'},
+        *HELLO,
+    ]
+    check(chat_of(tmp_path, TURNS.replace("CONTENT", content), []), served, sent)
+
+
+def check(chat, served, messages):
+    """Raises Refusal if the server refuses a chat."""
+    request = ChatRequest(model="tiny", messages=messages, max_tokens=1)
+    chat_texts(request, dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat), ServerConfig())
