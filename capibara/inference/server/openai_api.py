@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -35,9 +36,11 @@ _SEEDS = 2**31
 _LONGEST_STOP = 1000
 _MESSAGE_KEYS = (
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
-    "function_call", "audio", "annotations", "weight",
+    "function_call", "audio", "annotations", "weight", "context",
 )  # fmt: skip
+_MISSPELLED = 0.85  # how similar: below are keys of other servers and templates, such as tool_plan, reasoning_details
 _LEAVES_OUT = "the model's chat template leaves out"
+_MOST_KEYS = 100  # of messages that are compared, which takes 0.1 ms each
 _LONGEST_NAME = 60  # characters of a parameter's name in an error
 _OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
 # Unsupported parameters -> their values that request nothing.
@@ -244,13 +247,18 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
 
 
 def _check_keys(messages: list[Any]) -> None:
-    """Raises Refusal if a message has a key that is almost one that templates read."""
-    for number, message in enumerate(messages):
-        for key in message if isinstance(message, dict) else ():
-            if key not in _MESSAGE_KEYS and nearest(key, _MESSAGE_KEYS):
-                hint = did_you_mean(key, _MESSAGE_KEYS)
-                message = f"messages[{number}] has {brief(key)}, which is no key of a message{hint}"
-                raise Refusal(400, message, param="messages", code="invalid_messages")
+    """Raises Refusal if a message has a key that is one that templates read, misspelled."""
+    others = {
+        key: number
+        for number, message in enumerate(messages)
+        for key in (message if isinstance(message, dict) else ())
+        if key not in _MESSAGE_KEYS
+    }
+    for key, number in itertools.islice(others.items(), _MOST_KEYS):
+        if nearest(key, _MESSAGE_KEYS, _MISSPELLED):
+            hint = did_you_mean(key, _MESSAGE_KEYS)
+            message = f"messages[{number}] has {brief(key)}, which is no key of a message{hint}"
+            raise Refusal(400, message, param="messages", code="invalid_messages")
 
 
 def _check_complete(talk: Chat, conversation: Conversation, text: str) -> None:

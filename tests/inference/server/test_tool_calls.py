@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 
 import pytest
 import tokenizers
@@ -259,7 +260,43 @@ def test_contents_that_a_template_writes_in_another_way_are_not_refused(tmp_path
     check(chat_of(tmp_path, TURNS.replace("CONTENT", content), []), served, sent)
 
 
-def check(chat, served, messages):
+def test_keys_of_other_servers_and_templates_are_no_mistakes(tmp_path, served):
+    """As clients return them in a conversation: OpenAI's own, LiteLLM's, OpenRouter's, Ollama's, Cohere's and Kimi's."""
+    chat = chat_of(tmp_path, TURNS.replace("CONTENT", "{{ m.content }}"), [])
+    own = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "name": "a",
+        "parsed": None,
+    }
+    others = (
+        "thinking_blocks",
+        "reasoning_details",
+        "provider_specific_fields",
+        "cache_control",
+        "tool_name",
+        "images",
+    )
+    more = ("tool_plan", "citations", "tools", "prefix", "partial", "id", "timestamp", "context", "rating", "namespace")
+    given = dict.fromkeys((*others, *more), "x") | own
+    check(chat, served, [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hi"}], **given}, *HELLO])
+    for key in ("tool_cals", "tool_call", "toolCalls", "contents", "contnet", "Name", "reasoning-content"):
+        with pytest.raises(Refusal, match=rf"messages\[1\] has '{key}', which is no key of a message: did you mean \w"):
+            check(chat, served, [*HELLO, {"role": "user", "content": "Hi", key: "x"}])
+
+
+def test_many_keys_of_a_message_take_no_longer(tmp_path, served):
+    chat = chat_of(tmp_path, TURNS.replace("CONTENT", "{{ m.content }}"), [])
+    config = ServerConfig(max_prompt_chars=10**6)
+    begin = time.process_time()
+    check(chat, served, [{"role": "user", "content": "Hi", **{f"k{i:06}": 0 for i in range(20_000)}}], config)
+    assert time.process_time() - begin < 1  # some 0.1 s; with each of them compared 2 s
+
+
+def check(chat, served, messages, config=ServerConfig()):
     """Raises Refusal if the server refuses a chat."""
     request = ChatRequest(model="tiny", messages=messages, max_tokens=1)
-    chat_texts(request, dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat), ServerConfig())
+    chat_texts(request, dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat), config)
