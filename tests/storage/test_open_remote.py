@@ -96,7 +96,7 @@ def test_files_of_a_bucket_that_are_trained_on_and_validated_on_are_told(store, 
     store.pipe({f"/o/{name}.jsonl": b'{"text": "a"}\n' for name in "ab"})
     for files, is_told in (("flaky://o/*.jsonl", True), ("flaky://o", True), ("flaky://gone", False)):
         JsonlSource(files=(files,), validation_files=("flaky://o/b.jsonl",)).open("validation")
-        assert ("have 1 in common, such as flaky://o/b.jsonl" in caplog.text) == is_told
+        assert ("have 1 in common, such as flaky:///o/b.jsonl" in caplog.text) == is_told
         caplog.clear()
 
 
