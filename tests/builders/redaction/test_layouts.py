@@ -153,6 +153,12 @@ def test_many_quotes_take_no_longer(line):
     assert time.process_time() - begin < 5  # below 1 s; with quadratic code a minute
 
 
+def test_a_table_ends_with_a_blank_line():
+    text = "name,password\nalice,kT4-wPz81nQd\n\nLater, hq7-Vx92mLp\n"
+    redacted = Redaction().scope().redact(text)
+    assert "kT4-wPz81nQd" not in redacted and redacted.endswith("\n\nLater, hq7-Vx92mLp\n")
+
+
 def test_a_table_ends_where_text_begins():
     text = "name,password\nalice,{P}\n" + "Some text\n" * 3 + "Later, hq7-Vx92mLp\n"
     assert Redaction().scope().redact(text.replace("{P}", "kT4-wPz81nQd")).endswith("Later, hq7-Vx92mLp\n")
