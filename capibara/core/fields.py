@@ -66,10 +66,10 @@ def chosen(instance: Dataclass, name: str) -> Any:
     return type(instance).__dataclass_fields__[name].metadata["choice"] if value is AUTO else value
 
 
-def nearest(name: str, choices: Iterable[str]) -> list[str]:
-    """Up to three of `choices` that are most similar to `name`, best first, ignoring case."""
+def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> list[str]:
+    """Up to three of `choices` that are most similar to `name` (at least `least` of 1), best first, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=least)
     ratios = {match: difflib.SequenceMatcher(None, match, name.lower()).ratio() for match in matches}
     # Usually one choice was meant: name others only if they are about as similar.
     return [by_lower[match] for match in matches if ratios[match] > ratios[matches[0]] - 0.08]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
+from capibara.core import limits
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers import files
-from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
 from capibara.interop.hf import config as hf_config
+from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import runs as adapters
 from capibara.models.api import Adapter, Lora, unmerged
 from capibara.training import run_folder
-
-_DECIDING = (files.TOKENIZER_FILE, *files.SENTENCEPIECE_FILES, files.TEMPLATE_FILE)  # how texts are read
 
 
 @configurable
@@ -97,16 +98,37 @@ def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
 
 
 def _tell_own_tokenizer(name: str, path: str, loaded: LoadedModel) -> None:
-    """Says on standard error that an adapter's own tokenizer or chat template, which differs from the model's, is not used."""
-    vocabulary = loaded.tokenizer
-    base = files.beside(vocabulary.path) if isinstance(vocabulary, TokenizerJsonVocabulary) else {}
-    differing = [
-        file for file, content in files.carried(path).items() if file in _DECIDING and base.get(file) != content
-    ]
-    if differing:
+    """Says on standard error that an adapter's own tokenizer or chat template, which differs from the model's, is not used.
+
+    Tokens and templates are compared, not files: trainers save a tokenizer.json with their padding, and PEFT's folders have
+    the template in another file than older models.
+    """
+    vocabulary, own = loaded.tokenizer, files.carried(path)
+    base: dict[str, bytes] = {}
+    if isinstance(vocabulary, TokenizerJsonVocabulary):
+        base = files.beside(vocabulary.path)
+    elif isinstance(vocabulary, SentencePieceVocabulary):
+        base = files.carried(files.folder_of(vocabulary.path))
+    template, different = _template(own), ""
+    if template and template != _template(base):
+        different = "chat template"
+    if any(file in own and own[file] != base.get(file) for file in (files.TOKENIZER_FILE, *files.SENTENCEPIECE_FILES)):
+        tokens = tokenizers.tokens_of(own, path)
+        different = "tokenizer" if tokens != tokenizers.tokens_of(base, "the model") else different
+    if different:
         print(
-            f"note: --adapter={name}={path} has a {differing[0]} that differs from the model's and is not used: to use it, "
+            f"note: --adapter={name}={path} has a {different} that differs from the model's and is not used: to use it, "
             "merge the adapter (python -m capibara.convert --plus)",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _template(tokenizer: Mapping[str, bytes]) -> object:
+    """The chat template in a tokenizer's files, or its several ones; None: there is none."""
+    if files.TEMPLATE_FILE in tokenizer:
+        return tokenizer[files.TEMPLATE_FILE].decode(errors="replace")
+    with contextlib.suppress(ValueError):  # it is not used
+        about = limits.parse_json(tokenizer.get(files.CONFIG_FILE, b"{}"))
+        return about.get("chat_template") if isinstance(about, dict) else None
+    return None

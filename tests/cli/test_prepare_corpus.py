@@ -56,7 +56,12 @@ def test_skipped_input_has_an_exit_code_of_its_own(corpus, tmp_path, capfd):
 def test_mistakes_are_one_line(corpus, tmp_path, capfd, flags, words):
     code = run_verb(main, ["corpus", str(corpus), f"--out={tmp_path / 'out'}", *flags])
     error = capfd.readouterr().err
-    assert code == EXIT_USER_ERROR and words in error and len(error.strip().splitlines()) == 1
+    assert (
+        code == EXIT_USER_ERROR
+        and words in error
+        and [line[:7] for line in error.splitlines()][-1:] == ["error: "]
+        and error.count("error: ") == 1
+    )
 
 
 def test_a_missing_file_is_one_line(tmp_path, capfd):

@@ -479,6 +479,11 @@ class TestCommandLine:
         with pytest.raises(UserError, match="^--given is empty: give it a value, or leave it out$"):
             flags.parse_arguments(parser, ["--given="])
         assert flags.parse_arguments(parser, ["--prompt="]).prompt == ""
+        parser.add_argument("several", metavar=metavar, nargs="*")
+        with pytest.raises(UserError, match=f"^{metavar} is empty: give it a value, or leave it out$"):
+            flags.parse_arguments(parser, ["one", ""])
+        with pytest.raises(UserError, match="^--gin_file is empty: give it a value, or leave it out$"):
+            flags.parse_arguments(parser, ["--gin_file=a.gin", "--gin_file="])
 
     @pytest.mark.parametrize(
         ("argv", "message"),

@@ -37,9 +37,15 @@ def test_it_continues_the_prompt_and_greedy_is_one_text(infer):
 
 
 def test_a_process_of_its_own_reads_the_prompt_from_standard_input(trained):
-    process = trained.start("infer", RUN, "--prompt=river gr", "--gin.Sampling.temperature=0")
-    out, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (0, "") and out.startswith("river gr")
+    for tokens, note in (
+        (8, ""),
+        (128, "those beyond Dataset.length (64) were chosen after the last 64 tokens alone\n"),
+    ):
+        flags = ["--prompt=river gr", "--gin.Sampling.temperature=0", f"--gin.Sampling.max_new_tokens={tokens}"]
+        process = trained.start("infer", RUN, *flags)
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0 and out.startswith("river gr")
+        assert err.endswith(note) and bool(err) == bool(note)
 
 
 def test_standard_input_must_be_text(trained, here, monkeypatch):

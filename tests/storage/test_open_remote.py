@@ -92,6 +92,14 @@ def test_a_folder_of_a_bucket_is_read_as_one_on_disk(store, tmp_path):
         TextSource(files=("flaky://d/pictures",)).open("train")
 
 
+def test_files_of_a_bucket_that_are_trained_on_and_validated_on_are_told(store, caplog):
+    store.pipe({f"/o/{name}.jsonl": b'{"text": "a"}\n' for name in "ab"})
+    for files, is_told in (("flaky://o/*.jsonl", True), ("flaky://o", True), ("flaky://gone", False)):
+        JsonlSource(files=(files,), validation_files=("flaky://o/b.jsonl",)).open("validation")
+        assert ("have 1 in common, such as flaky:///o/b.jsonl" in caplog.text) == is_told
+        caplog.clear()
+
+
 def test_large_corpora_are_not(store, monkeypatch):
     from capibara.data.sources import disk
 

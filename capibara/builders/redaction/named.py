@@ -271,7 +271,7 @@ NAMED = (
 _HEAD = re.compile(r"[^\n|,;\t]{0,80}(?:[|,;\t][^\n|,;\t]{0,80}){1,40}")  # the row of a table that names its columns
 _CELL_MARKS = " \t\r\"'`*"
 _MOST_HEAD = 3500  # characters
-_MOST_ROW = 3500  # characters of a row of several lines
+_MOST_ROW = _MOST_CELL = 3500  # characters of a row with line ends before its last cell, and of a cell in quotes
 _MOST_OTHERS = 3  # rows with another number of cells that end a table
 
 
@@ -300,13 +300,14 @@ def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, st
         named = {at: found for at, found in named.items() if not _names_another(found)}
         at, others = head.end() + 1, 0  # others: rows one after the other that have another number of cells
         while named and others < _MOST_OTHERS:
-            end = _row_end(text, at, mark)
-            row = text[at:end]
-            cells = _cells(row, mark)
-            others = 0 if len(cells) == len(names) else others + 1 if row.strip() else _MOST_OTHERS
-            for column, found in named.items() if not others else ():
-                value = cells[column].strip(_CELL_MARKS)
-                begin = at + sum(len(cell) + 1 for cell in cells[:column]) + cells[column].find(value)
+            # A quote may be alone, as in 5": then each line is a row.
+            row = next(filter(None, (_row(text, at, cell, len(names)) for cell in _CELLS[mark])), [])
+            end = row[-1].stop if row else text.find("\n", at)
+            end = len(text) if end < 0 else end
+            others = 0 if row else others + 1 if text[at:end].strip() else _MOST_OTHERS
+            for column, found in named.items() if row else ():
+                value = text[row[column]].strip(_CELL_MARKS)
+                begin = text.find(value, row[column].start)
                 if value and not is_placeholder(value) and _is_shown(found, value):
                     yield begin, begin + len(value), "password" if found["password"] else "named_secret"
             if end == len(text):
@@ -315,40 +316,26 @@ def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, st
             done = done if others else at
 
 
-def _row_end(text: str, at: int, mark: str) -> int:
-    """Where a row ends: at its line's end, or where a cell of CSV ends that is quoted and has several lines."""
-    line_end = end = _line_end(text, at)
-    if mark == "|":
-        return end
-    begin, quotes = at, 0
-    while True:
-        quotes += text.count('"', begin, end)
-        if quotes % 2 == 0:
-            return end
-        if end == len(text) or end - at > _MOST_ROW:
-            return line_end  # a quote alone
-        begin, end = end, _line_end(text, end + 1)
+# The cells of a row, with marks and line ends in quotes, and without.
+_CELLS = {
+    mark: [
+        re.compile(rf'( *+"(?:[^"]|""){{0,{_MOST_CELL}}}+"[ \r]*+(?=[{mark}\n]|\Z)|[^{mark}\n]*+){mark}?'),
+        re.compile(rf"([^{mark}\n]*+){mark}?"),
+    ]
+    for mark in ",;\t"
+} | {"|": [re.compile(r"([^|\n]*+)\|?")]}
 
 
-def _line_end(text: str, at: int) -> int:
-    end = text.find("\n", at)
-    return end if end >= 0 else len(text)
-
-
-def _cells(row: str, mark: str) -> list[str]:
-    """The cells of a row; in CSV, a mark in quotes is part of its cell."""
-    parts = row.split(mark)
-    if mark == "|" or '"' not in row:
-        return parts
-    cells: list[list[str]] = []
-    is_open = False
-    for part in parts:
-        if is_open:
-            cells[-1].append(part)
-        else:
-            cells.append([part])
-        is_open ^= part.count('"') % 2 == 1
-    return [mark.join(cell) for cell in cells]
+def _row(text: str, at: int, cell: re.Pattern[str], count: int) -> list[slice]:
+    """Where the cells of a row are in the text; empty: it has another number of cells than `count`, or too many lines."""
+    cells: list[slice] = []
+    most = at + _MOST_ROW
+    while (found := cell.match(text, at)) and len(cells) < count and (at <= most or '"' not in cell.pattern):
+        cells.append(slice(*found.span(1)))
+        if found.end() == found.end(1):  # without a mark behind it
+            return cells if len(cells) == count else []
+        at = found.end()
+    return []
 
 
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,60}|")

@@ -117,12 +117,10 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
         if name.startswith("-"):
             raise UserError(f"unknown flag {name}{did_you_mean(name, flags, 'flags')} (see --help)")
         raise UserError(f"unexpected argument {unknown[0]!r} (see --help)")
+    _check_not_empty(parser, args)
     args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
     for action in parser._actions:
-        if action.metavar in (*_PATHS, "NAME") and getattr(args, action.dest) == "":
-            flag = (action.option_strings or [action.metavar])[0]
-            raise UserError(f"{flag} is empty: give it a value, or leave it out")
         if action.metavar in _PATHS:
             setattr(args, action.dest, _in_home(getattr(args, action.dest)))
     for folder in args.gin_search_paths:
@@ -130,6 +128,15 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
             raise UserError(f"--gin_search_paths={folder} must be a folder: it does not exist")
     del args.gin_override_help
     return args
+
+
+def _check_not_empty(parser: argparse.ArgumentParser, args: Arguments) -> None:
+    """Raises UserError if a name or path is empty, as --to=$TARGET is where the variable is not set."""
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.metavar in (*_PATHS, "NAME") and "" in (value if isinstance(value, list) else [value]):
+            flag = (action.option_strings or [action.metavar])[0]
+            raise UserError(f"{flag} is empty: give it a value, or leave it out")
 
 
 def _in_home(value: object) -> object:

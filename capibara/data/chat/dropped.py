@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
@@ -71,10 +72,40 @@ def dropped(conversation: Conversation, text: str, thoughts_from: int = 0) -> It
         thoughts = [*_THOUGHT.findall(content), *filter(None, [message.get("reasoning_content")])]
         if number >= thoughts_from and not all(_plain(thought) in text for thought in thoughts):
             yield f"a thought (<think>) of a message of the {role}"
-        if not all(_plain(part) in text for part in _THOUGHT.split(content)[::2]):
+        if not _has_content(text, content):
             yield f"the content of a message of the {role}"
         if not all(_names(call) in text for call in message.get("tool_calls", ())):
             yield f"a tool call of a message of the {role}"
+
+
+def unread(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> list[int]:
+    """The numbers of the messages whose contents a template does not read.
+
+    It may write a content in another way, such as with HTML's escapes or without what is before </think>. So contents
+    that are not in the text are rendered once more, as words that each template leaves as they are.
+
+    Args:
+      conversation: what was rendered.
+      text: what became of it.
+      render: the template.
+    """
+    text = _plain(text)
+    missing = [
+        number for number, message in enumerate(conversation.messages) if not _has_content(text, message["content"])
+    ]
+    words = {number: f"content{number}of{len(conversation.messages)}" for number in missing}
+    messages = [
+        {**message, "content": words[number]} if number in words else message
+        for number, message in enumerate(conversation.messages)
+    ]
+    with contextlib.suppress(UserError):  # a template that refuses another content reads it
+        text = render(conversation._replace(messages=messages)) if missing else text
+        return [number for number in missing if words[number] not in text]
+    return []
+
+
+def _has_content(text: str, content: str) -> bool:
+    return all(_plain(part) in text for part in _THOUGHT.split(content)[::2])
 
 
 def _names(tool: Mapping[str, Any]) -> str:

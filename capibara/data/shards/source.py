@@ -106,6 +106,8 @@ class ShardedSource(Source):
         name = "validation_files" if explicit and split == "validation" else "files"
         parameter = f"ShardedSource.{name}"
         paths, left_out = self._paths(parameter, getattr(self, name))
+        if name == "validation_files":
+            disk.tell_overlap("ShardedSource", self.files, self.validation_files, self._is_shard)
         stored = indexes.listed(parameter, paths)
         shards = self._plain(parameter, stored)
         index = indexes.index_of(shards, self._format(parameter, shards))

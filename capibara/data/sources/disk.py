@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core import limits
-from capibara.core.types import UserError
+from capibara.core.types import TryAgain, UserError
 from capibara.data.sources import plain
 from capibara.storage import copies, packed, remote, stores
 from capibara.storage.store import Entry
@@ -138,11 +139,43 @@ def choose_files(
     parameter = f"{name}.validation_files" if of_split else f"{name}.files"
     paths, left_out = listed(parameter, validation_files if of_split else files, kind)
     if of_split:
-        both = {os.path.realpath(path) for path in listed(f"{name}.files", files, kind)[0]}
-        if again := [path for path in paths if os.path.realpath(path) in both]:
-            line = "%s has %d files that %s.files has, too, such as %s: their loss is that of training documents"
-            logging.getLogger(__name__).warning(line, parameter, len(again), name, again[0])
+        tell_overlap(name, files, validation_files, kind.has)
     return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files), left_out)
+
+
+def tell_overlap(
+    name: str, files: Sequence[str], validation_files: Sequence[str], is_read: Callable[[str], bool]
+) -> None:
+    """Warns of files of the source `name` that are for training and for validation.
+
+    Nothing is read or copied, and training files that are not on this machine, which only evaluates, are no mistake.
+    """
+    held_out = _addresses(validation_files, is_read)
+    local = [pattern for pattern in _several(files) if stores.of(pattern).has_local_paths]
+    is_local = all(stores.of(path).has_local_paths for path in held_out)
+    both = held_out.keys() & _addresses(local if is_local else files, is_read).keys()
+    if both:
+        line = "%s.validation_files and files have %d in common, such as %s: their loss is that of training documents"
+        logging.getLogger(__name__).warning(line, name, len(both), min(held_out[address] for address in both))
+
+
+def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool]) -> dict[str, str]:
+    """The files that patterns name, by their addresses without links; those that cannot be listed are none."""
+    found: dict[str, str] = {}
+    for pattern in _several(patterns):
+        store, paths = stores.of(pattern), list[str]()
+        if os.path.isdir(pattern):
+            paths = walked(pattern, is_read, lambda path, why: None, lambda error: None)
+        else:
+            with contextlib.suppress(UserError, TryAgain):
+                entries = store.matching(pattern) or ([] if store.has_local_paths else remote.below(pattern))
+                paths = [entry.url for entry in entries]
+        found |= {os.path.realpath(path) if store.has_local_paths else path: path for path in paths}
+    return found
+
+
+def _several(patterns: Sequence[str]) -> Sequence[str]:
+    return (patterns,) if isinstance(patterns, str) else patterns
 
 
 def expand(name: str, patterns: Sequence[str], kind: Kind) -> list[str]:
@@ -158,13 +191,11 @@ def expand(name: str, patterns: Sequence[str], kind: Kind) -> list[str]:
 
 def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], int]:
     """As `expand`, with compressed files as they are; and how much folders have besides."""
-    if isinstance(patterns, str):
-        patterns = (patterns,)
     if not patterns:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     left_out = 0
-    for pattern in patterns:
+    for pattern in _several(patterns):
         if os.path.isdir(pattern):
             inner, besides = inside(name, pattern, kind.has, kind.what)
             paths, left_out = paths + inner, left_out + besides

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,11 +16,12 @@ import pydantic
 
 from capibara.core.fields import did_you_mean, nearest, short
 from capibara.core.types import UserError
-from capibara.data.chat.dropped import dropped
+from capibara.data.chat.dropped import dropped, unread
 from capibara.data.chat.formats import Conversation, Format, read_conversation
 from capibara.data.chat.template import TemplateFails
 from capibara.data.tokenizers import model_rows
 from capibara.inference.engine.request import LIKELIEST
+from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import bounds
@@ -34,8 +36,11 @@ _SEEDS = 2**31
 _LONGEST_STOP = 1000
 _MESSAGE_KEYS = (
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
-    "function_call", "audio", "annotations", "weight",
+    "function_call", "audio", "annotations", "weight", "context",
 )  # fmt: skip
+_MISSPELLED = 0.85  # how similar: below are keys of other servers and templates, such as tool_plan, reasoning_details
+_LEAVES_OUT = "the model's chat template leaves out"
+_MOST_KEYS = 100  # of messages that are compared, which takes 0.1 ms each
 _LONGEST_NAME = 60  # characters of a parameter's name in an error
 _OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
 # Unsupported parameters -> their values that request nothing.
@@ -234,7 +239,7 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
     except UserError as error:  # its message may have local paths, which clients must not see
         why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
-    _check_complete(conversation, text)
+    _check_complete(talk, conversation, text)
     bounds.check_characters(len(text), served, config, "messages", own=True)
     calls = served.calls if tools else None
     ends, spelled = (talk.ends, ()) if calls is None else ((*talk.ends, *calls.ends), calls.spelled)
@@ -242,24 +247,33 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
 
 
 def _check_keys(messages: list[Any]) -> None:
-    """Raises Refusal if a message has a key that is almost one that templates read."""
-    for number, message in enumerate(messages):
-        for key in message if isinstance(message, dict) else ():
-            if key not in _MESSAGE_KEYS and nearest(key, _MESSAGE_KEYS):
-                hint = did_you_mean(key, _MESSAGE_KEYS)
-                message = f"messages[{number}] has {brief(key)}, which is no key of a message{hint}"
-                raise Refusal(400, message, param="messages", code="invalid_messages")
+    """Raises Refusal if a message has a key that is one that templates read, misspelled."""
+    others = {
+        key: number
+        for number, message in enumerate(messages)
+        for key in (message if isinstance(message, dict) else ())
+        if key not in _MESSAGE_KEYS
+    }
+    for key, number in itertools.islice(others.items(), _MOST_KEYS):
+        if nearest(key, _MESSAGE_KEYS, _MISSPELLED):
+            hint = did_you_mean(key, _MESSAGE_KEYS)
+            message = f"messages[{number}] has {brief(key)}, which is no key of a message{hint}"
+            raise Refusal(400, message, param="messages", code="invalid_messages")
 
 
-def _check_complete(conversation: Conversation, text: str) -> None:
+def _check_complete(talk: Chat, conversation: Conversation, text: str) -> None:
     """Raises Refusal if the rendered text lacks a part of the conversation."""
     for part in dropped(conversation, text):
         if part == "the tools":
-            message = "the model's chat template leaves out tools: leave them out"
+            message = f"{_LEAVES_OUT} tools: leave them out"
             raise Refusal(400, message, param="tools", code="unsupported_parameter")
-        # Templates leave out earlier thoughts on purpose, and may write a tool's result in another way.
-        if "a thought" not in part and part != "the content of a message of the tool":
-            message = f"the model's chat template leaves out {part}: leave that out"
+        if "a tool call" in part:
+            message = f"{_LEAVES_OUT} tool calls: leave them out"
+            raise Refusal(400, message, param="messages", code="invalid_messages")
+    for number in unread(conversation, text, lambda other: talk.text_after(other, "the request")):
+        # Templates such as Llama 3's have no place for what an assistant says beside its calls.
+        if not conversation.messages[number].get("tool_calls"):
+            message = f"{_LEAVES_OUT} the content of messages[{number}]: leave that message out"
             raise Refusal(400, message, param="messages", code="invalid_messages")
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import random
 import string
+import time
 
 import pytest
 
@@ -129,6 +130,33 @@ def test_secrets_of_csv_are_found_whatever_its_other_cells_hold(seed):
     assert not [one for pair in secrets_of for one in pair if one in redacted], redacted
     kept = csv.reader(io.StringIO(redacted), delimiter=mark)
     assert [row[:2] for row in kept] == [row[:2] for row in rows]
+
+
+@pytest.mark.parametrize("note", ['5" pipe', 'a 5"', '"a', '"a" b', 'a "b" c', '"', '""', "it's", '"a""', 'a""b'])
+@pytest.mark.parametrize("rest", ["", "x,q7-Kd82mWs\n", '"x",q7-Kd82mWs\n'])
+def test_a_quote_alone_hides_no_secret(note, rest):
+    """By RFC 4180 a cell is quoted if it begins with a quote; other files have quotes anywhere."""
+    for text in (f"note,password\n{note},hq7-Vx92mLp\n{rest}", f"password,note\nhq7-Vx92mLp,{note}\n{rest}"):
+        assert "hq7-Vx92mLp" not in Redaction().scope().redact(text)
+
+
+@pytest.mark.parametrize("mark", ",;\t|")
+def test_a_long_cell_hides_no_secret(mark):
+    text = f"note{mark}password\n{'word ' * 2000}{mark}hq7-Vx92mLp\n"
+    assert "hq7-Vx92mLp" not in Redaction().scope().redact(text)
+
+
+@pytest.mark.parametrize("line", ['"a', 'x","', 'x,"', '"a\n\n', ',"', '"",', 'a,"b', '""', '"' * 4000])
+def test_many_quotes_take_no_longer(line):
+    begin = time.process_time()
+    Redaction().scope().redact("name,password\n" + (line + "\n") * (200_000 // len(line)))
+    assert time.process_time() - begin < 5  # below 1 s; with quadratic code a minute
+
+
+def test_a_table_ends_with_a_blank_line():
+    text = "name,password\nalice,kT4-wPz81nQd\n\nLater, hq7-Vx92mLp\n"
+    redacted = Redaction().scope().redact(text)
+    assert "kT4-wPz81nQd" not in redacted and redacted.endswith("\n\nLater, hq7-Vx92mLp\n")
 
 
 def test_a_table_ends_where_text_begins():

@@ -123,20 +123,27 @@ def test_a_fraction_that_is_none_is_told_with_its_parameter(make):
             make(**others, validation_fraction=fraction)
 
 
-@pytest.mark.parametrize("make", [TextSource, JsonlSource])
+@pytest.mark.parametrize("make", [TextSource, JsonlSource, ShardedSource])
 def test_files_that_are_trained_on_and_validated_on_are_told(tmp_path, make, caplog):
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "again.jsonl").symlink_to(tmp_path / "a.jsonl")
     paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("a", "b", "c", "again")}
-    make(files=(paths["a"], paths["b"]), validation_files=(paths["c"],)).open("validation")
-    assert not caplog.records
-    make(files=(paths["a"], paths["b"]), validation_files=(paths["c"], paths["again"])).open("validation")
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        f"{make.__name__}.validation_files has 1 files that {make.__name__}.files has, too, such as {paths['again']}: "
-        "their loss is that of training documents"
-    )
+    # Where only the validation split is read, the files of training need not be there.
+    for files in ((paths["a"], paths["b"]), (str(tmp_path / "elsewhere"), "nothing://there/*.jsonl")):
+        make(files=files, validation_files=(paths["c"],)).open("validation")
+        assert not caplog.records
+    for files in ((paths["a"], paths["b"]), (str(tmp_path / "[ab].jsonl"),)):
+        make(files=files, validation_files=(paths["c"], paths["again"])).open("validation")
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            f"{make.__name__}.validation_files and files have 1 in common, such as {paths['again']}: "
+            "their loss is that of training documents"
+        )
+        caplog.clear()
+    make(files=(str(tmp_path),), validation_files=(paths["c"],)).open("validation")
+    (record,) = caplog.records  # without what a folder of training has besides
+    assert f"have 1 in common, such as {paths['c']}" in record.getMessage()
 
 
 @pytest.mark.parametrize("make", [TextSource, JsonlSource])

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import openai
 import pytest
+import tokenizers
 
 from capibara import config
 from capibara.cli import infer, serve
@@ -171,14 +172,24 @@ def checkpoint_of(model, path):
 
 
 def test_an_adapters_own_tokenizer_is_told(folder, paths, tmp_path, capfd):
-    shutil.copytree(paths / "poet", tmp_path / "poet")
-    ask = [f"--model={folder}", F32, f"--adapter=poet={tmp_path}/poet", "--prompt=a", "--gin.Sampling.max_new_tokens=1"]
-    for name, is_told in (("tokenizer.json", False), ("chat_template.jinja", True)):
-        if os.path.exists(os.path.join(folder, name)):
-            shutil.copy(os.path.join(folder, name), tmp_path / "poet" / name)
-        else:
-            (tmp_path / "poet" / name).write_text("{{ messages[0].content }}")
+    base, poet = shutil.copytree(folder, tmp_path / "base"), shutil.copytree(paths / "poet", tmp_path / "poet")
+    about = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokenizer.enable_padding(length=8)  # as trainers save it
+    padded = tokenizer.to_str(pretty=True)
+    tokenizer.add_tokens(["<|poem|>"])
+    ask = [f"--model={base}", F32, f"--adapter=poet={poet}", "--prompt=a", "--gin.Sampling.max_new_tokens=1"]
+    cases = (
+        ({"tokenizer.json": padded, "chat_template.jinja": "{{ messages[0].content }}"}, None),
+        ({"chat_template.jinja": "{{ messages[1].content }}"}, "chat template"),
+        ({"chat_template.jinja": "{{ messages[0].content }}", "tokenizer.json": tokenizer.to_str()}, "tokenizer"),
+    )
+    for own, different in cases:
+        for name, text in own.items():
+            (poet / name).write_text(text)
         config.reset()
         assert exits.run_verb(infer.main, ask) == 0
-        note = f"note: --adapter=poet={tmp_path}/poet has a {name} that differs from the model's and is not used"
-        assert (note in capfd.readouterr().err) == is_told
+        error = capfd.readouterr().err
+        note = f"note: --adapter=poet={poet} has a {different} that differs from the model's and is not used"
+        assert note in error if different else "differs" not in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 
 import pytest
 import tokenizers
@@ -17,6 +18,9 @@ from capibara.inference.engine.stream import Finish, Piece, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.text import TextStream
 from capibara.inference.server import tool_calls
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.openai_api import ChatRequest, chat_texts
+from capibara.inference.server.service import ServerConfig
 from capibara.inference.server.tool_calls import CallForm
 from tests.inference.server.test_server import GREEDY, HELLO, Running
 
@@ -217,17 +221,82 @@ def test_tools_that_a_template_leaves_out_are_refused(tmp_path, served):
             assert "the model's chat template leaves out tools: leave them out" in error["message"]
 
 
-@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_messages_that_a_template_leaves_out_are_refused(tmp_path, served, role):
+def test_messages_that_a_template_leaves_out_are_refused(tmp_path, served):
     only_users = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     chat = chat_of(tmp_path, only_users, [])
-    messages = [{"role": role, "content": "Be brief."}, {"role": "tool", "content": "7"}, *HELLO]
-    with Running(dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat)) as running:
-        for sent, want in ((messages, 400), (messages[1:], 200)):
-            body = {"model": "tiny", "messages": sent, "max_tokens": 1}
-            status, answer, _ = running.http("POST", "/v1/chat/completions", json.dumps(body))
-            assert status == want, answer
-            if want == 400:
-                error = json.loads(answer)["error"]
-                assert error["param"] == "messages"
-                assert f"leaves out the content of a message of the {role}: leave that out" in error["message"]
+    check(chat, served, HELLO)
+    for role in ("system", "assistant", "developer", "tool", "x" * 500):
+        with pytest.raises(
+            Refusal, match=r"leaves out the content of messages\[1\]: leave that message out$"
+        ) as caught:
+            check(chat, served, [*HELLO, {"role": role, "content": "Be brief."}])
+        assert caught.value.param == "messages"
+    with pytest.raises(Refusal, match="leaves out tool calls: leave them out$"):
+        check(chat, served, [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}])
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TURNS = "{% for m in messages %}<|end|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}CONTENT{% endif %}{% endfor %}"
+CONTENTS = (
+    "{{ m.content }}",
+    "{{ m.content | e }}",
+    "{{ m.content | tojson }}",
+    "{{ m.content | trim }}",
+    "{{ m.content.split('</think>')[-1] }}",
+    "{{ m.content.splitlines() | map('trim') | join(' ') }}",
+    "{% if 'content' in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content | e }}",
+)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_contents_that_a_template_writes_in_another_way_are_not_refused(tmp_path, served, content):
+    sent = [
+        {"role": "user", "content": "What is <|end|>, a < b & 'c', \ufdd0?"},
+        {"role": "assistant", "content": 'So it is</think>Yes, \n\n"é" & \\n.'},
+        {"role": "assistant", "content": "I look it up.", "tool_calls": [CALL]},  # as Llama 3: the call alone
+        {"role": "tool", "tool_call_id": "a", "content": '{"a": "<b>"}'},
+        *HELLO,
+    ]
+    check(chat_of(tmp_path, TURNS.replace("CONTENT", content), []), served, sent)
+
+
+def test_keys_of_other_servers_and_templates_are_no_mistakes(tmp_path, served):
+    """As clients return them in a conversation: OpenAI's own, LiteLLM's, OpenRouter's, Ollama's, Cohere's and Kimi's."""
+    chat = chat_of(tmp_path, TURNS.replace("CONTENT", "{{ m.content }}"), [])
+    own = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "name": "a",
+        "parsed": None,
+    }
+    others = (
+        "thinking_blocks",
+        "reasoning_details",
+        "provider_specific_fields",
+        "cache_control",
+        "tool_name",
+        "images",
+    )
+    more = ("tool_plan", "citations", "tools", "prefix", "partial", "id", "timestamp", "context", "rating", "namespace")
+    given = dict.fromkeys((*others, *more), "x") | own
+    check(chat, served, [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hi"}], **given}, *HELLO])
+    for key in ("tool_cals", "tool_call", "toolCalls", "contents", "contnet", "Name", "reasoning-content"):
+        with pytest.raises(Refusal, match=rf"messages\[1\] has '{key}', which is no key of a message: did you mean \w"):
+            check(chat, served, [*HELLO, {"role": "user", "content": "Hi", key: "x"}])
+
+
+def test_many_keys_of_a_message_take_no_longer(tmp_path, served):
+    chat = chat_of(tmp_path, TURNS.replace("CONTENT", "{{ m.content }}"), [])
+    config = ServerConfig(max_prompt_chars=10**6)
+    begin = time.process_time()
+    check(chat, served, [{"role": "user", "content": "Hi", **{f"k{i:06}": 0 for i in range(20_000)}}], config)
+    assert time.process_time() - begin < 1  # some 0.1 s; with each of them compared 2 s
+
+
+def check(chat, served, messages, config=ServerConfig()):
+    """Raises Refusal if the server refuses a chat."""
+    request = ChatRequest(model="tiny", messages=messages, max_tokens=1)
+    chat_texts(request, dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat), config)
