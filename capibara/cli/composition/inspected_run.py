@@ -15,9 +15,9 @@ from capibara.training.trainer import Trainer
 
 
 def run_of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:
-    """The run; its run folder is not used.
+    """Builds the run, whose run folder is not used.
 
-    If they only configure a model, it is a run that trains this model with the bound options (Plan, Optimizer,
+    If the Gin files only configure a model, it is a run that trains this model with the bound options (Plan, Optimizer,
     Dataset.length) and defaults; rows have 2048 positions, or as many as the model supports. Options without a default
     (steps, initial weights, data) need not be bound.
 
@@ -25,12 +25,12 @@ def run_of_gin(length: int | None = None, encoder_length: int | None = None) -> 
       length, encoder_length: positions in a row; None: the run's own.
 
     Raises:
-      UserError: they configure neither a run nor a model, or several models.
+      UserError: the Gin files configure neither a run nor a model, or several models.
     """
     given_lengths = {"length": length, "encoder_length": encoder_length}
     lengths: dict[str, Any] = {name: positions for name, positions in given_lengths.items() if positions is not None}
-    fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
-    if not fed:
+    has_data = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
+    if not has_data:
         config.bind("", "Dataset", "mixture_or_task_name", "unused", "run_of_gin")
     steps = {} if config.is_bound("Trainer.steps") else {"steps": 1_000_000}
     if config.is_bound("Trainer.model"):
