@@ -153,15 +153,15 @@ def tell_overlap(
     held_out = _addresses(validation_files, is_read)
     local = [pattern for pattern in _several(files) if stores.of(pattern).has_local_paths]
     is_local = all(stores.of(path).has_local_paths for path in held_out)
-    both = held_out.keys() & _addresses(local if is_local else files, is_read).keys()
-    if both:
+    common = held_out.keys() & _addresses(local if is_local else files, is_read).keys()
+    if common:
         line = "%s.validation_files and files have %d in common, such as %s: their loss is that of training documents"
-        logging.getLogger(__name__).warning(line, name, len(both), min(held_out[address] for address in both))
+        logging.getLogger(__name__).warning(line, name, len(common), min(held_out[address] for address in common))
 
 
 def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool]) -> dict[str, str]:
     """The files that patterns name, by their addresses without links; those that cannot be listed are none."""
-    found: dict[str, str] = {}
+    by_address: dict[str, str] = {}
     for pattern in _several(patterns):
         store, paths = stores.of(pattern), list[str]()
         if os.path.isdir(pattern):
@@ -170,8 +170,8 @@ def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool]) -> dict[
             with contextlib.suppress(UserError, TryAgain):
                 entries = store.matching(pattern) or ([] if store.has_local_paths else remote.below(pattern))
                 paths = [entry.url for entry in entries]
-        found |= {os.path.realpath(path) if store.has_local_paths else path: path for path in paths}
-    return found
+        by_address |= {os.path.realpath(path) if store.has_local_paths else path: path for path in paths}
+    return by_address
 
 
 def _several(patterns: Sequence[str]) -> Sequence[str]:
@@ -237,14 +237,14 @@ def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) ->
         )
 
     left_out: list[str] = []
-    found = walked(folder, is_read, lambda path, _: left_out.append(path), refuse)
-    for path in [path for path in found if not os.path.isfile(path)]:  # a pipe, a link to nothing
-        found.remove(path)
+    files = walked(folder, is_read, lambda path, _: left_out.append(path), refuse)
+    for path in [path for path in files if not os.path.isfile(path)]:  # a pipe, a link to nothing
+        files.remove(path)
         left_out.append(path)
-    if not found:
+    if not files:
         raise UserError(f"{name} ({folder!r}) is a folder without a file of {what}: name files, or a glob")
-    _tell_left_out(name, folder, found, left_out)
-    return found, len(left_out)
+    _tell_left_out(name, folder, files, left_out)
+    return files, len(left_out)
 
 
 def walked(
@@ -263,7 +263,7 @@ def walked(
       refuse: called with the error of a folder that cannot be read.
       without: paths that are neither read nor left out.
     """
-    found: list[str] = []
+    files: list[str] = []
     for above, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if os.path.join(above, name) not in without)
         for name in [*folders, *sorted(names)]:
@@ -277,9 +277,9 @@ def walked(
                 if why := _why_left_out(name, is_read, "manifest.json" in names):
                     leave_out(path, why)
                 else:
-                    found.append(path)
+                    files.append(path)
         folders[:] = [name for name in folders if not name.startswith(".")]
-    return found
+    return files
 
 
 def _why_left_out(name: str, is_read: Callable[[str], bool], is_built: bool) -> str:
@@ -296,22 +296,22 @@ def _inside_bucket(name: str, folder: str, kind: Kind) -> tuple[list[Entry], int
     entries = remote.below(folder)
     parts = [entry.url.removeprefix(remote.address(folder)).strip("/").split("/") for entry in entries]
     built = {tuple(above) for *above, last in parts if last == "manifest.json"}
-    found: list[Entry] = []
+    files: list[Entry] = []
     left_out: list[Entry] = []
     for entry, (*above, last) in zip(entries, parts):
         is_hidden = any(part.startswith(".") for part in above)
         is_left_out = is_hidden or _why_left_out(last, kind.has, tuple(above) in built)
-        (left_out if is_left_out else found).append(entry)
-    if entries and not found:
+        (left_out if is_left_out else files).append(entry)
+    if entries and not files:
         raise UserError(f"{name} ({folder!r}) is a folder without a file of {kind.what}: name files, or a glob")
-    _tell_left_out(name, folder, found, [entry.url for entry in left_out])
-    return found, len(left_out)
+    _tell_left_out(name, folder, files, [entry.url for entry in left_out])
+    return files, len(left_out)
 
 
-def _tell_left_out(name: str, folder: str, found: Sequence[object], left_out: Sequence[str]) -> None:
+def _tell_left_out(name: str, folder: str, files: Sequence[object], left_out: Sequence[str]) -> None:
     if left_out:
         line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
-        logging.getLogger(__name__).warning(line, name, folder, len(found), len(left_out), left_out[0])
+        logging.getLogger(__name__).warning(line, name, folder, len(files), len(left_out), left_out[0])
 
 
 def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:
@@ -359,7 +359,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         return nothing, nothing, nothing, 0
     content = np.memmap(path, np.uint8, "r")
     block = 4 << 20
-    found: list[tuple[np.ndarray, ...]] = []
+    columns_of_blocks: list[tuple[np.ndarray, ...]] = []
     first, lines = 0, 0  # start of the line in which the current block ends, and the number of lines before it
     for begin in range(0, size, block):
         stops = np.flatnonzero(content[begin : begin + block] == 0x0A) + begin
@@ -375,9 +375,9 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         # A line of only spaces and a carriage return is blank, too.
         spaced = np.flatnonzero(kept)[np.isin(content[starts[kept]], _SPACES)]
         kept[[i for i in spaced.tolist() if not content[starts[i] : stops[i]].tobytes().strip()]] = False
-        found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
+        columns_of_blocks.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
         first, lines = int(stops[-1]) + 1, lines + len(stops)
-    starts, stops, numbers = (np.concatenate([columns[i] for columns in found]) for i in range(3))
+    starts, stops, numbers = (np.concatenate([columns[i] for columns in columns_of_blocks]) for i in range(3))
     return starts, stops, numbers, lines - len(starts)
 
 
