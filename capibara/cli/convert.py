@@ -81,7 +81,7 @@ def _check(args: argparse.Namespace, action: str) -> None:
     if not args.action and not (args.source and args.target):
         raise UserError("convert needs --from=PATH and --to=PATH, or list, verify, seal or prune with a run folder")
     if args.action and not args.run:
-        raise UserError(f"{action} has {args.run or ''!r} for RUN, must be a run folder: name one, e.g. runs/mine")
+        raise UserError(f"{action} needs RUN, a run folder: name one, e.g. runs/mine")
 
 
 def convert(args: argparse.Namespace) -> int:

@@ -119,7 +119,8 @@ def test_a_run_that_is_writing_is_left_alone(model_dir, capsys):
     ("argv", "message"),
     [
         (["list", "nowhere"], "nowhere is no run folder"),
-        (["list", ""], "list has '' for RUN, must be a run folder: name one"),
+        (["list", ""], "RUN is empty: give it a value"),
+        (["list"], "list needs RUN, a run folder: name one, e.g. runs/mine"),
         (["lst", "x"], "invalid choice: 'lst'"),
         (["prune", "x"], "prune needs --keep"),
         (["prune", "x", "--keep=0"], "--keep=0 is for prune, must be at least 1"),

@@ -480,10 +480,13 @@ class TestCommandLine:
             flags.parse_arguments(parser, ["--given="])
         assert flags.parse_arguments(parser, ["--prompt="]).prompt == ""
         parser.add_argument("several", metavar=metavar, nargs="*")
-        with pytest.raises(UserError, match=f"^{metavar} is empty: give it a value, or leave it out$"):
+        with pytest.raises(UserError, match=f"^{metavar} is empty: give it a value$"):
             flags.parse_arguments(parser, ["one", ""])
+        parser.add_argument("--needed", metavar=metavar, required=True)
+        with pytest.raises(UserError, match="^--needed is empty: give it a value$"):
+            flags.parse_arguments(parser, ["--needed="])
         with pytest.raises(UserError, match="^--gin_file is empty: give it a value, or leave it out$"):
-            flags.parse_arguments(parser, ["--gin_file=a.gin", "--gin_file="])
+            flags.parse_arguments(parser, ["--needed=a", "--gin_file=a.gin", "--gin_file="])
 
     @pytest.mark.parametrize(
         ("argv", "message"),

@@ -136,7 +136,8 @@ def _check_not_empty(parser: argparse.ArgumentParser, args: Arguments) -> None:
         value = getattr(args, action.dest, None)
         if action.metavar in (*_PATHS, "NAME") and "" in (value if isinstance(value, list) else [value]):
             flag = (action.option_strings or [action.metavar])[0]
-            raise UserError(f"{flag} is empty: give it a value, or leave it out")
+            hint = ", or leave it out" if action.option_strings and not action.required else ""
+            raise UserError(f"{flag} is empty: give it a value{hint}")
 
 
 def _in_home(value: object) -> object:

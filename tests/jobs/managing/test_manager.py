@@ -474,6 +474,7 @@ def test_a_lost_database_is_filled_from_the_labels(records, tmp_path):
         passes.until(is_state(State.RUNNING))
         cloud.become("run", Phase.PREEMPTED)
         passes.until(lambda record: record.state is State.RUNNING and record.attempt.number == 1)
+        passes.until(is_state(State.RUNNING), "ended")
         cloud.become("ended", Phase.SUCCEEDED)
     cloud.there["foreign"] = Resource(id="x", labels={"capibara-job": "foreign"}, phase=Phase.RUNNING)
     lost, lines = Records(tmp_path / "new.sqlite"), []
