@@ -22,6 +22,7 @@ from capibara.builders.routing.settings import RoutingSet as RoutingSet
 from capibara.builders.routing.splits import Splits as Splits
 from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
+from capibara.cli.composition.models import load as load
 from capibara.cli.composition.training_run import train as train
 from capibara.consensus.aggregation import Aggregation as Aggregation
 from capibara.consensus.aggregation.coordinates import CoordinateMedian as CoordinateMedian
@@ -103,7 +104,6 @@ from capibara.jobs.backends.slurm import Slurm as Slurm
 from capibara.jobs.backends.ssh import Ssh as Ssh
 from capibara.jobs.backends.vertex import Vertex as Vertex
 from capibara.jobs.sweeps.sweep import Sweep as Sweep
-from capibara.loading import load as load
 from capibara.loading.adapters import Adapters as Adapters
 from capibara.models.adapters.lora import Lora as Lora
 from capibara.models.architectures.decoder import DecoderConfig as DecoderConfig

@@ -42,7 +42,7 @@ RULES = {
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "loading": _BASE | {"training", "interop"},
     "strategies": _BASE | {"training", "inference"},
-    "evaluation": _BASE | {"training", "interop", "inference", "loading"},
+    "evaluation": _BASE | {"training", "interop", "inference"},
     "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest", "builders.lineage"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
@@ -79,6 +79,8 @@ LIGHT = ("core", "storage", "config", "cli")
 # A room where nothing depends on what the program is for, and the names that would ask: kernels/ knows.
 PLATFORM_FREE = "models"
 PLATFORM_NAMES = {"platform", "device_kind", "default_backend", "get_backend", "devices", "local_devices", "backends"}
+# What only verbs and config/ ask the parser: other rooms are given values.
+PARSER, PARSER_ROOMS = {"build", "parse", "bind", "is_bound", "scopes"}, ("cli", "config")
 OF_JAX = {"core.devices", "core.interrupt", "core.multihost.hosts", "core.multihost.joining"}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 700, 60, 100
 
@@ -146,7 +148,7 @@ def violations(package: pathlib.Path) -> list[str]:
             if imported.module in modules and imported.module != name:
                 edges.setdefault(name, set()).add(imported.module)
         problems += _too_long(path, package) + _asks_for_the_platform(name, path, package)
-        problems += _writes_temporary_gin(path, package)
+        problems += _writes_temporary_gin(path, package) + _asks_the_parser(name, path, package)
     hidden = [path for path in sorted(package.rglob("*.py")) if path.with_suffix("").is_dir()]
     problems += [f"{path.relative_to(package.parent)}:1: the folder of its name hides it" for path in hidden]
     problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
@@ -212,6 +214,32 @@ def _writes_temporary_gin(path: pathlib.Path, package: pathlib.Path) -> list[str
         for call in calls
         for keyword in call.keywords
         if keyword.arg == "suffix" and getattr(keyword.value, "value", None) == ".gin"
+    ]
+
+
+def _asks_the_parser(name: str, path: pathlib.Path, package: pathlib.Path) -> list[str]:
+    """Uses of PARSER outside PARSER_ROOMS, under whatever names a module imports them."""
+    if room_of(name, package.name) in PARSER_ROOMS:
+        return []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    parsers = {
+        alias.asname or alias.name
+        for node in imports
+        if node.module == package.name
+        for alias in node.names
+        if alias.name == "config"
+    }
+    used = [(node, alias.name) for node in imports if node.module == f"{package.name}.config" for alias in node.names]
+    used += [
+        (node, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in parsers
+    ]
+    return [
+        f"{path.relative_to(package.parent)}:{node.lineno}: only {' and '.join(PARSER_ROOMS)} may use config.{asked}"
+        for node, asked in used
+        if asked in PARSER
     ]
 
 
@@ -299,6 +327,11 @@ PLANTED = {
     "__init__.py": ("from house import config", "the package itself must not import config"),
     "cli/infer.py": ("def f():\n    from house.training.trainer import Trainer", "infer opens a LoadedModel"),
     "interop/convert.py": ("import tempfile\nf = tempfile.mkstemp(suffix='.gin')", "write no temporary Gin file"),
+    "builders/build.py": (
+        "from house import config as c\nx = c.build(int)",
+        "only cli and config may use config.build",
+    ),
+    "data/tasks.py": ("from house.config import parse\nparse(())", "only cli and config may use config.parse"),
     "cli/plan.py": ("x = 1\n" * 101, "101 lines, a verb has at most 100"),
     "interop/names.py": ("x = 1\n" * 700, "700 lines, must be under 700"),
     "jobs/local.py": ("def f():\n" + "    x = 1\n" * 59, "f has 60 lines"),

@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _model(args: argparse.Namespace) -> int:
     import jax
 
+    from capibara.cli.composition.models import ModelReader
     from capibara.interop import conversion
-    from capibara.loading import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
     what = (sum_options.from_args(args), args.target, args.format, args.dtype, args.base)
-    gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.from_args(args)
+    reader = ModelReader((args.gin_file, args.gin_bindings, args.gin_search_paths), args.trust_config)
     with StatusLine() as bar:
-        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show, submodel.from_args(args)))
+        print(conversion.convert(*what, reader, quantize.from_args(args), bar.show, submodel.from_args(args)))
     return 0
 
 

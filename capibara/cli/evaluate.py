@@ -63,35 +63,35 @@ def run(args: argparse.Namespace) -> None:
     import jax
 
     from capibara import config
+    from capibara.cli.composition import evaluation_tasks, models
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts
     from capibara.evaluation import evaluate as evaluation
-    from capibara.evaluation.subject import open_subject
     from capibara.monitoring.status import StatusLine
     from capibara.storage import outputs
 
-    written = [path for path in (args.out, args.predictions) if path]
     devices.start(args.emulate)
     multihost.join_all(args)
     channel.watch()
+    written = [*filter(None, (args.out, args.predictions))]
     hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
     source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         show = line.show if jax.process_index() == 0 else lambda *_: None
         show("reading", source[0])
-        subject = open_subject(*source, step=args.step, weights=args.weights, trust=args.trust_config)
+        subject = models.open_subject(*source, step=args.step, weights=args.weights, trust=args.trust_config)
         subject.vocabulary.tell_beginning()
         if args.harness:
             from capibara.evaluation import harness
 
-            found = harness.evaluate(subject, args.harness.split(","), args.harness_path, args.limit, config.check_used)
+            options, names = config.build(harness.Harness), args.harness.split(",")
+            config.check_used()
+            found = harness.evaluate(subject, names, options, args.harness_path, args.limit)
             lines = harness.table(found)
         else:
-            names = [name for value in args.task for name in value.split(",") if name]
-            tasks = evaluation.chosen(names, args.limit)
+            tasks = evaluation_tasks.select(args.task, args.limit)
             hosts.of_first(lambda: outputs.check_writable(*written, inputs=evaluation.files_of(tasks)))
-            options = {"limit": args.limit, "predictions": args.predictions, "show": show}
-            found = evaluation.evaluate(subject, tasks, **options)
+            found = evaluation.evaluate(subject, tasks, limit=args.limit, predictions=args.predictions, show=show)
             lines = evaluation.table(found)
     if jax.process_index() > 0:
         return

@@ -48,14 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: flags.Arguments) -> None:
     """Runs the flags' request with the run's newest checkpoint (its moving averages if it keeps them)."""
-    from capibara import config, loading
+    from capibara import config
+    from capibara.cli.composition import models
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts
     from capibara.inference import sample, speed
     from capibara.inference.engine.engine import Engine, EngineConfig
-    from capibara.inference.engine.placement import serving_mesh
-    from capibara.inference.interactive import chat, files, terminal
-    from capibara.loading import adapters
+    from capibara.inference.interactive import files, terminal
     from capibara.monitoring.status import StatusLine
 
     devices.start(args.emulate)
@@ -64,11 +63,12 @@ def run(args: flags.Arguments) -> None:
         hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
     source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    loaded = adapters.beside(loading.load(*source, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
+    loaded = models.load(*source, trust=args.trust_config, placed=models.on_serving_mesh)
+    loaded = models.with_adapters(loaded, args.adapter)
     data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
     vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
     of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
-    batching, talk = config.build(EngineConfig), chat.of_run(data) if args.chat else None
+    batching, talk = config.build(EngineConfig), models.chat_of(data) if args.chat else None
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):

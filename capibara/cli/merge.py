@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from capibara.cli.arguments import flags
+from capibara.cli.arguments import flags, merging_method
 from capibara.core.types import UserError
-from capibara.interop.merge import options
 from capibara.monitoring.status import StatusLine
 
 _DESCRIPTION = """Merge models of one architecture and tokenizer into one, tensor by tensor.
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a model to merge; repeatable")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where to write the result")
     parser.add_argument("--base", metavar="PATH", help="the model that the others were fine-tuned from")
-    options.add_arguments(parser)
+    merging_method.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random masks; default: 0")
     parser.add_argument("--tokenizer", metavar="MODEL", help="take this model's tokenizer, though others differ")
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
@@ -45,17 +44,18 @@ def _merge(args: argparse.Namespace) -> int:
         raise UserError("merge needs models and --to=PATH: capibara merge A B --method=linear --to=NEW")
     if args.seed < 0:
         raise UserError(f"--seed={args.seed} must be at least 0: try 0")
-    method = options.from_args(args)
+    method = merging_method.from_args(args)
     import jax
 
+    from capibara.cli.composition.models import ModelReader
     from capibara.interop.merge import merging
-    from capibara.loading import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
     what = merging.Merge(
         models=tuple(args.models), method=method, base=args.base, tokenizer=args.tokenizer, seed=args.seed
     )
     with StatusLine() as bar:
-        summary = merging.merge(what, args.target, args.format, args.dtype, RunFolders(args.trust_config), bar.show)
+        reader = ModelReader(trust=args.trust_config)
+        summary = merging.merge(what, args.target, args.format, args.dtype, reader, bar.show)
     print(summary)
     return 0

@@ -75,22 +75,22 @@ def serve(args: flags.Arguments) -> int:
 
 def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
     """The model with its engine, built alike in all processes, and the server's limits; `first`: it is process 0."""
-    from capibara import config, loading
+    from capibara import config
+    from capibara.cli.composition import models
     from capibara.inference.engine.engine import Engine, EngineConfig
-    from capibara.inference.engine.placement import serving_mesh
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server.service import Served, ServerConfig, check_streams
-    from capibara.loading import adapters
     from capibara.monitoring.status import StatusLine
 
     path, gin = args.model_dir or args.model, (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    loaded = loading.load(path, *gin, trust=args.trust_config, placed=serving_mesh.placed)
+    loaded = models.load(path, *gin, trust=args.trust_config, placed=models.on_serving_mesh)
     name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
-    loaded = adapters.beside(loaded, args.adapter, name)
+    loaded = models.with_adapters(loaded, args.adapter, name)
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data, vocabulary, talk = loaded.dataset, loaded.tokenizer, chat.of_served(loaded.dataset) if first else None
+    data, vocabulary = loaded.dataset, loaded.tokenizer
+    talk = chat.of_served(data, models.chat_template(data)) if first else None
     config.check_used()
     lengths, of = (data.length, data.encoder_length), (loaded.model, loaded.params, vocabulary, data.length)
     engine = Engine(*of, batching, data.encoder_length, donate=True, adapters=loaded.adapters)

@@ -42,13 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _track(args: flags.Arguments) -> int:
-    from capibara.monitoring.trackers import recorded, state
+    from capibara.cli.composition import recorded_trackers
+    from capibara.monitoring.trackers import state
     from capibara.monitoring.trackers.feeds import Feeds
     from capibara.storage import stores
 
     folder = stores.of(args.run).absolute(args.run)
     configuration = (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    trackers = recorded.trackers(folder, *configuration, to=args.to, trust=args.trust_config)
+    trackers = recorded_trackers.read(folder, *configuration, to=args.to, trust=args.trust_config)
     with state.locked(folder, within_s=2.0):
         feeds = Feeds(trackers, folder, lambda line: print(line, flush=True))
         feeds.start()

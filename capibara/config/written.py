@@ -11,12 +11,15 @@ import json
 import math
 import pathlib
 import types
-from collections.abc import Iterable, Iterator
-from typing import TypeGuard
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeGuard, TypeVar
 
+from capibara.config import build, parse
 from capibara.core import fields
 from capibara.core.types import Dataclass, UserError
 from gin import config as gin_config
+
+T = TypeVar("T")
 
 
 def text_of(*objects: Dataclass) -> str:
@@ -36,6 +39,12 @@ def text_of(*objects: Dataclass) -> str:
             )
     imports = "".join(f"import {module}\n" for module in sorted(written.modules))
     return imports + "\n\n".join("\n".join(part) for part in written.parts()) + "\n"
+
+
+def read(cls: type[T], text: Sequence[str]) -> T:
+    """The object of a class that the lines of a text of `text_of` hold; clears all bindings."""
+    parse((), text)
+    return build(cls)
 
 
 def unnamed(*objects: Dataclass) -> list[str]:

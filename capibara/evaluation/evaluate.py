@@ -12,7 +12,6 @@ import jax
 
 from capibara import __version__, config
 from capibara.core import extras
-from capibara.core.fields import did_you_mean
 from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.data.sources import disk
@@ -22,7 +21,7 @@ from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
-from capibara.evaluation.tasks import EvalTask, Item, read_items
+from capibara.evaluation.tasks import EvalTask, Item
 from capibara.inference.sampling.sampling import changed
 
 _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
@@ -53,39 +52,6 @@ class Validation:
 Task = Ours | Seqio | Validation
 
 
-def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
-    """Reads and checks the tasks of these names.
-
-    Args:
-      names: names of tasks; empty: all tasks of the Gin files, or the validation split if there are none.
-      limit: the largest number of examples of a task.
-
-    Raises:
-      UserError: there is no such task, or it is invalid, or a flag binds a value that nothing uses.
-    """
-    bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
-    found: list[Task] = []
-    for name in dict.fromkeys(names or bound or [validation.NAME]):
-        if name == validation.NAME:
-            found.append(Validation())
-        elif name.startswith(seqio_tasks.PREFIX):
-            found.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
-        elif name in bound:
-            with config.in_scope(name):
-                task = config.build(EvalTask)
-            items = read_items(name, task, limit)
-            for metric in task.scored_by:
-                metrics.check_targets(metric, [item.target for item in items], name)
-            found.append(Ours(name, task, items))
-        else:
-            raise UserError(
-                f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "
-                f"a Gin file; for a SeqIO task write seqio:{name})"
-            )
-    config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
-    return found
-
-
 def files_of(tasks: Sequence[Task]) -> list[str]:
     """The files of the tasks."""
     ours = [one for one in tasks if isinstance(one, Ours)]
@@ -99,7 +65,7 @@ def evaluate(
 
     Args:
       subject: the model.
-      tasks: from `chosen`.
+      tasks: the tasks.
       limit: the largest number of examples of a task, and of batches of the validation split.
       predictions: a file for the answers; answers that it already has are reused.
       show: called with the progress.

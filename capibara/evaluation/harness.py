@@ -8,10 +8,9 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capibara import config
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.fields import did_you_mean
@@ -299,26 +298,20 @@ def _limit_in(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def evaluate(
-    subject: Subject,
-    tasks: Sequence[str],
-    path: str | None = None,
-    limit: int | None = None,
-    built: Callable[[], Any] = lambda: None,
+    subject: Subject, tasks: Sequence[str], options: Harness, path: str | None = None, limit: int | None = None
 ) -> dict[str, Any]:
     """Runs tasks of the harness; returns its results dict with the model's description under "capibara".
 
     Args:
       subject: the model.
       tasks: names of the tasks.
+      options: how they are asked.
       path: a folder of YAML tasks in addition to the harness's own; None: none.
       limit: the largest number of documents of a task.
-      built: called when all configured objects are built.
 
     Raises:
       UserError: a task is unknown, or its data is not available.
     """
-    options = config.build(Harness)
-    built()
     if path is not None and not os.path.isdir(path):
         raise UserError(f"--harness_path={path} does not exist: name a folder of YAML tasks")
     manager = _manager(tasks, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from capibara import config, sharding
+from capibara import sharding
 from capibara.core.types import Params
 from capibara.evaluation import seqio_tasks
 from capibara.evaluation.predictions import Predictions
@@ -78,13 +77,3 @@ class TaskJudge:
 def _warn(text: str) -> None:
     if jax.process_index() == 0:
         logging.getLogger(__name__).warning(text)
-
-
-def of_run(trainer: Trainer, model: Model) -> TaskJudge | None:
-    """The judge of the run that the parsed Gin files configure; None: Evaluation.task_metrics is not set."""
-    if not trainer.evaluation.task_metrics:
-        return None
-    options = config.build(SeqioEvaluation)
-    if trainer.dataset.use_cached:
-        options = dataclasses.replace(options, use_cached=True)
-    return TaskJudge(trainer, model, options, config.build(EngineConfig))

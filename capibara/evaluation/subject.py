@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from capibara import config, loading, sharding
+from capibara import sharding
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Scorer
@@ -21,6 +22,7 @@ from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
+from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, NODE_AXIS, Plan
 from capibara.training.trainer import Trainer
@@ -41,10 +43,10 @@ class Subject:
 
     def __init__(
         self, model: Model, params: Params, about: Mapping[str, Any], trainer: Trainer, mesh: Mesh,
-        batching: EngineConfig, serving: ServingMesh,
+        batching: EngineConfig, serving: ServingMesh, template: ChatTemplate | None = None,
     ):  # fmt: skip
         self.trainer, self.model, self.params, self.mesh = trainer, model, params, mesh
-        self._about, self._batching, self._serving = dict(about), batching, serving
+        self._about, self._batching, self._serving, self._template = dict(about), batching, serving, template
 
     @property
     def about(self) -> dict[str, Any]:
@@ -99,7 +101,8 @@ class Subject:
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
-        return chat.of_run(self.trainer.dataset, "EvalTask.format = 'chat' (or Harness.chat)")
+        flag = "EvalTask.format = 'chat' (or Harness.chat)"
+        return chat.of_run(self.trainer.dataset, flag, template=self._template)
 
     @functools.cached_property
     def _layout(self) -> PyTree | None:
@@ -120,44 +123,59 @@ class Subject:
         )
 
 
-def open_subject(
-    path: str,
-    gin_files: Sequence[str] = (),
-    bindings: Sequence[str] = (),
-    search_paths: Sequence[str] = (),
-    *,
-    step: int | None = None,
-    weights: str | None = None,
-    trust: bool = False,
-) -> Subject:
-    """Loads a model onto all devices; arguments as in `loading.load`."""
-    chosen = any(binding.startswith("Plan.") for binding in bindings)
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model that is evaluated lies on the devices: by its run's plan, or if that does not fit them, by rows.
 
-    def placed(plan: Plan, model: Model) -> PyTree:
-        plan, mesh = _laid_out(plan, chosen)
+    Attributes:
+      is_set: the user sets the plan: it must fit.
+    """
+
+    is_set: bool = False
+
+    def of(self, plan: Plan) -> tuple[Plan, Mesh]:
+        """The plan of an evaluation of a run with this plan, and its mesh of all devices."""
+        try:
+            return plan, sharding.make_mesh(plan)
+        except UserError:
+            if self.is_set:
+                raise
+        count = jax.device_count()
+        rows = max(1, round(plan.batch_size / plan.micro_batches / count)) * count
+        axes: dict[str, Any] = dict.fromkeys((NODE_AXIS, *MESH_AXES), 1) | {"fsdp": count}
+        plan = dataclasses.replace(plan, **axes, batch_size=rows, accumulation=1, pipeline_microbatches=None)
+        return plan, sharding.make_mesh(plan)
+
+    def placed(self, plan: Plan, model: Model) -> PyTree:
+        """The shardings of the parameters of a model whose run has this plan."""
+        plan, mesh = self.of(plan)
         return sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
 
-    source = (path, gin_files, bindings, search_paths)
-    run, loaded = loading.load_with_run(*source, step=step, weights=weights, placed=placed, trust=trust)
+
+def of_model(
+    loaded: LoadedModel,
+    run: Trainer,
+    layout: Layout,
+    *,
+    batching: EngineConfig,
+    serving: ServingMesh,
+    template: ChatTemplate | None = None,
+) -> Subject:
+    """A loaded model that is to be evaluated.
+
+    Args:
+      loaded: the model, its parameters as `layout` places them.
+      run: its run.
+      layout: how it lies on the devices.
+      batching, serving: how its answers are generated.
+      template: the chat template, if the run has none; None: the one beside the tokenizer.
+
+    Raises:
+      UserError: its tokenizer has ids beyond its rows.
+    """
     if loaded.step is not None:  # a run folder, whose tokenizer may have been set anew; others were checked
-        model_rows.check_vocabulary(run.dataset.get_vocabulary(), loaded.model.config.vocab_size, path)
-    plan, mesh = _laid_out(run.plan, chosen)
+        model_rows.check_vocabulary(run.dataset.get_vocabulary(), loaded.model.config.vocab_size, loaded.path)
+    plan, mesh = layout.of(run.plan)
     # An evaluation has one model; a strategy is for training several.
     trainer = dataclasses.replace(run, plan=plan, strategy=run.strategy if plan.node > 1 else None)
-    return Subject(
-        loaded.model, loaded.params, loaded.about, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh)
-    )
-
-
-def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:
-    """The run's plan and mesh; if the plan does not fit these devices and is not set, rows over all devices."""
-    try:
-        return plan, sharding.make_mesh(plan)
-    except UserError:
-        if chosen:
-            raise
-    count = jax.device_count()
-    rows = max(1, round(plan.batch_size / plan.micro_batches / count)) * count
-    axes: dict[str, Any] = dict.fromkeys((NODE_AXIS, *MESH_AXES), 1) | {"fsdp": count}
-    plan = dataclasses.replace(plan, **axes, batch_size=rows, accumulation=1, pipeline_microbatches=None)
-    return plan, sharding.make_mesh(plan)
+    return Subject(loaded.model, loaded.params, loaded.about, trainer, mesh, batching, serving, template)

@@ -7,15 +7,13 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, overload
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from capibara import config as gin_config
-from capibara.config import written
 from capibara.core import limits, tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
@@ -55,26 +53,41 @@ _SPECIAL = ("bos", "eos", "pad")
 _SENTENCEPIECE = {"t5": "spiece.model"}  # the model file's name, if it is not tokenizer.model
 
 Show = Callable[[str, str], None]  # (current action, progress)
-Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 
 
 def _silent(topic: str, detail: str) -> None: ...
 
 
-class RunFolders(Protocol):
-    """The functions of loading.RunFolders, which this room does not import."""
+class ModelReader(Protocol):
+    """Reads runs, and what Gin sets of models; this room knows neither training nor Gin."""
 
-    def is_run(self, folder: str) -> bool: ...
+    def load_modules(self) -> None:
+        """Imports the modules of the user's own models."""
 
-    def load(
-        self, folder: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]
-    ) -> LoadedModel: ...
+    def is_run(self, folder: str) -> bool:
+        """Whether a folder is a run folder."""
 
-    def described(self, folder: str) -> LoadedModel: ...
+    def run(self, folder: str) -> LoadedModel:
+        """The newest step of a run folder, on one device, with adapters unmerged."""
 
-    def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None: ...
+    def described(self, folder: str) -> LoadedModel:
+        """A run without adapters, with shapes (jax.ShapeDtypeStruct) for parameters."""
 
-    def save(self, folder: str, params: Params, gin: str) -> None: ...
+    @property
+    def completes(self) -> bool:
+        """Whether the user sets anything of a foreign model's configuration."""
+
+    def completed(self, config: api.TransformerConfig, path: str) -> api.TransformerConfig:
+        """The configuration of a foreign model, as the user completes it."""
+
+    def sentencepiece(self) -> SentencePieceVocabulary | None:
+        """The tokenizer that the user names for the model that was completed last; None: its own."""
+
+    def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
+        """The newest step of a run and its optimizer's state; None: there is none."""
+
+    def save(self, folder: str, params: Params, gin: str) -> None:
+        """Writes a run folder of parameters alone, with this configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +165,7 @@ def convert(
     form: str | None,
     dtype: str | None,
     base: str | None,
-    gin: Gin,
-    runs: RunFolders,
+    reader: ModelReader,
     how: Quantize | None = None,
     show: Show = _silent,
     part: submodel_options.SubmodelSizes | None = None,
@@ -167,8 +179,7 @@ def convert(
       form: one of FORMATS; None: gguf if the target's name ends so, else hf.
       dtype: one of quantize.DTYPES, of the stored tensors; None: unchanged, bf16 for a run.
       base: the base model of an adapter; None: the one that it names.
-      gin: Gin files and statements of the command line; they override or complete a model's own configuration.
-      runs: loading.RunFolders.
+      reader: reads runs, and models as Gin completes their configuration.
       how: how to quantize the layers' weights to 4 bits; None: not at all.
       show: reports the progress of long operations.
       part: the smaller model to extract from a Gemma 3n; None: the whole model.
@@ -178,16 +189,16 @@ def convert(
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     check_target(target, form, dtype)
-    gin_config.load_modules(gin[0], gin[2])
+    reader.load_modules()
     if part is not None and (form in _ADAPTERS or isinstance(path, Sum) or adapters.is_adapter(path)):
         raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
     if isinstance(path, Sum):
-        return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
-    if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not runs.is_run(path)):
+        return _of_sum(path, target, form, dtype, base, reader, how, show)
+    if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not reader.is_run(path)):
         path = open_model.local_model(path)
     if adapters.is_adapter(path):
-        return _of_adapter(path, target, form, dtype, base, gin, runs, how, show)
-    run = _run(path, gin, runs)
+        return _of_adapter(path, target, form, dtype, base, reader, how, show)
+    run = _run(path, reader)
     if form in _ADAPTERS:
         _check_unquantized(how)
         if run is None:
@@ -200,11 +211,11 @@ def convert(
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     if run is None:
-        return write(_part(_foreign(path, gin), part), target, form, dtype, runs.save, how, show)
+        return write(_part(_foreign(path, reader), part), target, form, dtype, reader.save, how, show)
     source = _part(_merged(run), part)
     if form == "t5x":
-        source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(run)))
-    return write(source, target, form, dtype, runs.save, how, show)
+        source = dataclasses.replace(source, optimizer=_optimizer(source, run, reader.optimizer(run)))
+    return write(source, target, form, dtype, reader.save, how, show)
 
 
 def _of_sum(
@@ -213,8 +224,7 @@ def _of_sum(
     form: str,
     dtype: str | None,
     base: str | None,
-    gin: Gin,
-    runs: RunFolders,
+    reader: ModelReader,
     how: Quantize | None,
     show: Show,
 ) -> str:
@@ -223,7 +233,7 @@ def _of_sum(
         folders = []
         for number, folder in enumerate(of.folders):
             if not adapters.is_adapter(folder):
-                run, written = _run(folder, gin, runs), os.path.join(beside, str(number))
+                run, written = _run(folder, reader), os.path.join(beside, str(number))
                 if run is None:
                     raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: leave it out")
                 adapters.write_run(run, written, base)
@@ -234,7 +244,7 @@ def _of_sum(
             _check_unquantized(how)
             return peft_sums.write(target, of, base)
         peft_sums.write(summed := os.path.join(beside, "sum"), of, base)
-        return _of_adapter(summed, target, form, dtype, base, gin, runs, how, show)
+        return _of_adapter(summed, target, form, dtype, base, reader, how, show)
 
 
 def _of_adapter(
@@ -243,8 +253,7 @@ def _of_adapter(
     form: str,
     dtype: str | None,
     base: str | None,
-    gin: Gin,
-    runs: RunFolders,
+    reader: ModelReader,
     how: Quantize | None,
     show: Show,
 ) -> str:
@@ -253,7 +262,7 @@ def _of_adapter(
         raise UserError(f"--from={path} is an adapter of PEFT already: use hf, gguf, gguf_lora, pytorch or capibara")
     if form == "gguf_lora":
         _check_unquantized(how)
-        of = _source(adapters.base_of(path, base), gin, runs)
+        of = _source(adapters.base_of(path, base), reader)
         model = api.build(hf_config.from_hf(of.config))
         model_type = hf_config.to_hf(model.config, of.config)["model_type"]
         if isinstance(of, OurModel):
@@ -261,12 +270,12 @@ def _of_adapter(
         else:
             weight = adapters.foreign_weights(of, model, model_type)
         return adapters.as_gguf(path, target, model, of.config, weight)
-    return write(_adapted(path, base, gin, runs), target, form, dtype, runs.save, how, show)
+    return write(_adapted(path, base, reader), target, form, dtype, reader.save, how, show)
 
 
-def _adapted(path: str, base: str | None, gin: Gin, runs: RunFolders) -> OurModel:
+def _adapted(path: str, base: str | None, reader: ModelReader) -> OurModel:
     """The model of a PEFT folder's adapters and their base."""
-    of = _source(adapters.base_of(path, base), gin, runs)
+    of = _source(adapters.base_of(path, base), reader)
     model, params = adapters.merged(path, *_loaded(of), of.config)
     return OurModel(
         model, params, hf_config.to_hf(model.config, of.config), tokenizer_files.over(of.tokenizer, path),
@@ -274,31 +283,30 @@ def _adapted(path: str, base: str | None, gin: Gin, runs: RunFolders) -> OurMode
     )  # fmt: skip
 
 
-def opened(path: str, base: str | None, runs: RunFolders) -> ForeignModel | OurModel:
+def opened(path: str, base: str | None, reader: ModelReader) -> ForeignModel | OurModel:
     """Any model: a run and the model of an adapter with their parameters, a foreign one with its tensors on disk.
 
     Args:
       path, base: as in `convert`.
-      runs: loading.RunFolders.
+      reader: reads runs, and models as Gin completes their configuration.
 
     Raises:
       UserError: it cannot be read.
     """
-    none: Gin = ((), (), ())
-    return _adapted(path, base, none, runs) if adapters.is_adapter(path) else _source(path, none, runs)
+    return _adapted(path, base, reader) if adapters.is_adapter(path) else _source(path, reader)
 
 
-def described(path: str, base: str | None, runs: RunFolders) -> ForeignModel | OurModel:
+def described(path: str, base: str | None, reader: ModelReader) -> ForeignModel | OurModel:
     """Like `opened`, with shapes for a run's parameters, and for the model of an adapter those of the base."""
     if adapters.is_adapter(path):
-        of = described(adapters.base_of(path, base), None, runs)
+        of = described(adapters.base_of(path, base), None, reader)
         model = of.model if isinstance(of, OurModel) else api.build(hf_config.from_hf(of.config))
         beside = tokenizer_files.over(of.tokenizer, path)
         about = model_card.of_fine_tuned(of.about, of.config)
         return OurModel(model, model.abstract_params, dict(of.config), beside, about, stored=stored(of))
-    if runs.is_run(path) and not t5x_read.is_t5x(path):
-        return _as_model(runs.described(path))
-    return _foreign(path, ((), (), ()))
+    if reader.is_run(path) and not t5x_read.is_t5x(path):
+        return _as_model(reader.described(path))
+    return _foreign(path, reader)
 
 
 def _check_unquantized(how: Quantize | None) -> None:
@@ -329,15 +337,15 @@ def check_target(target: str, form: str, dtype: str | None) -> None:
         raise UserError(f"--dtype={dtype} is for gguf, must be one of {', '.join(_FLOATS)} for {form}")
 
 
-def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
-    run = _run(path, gin, runs)
-    return _foreign(path, gin) if run is None else _merged(run)
+def _source(path: str, reader: ModelReader) -> ForeignModel | OurModel:
+    run = _run(path, reader)
+    return _foreign(path, reader) if run is None else _merged(run)
 
 
-def _run(path: str, gin: Gin, runs: RunFolders) -> LoadedModel | None:
+def _run(path: str, reader: ModelReader) -> LoadedModel | None:
     """A run with its adapters unmerged; None: the model is not a run."""
     # T5X's run folders have a config.gin, too.
-    return runs.load(path, *gin) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
+    return reader.run(path) if reader.is_run(path) and not t5x_read.is_t5x(path) else None
 
 
 def _merged(run: LoadedModel) -> OurModel:
@@ -366,35 +374,26 @@ def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | N
     return t5x_states.Stored(step, moments, t5x_states.gin_of(run.training.optimizer))
 
 
-def _foreign(path: str, gin: Gin) -> ForeignModel:
+def _foreign(path: str, reader: ModelReader) -> ForeignModel:
     foreign = open_model.open_model(path)
-    if gin[0] or gin[1]:
-        _rebind(foreign, path, gin)
+    if reader.completes:
+        completed = reader.completed(hf_config.from_hf(foreign.config), path)
+        foreign.config = hf_config.to_hf(completed, foreign.config)
+        if (vocabulary := reader.sentencepiece()) is not None:
+            vocabulary.processor.get_piece_size()  # raises if the file is missing or invalid
+            content = {"spiece.model": limits.read(vocabulary.file)}
+            vars(foreign).update(tokenizer=foreign.tokenizer | content)  # overrides a cached property
     elif guessed := getattr(foreign, "guessed", None):
-        found = hf_config.from_hf(foreign.config)
-        fields = ", ".join(f"{name} = {getattr(found, name)!s}" for name in sorted(guessed))
+        read = hf_config.from_hf(foreign.config)
+        fields = ", ".join(f"{name} = {getattr(read, name)!s}" for name in sorted(guessed))
         logging.getLogger(__name__).warning(
             "%s does not say all of its model: %s is taken, as in T5 and T5 1.1; or set --gin.%s.%s",
             path,
             fields,
-            type(found).__name__,
+            type(read).__name__,
             min(guessed),
         )
     return foreign
-
-
-def _rebind(foreign: ForeignModel, path: str, gin: Gin) -> None:
-    """Replaces parts of a foreign model's own configuration by what Gin binds."""
-    files, bindings, search_paths = gin
-    found = hf_config.from_hf(foreign.config)
-    own = gin_config.Recorded("\n".join(written.bindings(found)) + "\n", path)
-    gin_config.parse(files, bindings, search_paths, own)
-    foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
-    if gin_config.is_bound("SentencePieceVocabulary.path"):
-        vocabulary = gin_config.build(SentencePieceVocabulary)
-        vocabulary.processor.get_piece_size()  # raises if the file is missing or invalid
-        own_file = {"spiece.model": limits.read(vocabulary.file)}
-        vars(foreign).update(tokenizer=foreign.tokenizer | own_file)  # overrides a cached property
 
 
 def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:

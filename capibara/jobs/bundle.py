@@ -18,11 +18,10 @@ import pathlib
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from capibara import config
-from capibara.core import user_modules
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs.spec import Bundle
 from capibara.storage import stores
@@ -125,8 +124,12 @@ def _place(path: pathlib.Path, roots: Mapping[pathlib.Path, str]) -> str:
     )
 
 
-def check(sources: Sources, bindings: Sequence[str]) -> None:
+def check(sources: Sources, parse: Callable[[Sequence[str], Sequence[str]], Sequence[pathlib.Path]]) -> None:
     """Parses the Gin files as a host will, from the bundle's files alone.
+
+    Args:
+      sources: the bundle's files.
+      parse: parses Gin files, which it finds in search paths; returns the files that it has read.
 
     Raises:
       UserError: a file is not found there, or another one is.
@@ -142,7 +145,7 @@ def check(sources: Sources, bindings: Sequence[str]) -> None:
                 (folder / path).write_bytes(file.read_bytes())
         os.chdir(folder / FOLDER / "0")
         try:
-            read = config.parse(sources.gin_files, bindings, sources.search_paths)
+            read = parse(sources.gin_files, sources.search_paths)
         except UserError as error:
             said = str(error).replace(f"{folder}/", "")
             raise UserError(f"on a host of the job the Gin files would not be found: {said}") from None
@@ -155,11 +158,6 @@ def check(sources: Sources, bindings: Sequence[str]) -> None:
             raise UserError(
                 f"on a host of the job another file would take the place of {sources.paths[shown]}: give one of them another name"
             )
-
-
-def own_modules() -> list[str]:
-    """The files of the modules that the parsed Gin files import and that no package installs."""
-    return user_modules.files_of(config.imported_modules())
 
 
 def describe(sources: Sources, name: str, url: str) -> Bundle:

@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
-from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
 from capibara.core import limits
@@ -18,7 +17,7 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
-from capibara.interop.peft import runs as adapters
+from capibara.interop.peft import runs as peft_runs
 from capibara.models.api import Adapter, Lora, unmerged
 from capibara.training import run_folder
 
@@ -45,24 +44,32 @@ class Adapters:
                 raise UserError(f"Adapters.paths has two adapters {name!r}: use different names")
 
 
-def beside(loaded: LoadedModel, flags: Sequence[str] = (), base: str | None = None) -> LoadedModel:
-    """Adds the adapters of Adapters.paths and of the command line to a model.
+def beside(
+    loaded: LoadedModel,
+    adapters: Adapters,
+    checkpointing: Checkpointing,
+    flags: Sequence[str] = (),
+    base: str | None = None,
+) -> LoadedModel:
+    """Adds adapters to a model, those of the command line last.
 
     Args:
       loaded: the base model.
+      adapters: the adapters to add.
+      checkpointing: how adapters of runs are read, if the base model is no run, which says so itself.
       flags: flags, "NAME=PATH" each.
       base: the name of the model itself in requests; None: it has none.
 
     Raises:
       UserError: an adapter does not exist, cannot be read, or is of another model.
     """
-    pairs = [*config.build(Adapters).paths, *(_parsed(one) for one in flags)]
+    pairs = [*adapters.paths, *(_parsed(one) for one in flags)]
     names = [name for name, _ in pairs]
     for name in names:
         if name == base or names.count(name) > 1:
             other = "the model" if name == base else "another adapter"
             raise UserError(f"--adapter={name}=... has the name of {other}: use another name")
-    found = tuple(_read(name, path, loaded) for name, path in pairs)
+    found = tuple(_read(name, path, loaded, checkpointing) for name, path in pairs)
     return dataclasses.replace(loaded, adapters=found, paths=dict(pairs))
 
 
@@ -73,9 +80,9 @@ def _parsed(one: str) -> tuple[str, str]:
     return name, path
 
 
-def _read(name: str, path: str, loaded: LoadedModel) -> Adapter:
+def _read(name: str, path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> Adapter:
     try:
-        found = Adapter(name, *_values(path, loaded))
+        found = Adapter(name, *_values(path, loaded, checkpointing))
         unmerged.check(loaded.model, found)
         _tell_own_tokenizer(name, path, loaded)
     except UserError as error:
@@ -83,14 +90,14 @@ def _read(name: str, path: str, loaded: LoadedModel) -> Adapter:
     return found
 
 
-def _values(path: str, loaded: LoadedModel) -> tuple[Lora, Params]:
+def _values(path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> tuple[Lora, Params]:
     model = loaded.model
-    if adapters.is_adapter(path):
+    if peft_runs.is_adapter(path):
         model_type = hf_config.to_hf(model.config, loaded.like)["model_type"]
-        return peft.read_peft(path, model, model_type, adapters.weights(loaded.params, model, model_type))
+        return peft.read_peft(path, model, model_type, peft_runs.weights(loaded.params, model, model_type))
     if not run_folder.is_run(path):
         raise UserError(f"it is neither a PEFT folder ({peft.CONFIG}) nor a run folder: name one of the two")
-    how = config.build(Checkpointing) if loaded.training is None else loaded.training.checkpointing
+    how = checkpointing if loaded.training is None else loaded.training.checkpointing
     found = run_folder.adapters(path, how)
     if found is None:
         raise UserError("it is a run without adapters: serve it as --model_dir")

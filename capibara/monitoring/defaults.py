@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from capibara import config
 from capibara.checkpoints import run_manifest
 from capibara.config import configurable, written
 from capibara.core.types import UserError
@@ -37,17 +36,30 @@ class Monitoring:
     more: tuple[Callback, ...] = ()
     trackers: tuple[Tracker, ...] = ()
 
-    def build(self, *, dashboard: bool = False) -> Callbacks:
-        """One callback that calls them all; `dashboard`: a dashboard's process is started with the run."""
+    def build(
+        self,
+        system: SystemMetrics = SystemMetrics(),
+        tracking: Tracking = Tracking(),
+        dashboard: DashboardConfig | None = None,
+    ) -> Callbacks:
+        """One callback that calls them all.
+
+        Args:
+          system: how the machine is watched.
+          tracking: how the trackers are fed.
+          dashboard: of the process that is started with the run; None: none is.
+
+        Raises:
+          UserError: the trackers cannot be fed.
+        """
         own = [*(usual() if self.callbacks is None else self.callbacks), *self.more]
-        system, tracking = config.build(SystemMetrics), config.build(Tracking)
         report = Report()
         if system.every_s and any(isinstance(one, MetricsFile) for one in own):
             own = [SystemSampler(system, report), *own]  # first: its last sample is to reach the others
         if self.trackers:
             own.append(self._process(tracking, own, report))
-        if dashboard:
-            own.append(DashboardProcess(config.build(DashboardConfig), report))
+        if dashboard is not None:
+            own.append(DashboardProcess(dashboard, report))
         report.callbacks = Callbacks([ConfigFile(), *own, Seal()])
         return report.callbacks
 

@@ -7,7 +7,7 @@ import os
 import jax
 import pytest
 
-from capibara.evaluation.subject import open_subject
+from capibara.cli.composition.models import open_subject
 from capibara.interop import gin_of
 from capibara.models import api
 from capibara.models.api import DecoderConfig

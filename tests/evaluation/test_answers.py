@@ -9,6 +9,7 @@ import jax
 import pytest
 import tokenizers
 
+from capibara.cli.composition.models import open_subject
 from capibara.core.types import UserError
 from capibara.evaluation import answers
 from capibara.evaluation.answers import PromptFormat
@@ -16,7 +17,6 @@ from capibara.evaluation.harness import CapibaraLM, Harness
 from capibara.evaluation.metrics import Choice
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
-from capibara.evaluation.subject import open_subject
 from capibara.evaluation.tasks import EvalTask, Item
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import gin_of

@@ -15,7 +15,6 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from capibara import config
 from capibara.core.types import UserError
 from capibara.evaluation import harness
 from capibara.evaluation.harness import CapibaraLM, Harness
@@ -265,12 +264,12 @@ def test_the_harness_runs_local_tasks(subject, lm, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, text in (("mc", CHOICES), ("gen", GENERATED)):
         (tmp_path / f"{name}.yaml").write_text(text.format(path=tmp_path / "data.jsonl"))
-    config.parse([], ["Harness.num_fewshot = 0"])
-    found = harness.evaluate(subject, ["mc", "gen"], str(tmp_path))
+    options = Harness(num_fewshot=0)
+    found = harness.evaluate(subject, ["mc", "gen"], options, str(tmp_path))
     assert found["results"]["mc"]["acc,none"] == 1.0 and found["results"]["gen"]["exact_match,none"] == 0.5
     assert found["capibara"]["weights"] == "raw" and found["n-samples"]["mc"]["effective"] == 2
     assert any("exact_match" in line for line in harness.table(found))
-    assert harness.evaluate(subject, ["mc"], str(tmp_path), limit=1)["n-samples"]["mc"]["effective"] == 1
+    assert harness.evaluate(subject, ["mc"], options, str(tmp_path), limit=1)["n-samples"]["mc"]["effective"] == 1
 
 
 def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch, caplog):
@@ -279,9 +278,7 @@ def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch,
     def run(name, text):
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (tmp_path / f"{name}.yaml").write_text(text.format(path=tmp_path / "data.jsonl"))
-        config.reset()
-        config.parse([], ["Harness.num_fewshot = 0"])
-        return harness.evaluate(subject, [name], str(tmp_path))
+        return harness.evaluate(subject, [name], Harness(num_fewshot=0), str(tmp_path))
 
     scored = []
     monkeypatch.setattr(type(subject.scorer), "__call__", lambda *_: scored.append(1))
@@ -312,13 +309,12 @@ def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch,
 
 def test_mistakes(subject, tmp_path):
     with pytest.raises(UserError, match="name a folder of YAML tasks"):
-        harness.evaluate(subject, ["mc"], str(tmp_path / "none"))
+        harness.evaluate(subject, ["mc"], Harness(), str(tmp_path / "none"))
     (tmp_path / "mc.yaml").write_text(CHOICES.format(path=tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="--harness=mc: its data is not available"):
-        harness.evaluate(subject, ["mc"], str(tmp_path))
+        harness.evaluate(subject, ["mc"], Harness(), str(tmp_path))
     with pytest.raises(UserError, match=r"\(or Harness.chat\) needs a tokenizer"):
-        config.parse([], ["Harness.chat = True"])
-        harness.evaluate(subject, ["mc"], str(tmp_path))
+        harness.evaluate(subject, ["mc"], Harness(chat=True), str(tmp_path))
 
 
 def test_begin_tokens(subject):

@@ -15,6 +15,7 @@ import pytest
 
 from capibara import sharding
 from capibara.checkpoints.policy import Checkpointing
+from capibara.cli.composition import training_run
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
@@ -207,7 +208,7 @@ def test_what_cannot_be_judged_is_told_before_the_first_step(mixture_run):
         dataclasses.replace(trainer, dataset=source)
     with pytest.raises(UserError, match="SeqioEvaluation.num_examples is 0, must be at least 1"):
         SeqioEvaluation(num_examples=0)
-    assert judging.of_run(mixture_run(), model) is None
+    assert training_run._judge(mixture_run(), model) is None
 
 
 def test_names_of_metrics_that_are_there_already():

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 
 from capibara import sharding
+from capibara.cli.composition.models import open_subject
 from capibara.core.types import UserError
 from capibara.evaluation.scoring import Pair, Scorer
-from capibara.evaluation.subject import open_subject
 from capibara.sharding import Plan
 
 from .conftest import SMALL_ROWS

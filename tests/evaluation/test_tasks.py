@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from capibara import config
+from capibara.cli.composition import evaluation_tasks
 from capibara.core.types import UserError
 from capibara.evaluation import evaluate
 from capibara.evaluation.metrics import choice_accuracy, exact_match
@@ -94,9 +95,9 @@ def test_targets_are_looked_at_before_anything_is_answered(lines):
     ):
         config.parse([], [f"qa/EvalTask.files = ('{path}',)", f"qa/EvalTask.metrics = (@{metric},)"])
         with pytest.raises(UserError, match=why):
-            evaluate.chosen([], None)
+            evaluation_tasks.select([], None)
     config.parse([], [f"qa/EvalTask.files = ('{path}',)", "qa/EvalTask.metrics = (@exact_match,)"])
-    tasks = evaluate.chosen([], 1)
+    tasks = evaluation_tasks.select([], 1)
     assert len(tasks[0].items) == 1 and evaluate.files_of(tasks) == [path]
 
 
@@ -108,20 +109,20 @@ def test_tasks_are_scopes(lines):
         "b/Sampling.max_new_tokens = 7", "exact_match.normalise = False",
     ]  # fmt: skip
     config.parse([], bindings)
-    a, b = evaluate.chosen([], None)
+    a, b = evaluation_tasks.select([], None)
     assert (a.name, b.name) == ("a", "b") and [b.items, a.items] == [[Item("So: ?", "!")], [Item("?", "!")]]
     assert (a.task.sampling.max_new_tokens, b.task.sampling.max_new_tokens) == (128, 7)
     assert a.task.metrics[0](["Yes"], ["yes"]) == {"exact_match": [0.0]}  # as it is bound
-    assert [one.name for one in evaluate.chosen(["b"], None)] == ["b"]
-    assert evaluate.chosen(["validation"], None) == [evaluate.Validation()]
+    assert [one.name for one in evaluation_tasks.select(["b"], None)] == ["b"]
+    assert evaluation_tasks.select(["validation"], None) == [evaluate.Validation()]
     config.parse([], [*bindings, "bleu.tokenize = 'char'"])
     with pytest.raises(UserError, match="bleu.tokenize is bound but nothing uses it"):
-        evaluate.chosen([], None)
+        evaluation_tasks.select([], None)
     config.parse([], bindings)
     with pytest.raises(UserError, match="--task=validaton is not bound: did you mean validation?"):
-        evaluate.chosen(["validaton"], None)
+        evaluation_tasks.select(["validaton"], None)
     config.parse([], [])
-    assert evaluate.chosen([], None) == [evaluate.Validation()]
+    assert evaluation_tasks.select([], None) == [evaluate.Validation()]
     with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
 
@@ -131,11 +132,11 @@ def test_what_a_metric_needs_is_said_before_anything_is_answered(lines, monkeypa
     path = lines({"prompt": "?", "target": "!"})
     bindings = [f"qa/EvalTask.files = ('{path}',)", f"qa/EvalTask.metrics = (@{metric},)"]
     config.parse([], bindings)
-    assert len(evaluate.chosen([], None)) == 1
+    assert len(evaluation_tasks.select([], None)) == 1
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     config.parse([], bindings)
     with pytest.raises(UserError, match=rf'{package} is not installed .*: pip install "capibara\[evaluation\]"'):
-        evaluate.chosen([], None)
+        evaluation_tasks.select([], None)
 
 
 def test_bleu_takes_one_text_an_example(lines):
@@ -143,7 +144,7 @@ def test_bleu_takes_one_text_an_example(lines):
     path = lines({"prompt": "?", "target": "!"})
     config.parse([], [f"qa/EvalTask.files = ('{path}',)", "qa/EvalTask.metrics = (@bleu,)", *more])
     with pytest.raises(UserError, match="EvalTask.num_samples is 2: set it to 1"):
-        evaluate.chosen([], None)
+        evaluation_tasks.select([], None)
 
 
 def test_a_metric_of_ones_own_is_a_function_in_a_module_beside_the_gin_file(lines, tmp_path, monkeypatch):
@@ -158,7 +159,7 @@ def test_a_metric_of_ones_own_is_a_function_in_a_module_beside_the_gin_file(line
         f"import metrics_of_mine\nmine/EvalTask.files = ('{path}',)\nmine/EvalTask.metrics = (@longer,)\nlonger.than = 2\n"
     )
     config.parse(["mine.gin"], [], [tmp_path])
-    [asked] = evaluate.chosen([], None)
+    [asked] = evaluation_tasks.select([], None)
     assert asked.task.metrics[0](["!"] * 2, ["abc", "ab"]) == {"longer": [True, False]}
 
 
@@ -175,10 +176,10 @@ def test_the_ready_files_take_their_formats(lines, name):
     macro, record, prompt = READY[name]
     assert READY.keys() == {path.stem for path in (config.search_folders()[-1] / "evaluation").glob("*.gin")}
     config.parse([f"evaluation/{name}.gin"], [f"{macro} = ('{lines(record)}',)"])
-    [asked] = evaluate.chosen([], None)
+    [asked] = evaluation_tasks.select([], None)
     assert asked.name == name and asked.items[0].prompt == prompt
     if name == "humaneval":
         assert asked.task.num_samples == 10 and asked.task.sampling.temperature == 0.2
         config.parse([f"evaluation/{name}.gin"], [f"{macro} = ('{lines(record)}',)", "K = (1, 20)"])
         with pytest.raises(UserError, match="PassAtK.k has 20, must be at most EvalTask.num_samples .10."):
-            evaluate.chosen([], None)
+            evaluation_tasks.select([], None)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
 from capibara.monitoring.system import devices
+from capibara.monitoring.system.sampler import SystemMetrics
 from capibara.monitoring.trackers.loggers import MetricsFile, all_records, metrics_path
 from capibara.sharding import Plan
 from capibara.training.stability.device_memory import out_of_memory_explained
@@ -47,8 +47,7 @@ def test_figures_follow_what_is_allocated(gpu):
 def test_memory_that_is_nearly_full_is_named_with_the_largest_arrays(gpu, tmp_path):
     twentieth = devices.memory().limit_bytes[0] // 20 // 256 * 256
     run = dataclasses.replace(RUN, model_dir=str(tmp_path / "run"), arrays={"params/table": ((twentieth,), "uint8")})
-    config.parse((), ["SystemMetrics.every_s = 0.1"])
-    callbacks = Monitoring(callbacks=(MetricsFile(),)).build()
+    callbacks = Monitoring(callbacks=(MetricsFile(),)).build(SystemMetrics(every_s=0.1))
     callbacks.on_train_begin(run)
     callbacks.on_spent(run.start_step, {})
     kept = [jax.block_until_ready(jnp.ones((twentieth,), jnp.uint8)) for _ in range(19)]

@@ -221,8 +221,8 @@ def harness(folder: pathlib.Path, name: str) -> dict:
     """lm-eval's requests, without its tasks."""
     from lm_eval.api.instance import Instance
 
+    from capibara.cli.composition.models import open_subject
     from capibara.evaluation.harness import CapibaraLM
-    from capibara.evaluation.subject import open_subject
 
     subject = open_subject(str(folder / "run"), bindings=["Dataset.length = 64", "Plan.batch_size = 8"])
     lm = CapibaraLM(subject)
@@ -239,8 +239,8 @@ def harness(folder: pathlib.Path, name: str) -> dict:
 
 def scores(folder: pathlib.Path, name: str) -> dict:
     """Pairs on the mesh of all processes, and on one of each process's own devices."""
+    from capibara.cli.composition.models import open_subject
     from capibara.evaluation.scoring import Pair, Scorer
-    from capibara.evaluation.subject import open_subject
 
     bindings = ["Dataset.length = 64", "Plan.batch_size = 8"]
     subject = open_subject(str(folder / "run"), bindings=[*bindings, "ServingMesh.data = 2"])

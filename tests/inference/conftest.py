@@ -55,10 +55,11 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def run(folder):
     """The model as a run, in float32."""
-    from capibara import config, loading
+    from capibara import config
+    from capibara.cli.composition.models import load
 
     config.reset()
-    return loading.load(folder, bindings=["DecoderConfig.dtype = 'float32'"])
+    return load(folder, bindings=["DecoderConfig.dtype = 'float32'"])
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 
 from capibara import config, sharding
 from capibara.cli import convert
+from capibara.cli.composition.models import load_run
 from capibara.core import exits, tree
 from capibara.core.types import UserError
 from capibara.interop import gin_of, open_model
@@ -91,7 +92,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     # The base is found by its name or set by --base; both ways give the parameters of the run, merged.
     assert run(f"--from={tmp_path}/adapter", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    ours = run_folder.load(f"{tmp_path}/ours")
+    ours = load_run(f"{tmp_path}/ours")
     model, got = ours.model, ours.params
     assert hf_config.resolved(model.config) == hf_config.resolved(plain.config) and model.config.lora is None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
@@ -111,7 +112,7 @@ def test_a_run_with_adapters_goes_out_merged_and_can_be_a_base(tmp_path):
     _, want = made(tmp_path, "llama")
     assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/merged", "--format=capibara") == 0
     config.reset()
-    again = run_folder.load(f"{tmp_path}/merged")
+    again = load_run(f"{tmp_path}/merged")
     assert again.model.config.lora is None
     jax.tree.map(np.testing.assert_array_equal, again.params, want)
     assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0
@@ -183,7 +184,7 @@ def test_a_run_does_not_begin_from_an_adapter(folders):
 def begun(folder, lora, begins="adapter", how="weights"):
     """A run that begins from the adapter, with these adapters of its own, and its parameters."""
     config.reset()
-    trainer = run_folder.load(f"{folder}/run").trainer
+    trainer = load_run(f"{folder}/run").trainer
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
     trainer = dataclasses.replace(trainer, init_from=f"{folder}/{begins}", model=model.config, init_with=how)
     mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
@@ -239,7 +240,7 @@ def test_adapters_are_stacked(folders, begins):
     lora = Lora(rank=4, alpha=8.0, targets=("all-linear",))
     model, params = begun(folders, lora, begins, "merged")
     config.reset()
-    merged = run_folder.load(f"{folders}/run").params
+    merged = load_run(f"{folders}/run").params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), model.base(params), merged)
     assert not any(np.any(x) for n, x in zip(tree.path_names(params), jax.tree.leaves(params)) if n.endswith("lora/b"))
     plain, values = begun(folders, None, begins, "merged")

@@ -11,6 +11,7 @@ from safetensors import numpy as safetensors
 
 from capibara import config
 from capibara.cli import convert
+from capibara.cli.composition.models import load_run
 from capibara.config import written
 from capibara.core import exits
 from capibara.data.dataset import Dataset
@@ -82,7 +83,7 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     assert foreign.config["max_position_embeddings"] == 1024
     assert run(f"--from={tmp_path}/hf", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    ours = run_folder.load(f"{tmp_path}/ours")
+    ours = load_run(f"{tmp_path}/ours")
     trainer, model, again = ours.trainer, ours.model, ours.params
     assert hf_config.resolved(model.config) == hf_config.resolved(TINY)
     assert_equal(again, params)
@@ -99,7 +100,7 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
         assert one.read() == two.read()
     os.rename(tmp_path / "ours", tmp_path / "moved")
     config.reset()
-    vocabulary = run_folder.load(f"{tmp_path}/moved").trainer.dataset.get_vocabulary()
+    vocabulary = load_run(f"{tmp_path}/moved").trainer.dataset.get_vocabulary()
     assert vocabulary.path == f"{tmp_path}/moved" and vocabulary.spelling(vocabulary.eos_id) == "<eos>"
 
 

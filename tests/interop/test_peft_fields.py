@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from capibara import config
+from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import convert, merge
 from capibara.core import exits, tree
 from capibara.core.types import UserError
@@ -310,7 +311,7 @@ def test_convert_unties_what_an_adapter_makes_different(tmp_path, capsys):
     like, model, params = base_of("tied")
     loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
     with pytest.raises(UserError, match="has modules_to_save = .*, which changes one of embedding and head"):
-        beside._values(folder, loaded)
+        beside._values(folder, loaded, Checkpointing())
     with pytest.raises(UserError, match="has modules_to_save = .*, which changes one of embedding and head"):
         adapters.loader(folder, model, merge=True)
 
@@ -326,7 +327,10 @@ def test_every_reader_refuses_what_a_field_means(name, tmp_path, capsys):
         assert converted(f"--from={folder}", f"--to={tmp_path}/{target}", *argv) == 2
         assert f"has {field} = " in capsys.readouterr().err
     loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
-    for read in (lambda: beside._values(folder, loaded), lambda: adapters.loader(folder, model, merge=True)):
+    for read in (
+        lambda: beside._values(folder, loaded, Checkpointing()),
+        lambda: adapters.loader(folder, model, merge=True),
+    ):
         with pytest.raises(UserError, match=f"has {field} = "):
             read()
 
@@ -338,7 +342,7 @@ def test_a_part_of_the_base_is_in_the_adapter_wherever_it_is_read(tmp_path, caps
     base = saved_base("untied", tmp_path / "base")
     folder = folder_of(case, tmp_path / "adapter", {"base_model_name_or_path": base})
     loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
-    lora, values = beside._values(folder, loaded)
+    lora, values = beside._values(folder, loaded, Checkpointing())
     assert set(lora.of_layers("layers/attention/query", 3)[0]) == {8}
     adapted = api.build(dataclasses.replace(model.config, lora=lora))
     np.testing.assert_allclose(logits(adapted, tree.joined(values, params)), case["logits"], **TOLERANCE)

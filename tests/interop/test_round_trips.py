@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors
 
 from capibara import config
 from capibara.cli import convert, train
+from capibara.cli.composition.models import load_run
 from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
@@ -219,7 +220,7 @@ def test_every_end_token_of_a_folder_ends_a_text(tmp_path):
     assert ends(tmp_path / "hf") == ends(tmp_path / "hf" / "tokenizer.json") == (2, 4, 5)
     (tmp_path / "hf" / "generation_config.json").unlink()
     run(convert, f"--from={tmp_path}/hf", f"--to={tmp_path}/run", "--format=capibara")
-    dataset = run_folder.load(str(tmp_path / "run")).trainer.dataset
+    dataset = load_run(str(tmp_path / "run")).trainer.dataset
     assert dataset.get_vocabulary().end_ids == (2, 4, 5)  # which config.json says, too
     own_tokenizer.keep(dataset, str(tmp_path / "later"))
     assert TokenizerJsonVocabulary(path=str(tmp_path / "later")).end_ids == (2, 4, 5)

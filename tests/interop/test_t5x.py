@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from capibara import config
 from capibara.cli import convert
+from capibara.cli.composition.models import load_run
 from capibara.core import exits, tree
 from capibara.core.types import UserError
 from capibara.interop import open_model
@@ -28,7 +29,6 @@ from capibara.interop.t5x import read as t5x_read
 from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
-from capibara.training import run_folder
 
 T5_1_1 = EncoderDecoderConfig(
     **dict(vocab_size=96, embed_dim=16, num_layers=2, num_encoder_layers=3, num_heads=4, head_dim=8, mlp_dim=24),
@@ -283,7 +283,7 @@ def test_dtype_and_dropout_are_kept(params, tmp_path, capsys):
     (tmp_path / "in" / "config.gin").write_text(said)
     assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    kept = run_folder.load(f"{tmp_path}/ours").model.config
+    kept = load_run(f"{tmp_path}/ours").model.config
     assert (kept.dtype, kept.dropout_rate) == ("float32", 0.125)
     for source in ("in", "ours"):
         assert run(f"--from={tmp_path}/{source}", f"--to={tmp_path}/{source}2", "--format=t5x") == 0
@@ -310,7 +310,7 @@ def test_out_and_in_again_to_the_bit_and_as_tensorstore_reads_it(params, tmp_pat
     (tmp_path / "in" / "sentencepiece.model").write_bytes(b"a model")
     assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/ours", "--format=capibara") == 0
     config.reset()
-    again = run_folder.load(f"{tmp_path}/ours")
+    again = load_run(f"{tmp_path}/ours")
     assert_equal(again.params, params["t5_1_1"])
     assert again.model.config.activation == "swiglu"
     (tmp_path / "ours" / "spiece.model").unlink()  # no real one

@@ -17,6 +17,7 @@ import tokenizers
 
 from capibara import config
 from capibara.cli import convert
+from capibara.cli.composition.models import load_run
 from capibara.core import exits
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
@@ -24,7 +25,6 @@ from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
-from capibara.training import run_folder
 
 HERE = pathlib.Path(__file__).resolve().parent
 PYTHON = os.environ.get("TORCH_PYTHON")
@@ -167,7 +167,7 @@ def test_an_exported_chat_model_stops_where_ours_does(name, folder):
     path, (about, generation, _) = folder / name, CHATS[name]
     prompts, want = (json.loads((path / file).read_text()) for file in ("prompts.json", "found.json"))
     config.reset()
-    loaded = run_folder.load(str(path / "run"))
+    loaded = load_run(str(path / "run"))
     vocabulary = loaded.trainer.dataset.get_vocabulary()
     engine = Engine(loaded.model, loaded.params, vocabulary, 16, EngineConfig(slots=2))
     asked = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from capibara import config
+from capibara.core import user_modules
 from capibara.core.types import UserError
 from capibara.jobs import bundle
 
@@ -20,7 +21,7 @@ def cwd(tmp_path, monkeypatch):
 
 def collected(gin_files, search_paths=(), wheel=None):
     read = config.parse(gin_files, (), search_paths)
-    return bundle.collect(gin_files, read, search_paths, bundle.own_modules(), wheel)
+    return bundle.collect(gin_files, read, search_paths, user_modules.files_of(config.imported_modules()), wheel)
 
 
 def test_the_users_files_are_staged_where_they_are_found_again(cwd, tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_a_file_has_a_name_by_which_a_host_finds_it(cwd, name, search_paths, pla
     name = name.format(cwd=cwd, shipped=config.search_folders()[-1].resolve())
     sources = collected([name], search_paths)
     assert [*sources.paths] == ([] if place is None else [place]) and [*sources.gin_files] == [there]
-    bundle.check(sources, ())
+    bundle.check(sources, lambda files, folders: config.parse(files, (), folders))
 
 
 def test_an_include_that_a_host_would_not_find_is_an_error_before_anything_is_staged(cwd):
@@ -109,7 +110,7 @@ def test_an_include_that_a_host_would_not_find_is_an_error_before_anything_is_st
     (cwd / "run.gin").write_text('include "../outer.gin"\n')
     sources = collected(["run.gin"], [".."])
     with pytest.raises(UserError, match="on a host of the job the Gin files would not be found: .*outer.gin"):
-        bundle.check(sources, ())
+        bundle.check(sources, lambda files, folders: config.parse(files, (), folders))
     assert pathlib.Path.cwd() == cwd
 
 
@@ -121,7 +122,7 @@ def test_a_file_that_would_take_the_place_of_another(cwd, tmp_path):
     (other / "b.gin").write_text('include "run.gin"\n')  # that of the working directory comes first
     sources = collected(["b.gin"], [str(other)])
     assert [*sources.paths] == ["gin/0/run.gin", "gin/1/b.gin"]
-    bundle.check(sources, ())
+    bundle.check(sources, lambda files, folders: config.parse(files, (), folders))
 
 
 @pytest.mark.parametrize("name", ["capibara.whl", "other-1.0-py3-none-any.whl", "capibara-1.0.tar.gz"])

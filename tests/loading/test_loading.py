@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from capibara import config, loading
+from capibara import config
 from capibara.checkpoints.policy import Verify
+from capibara.cli.composition import models
 from capibara.core.types import UserError
 from capibara.interop import conversion, gin_of
 from capibara.interop.hf import config as hf_config
-from capibara.loading import adapters
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.training import run_folder
@@ -24,7 +24,7 @@ from capibara.training import run_folder
 CONFIG = DecoderConfig(
     vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128
 )
-RUNS = loading.RunFolders()
+READER = models.ModelReader()
 OURS = ("Dataset.length = 64", "DecoderConfig.dtype = 'float32'")
 
 
@@ -44,7 +44,7 @@ def forms(tmp_path_factory):
     files = {"tokenizer.json": b"", "tokenizer_config.json": b'{"eos_token": "<eos>"}'}
     run_folder.save(str(folder / "run"), params, gin_of.run(CONFIG, str(folder / "run"), files))
     for form, target in (("hf", "hf"), ("gguf", "m.gguf")):
-        conversion.convert(str(folder / "run"), str(folder / target), form, "f32", None, ((), (), ()), RUNS)
+        conversion.convert(str(folder / "run"), str(folder / target), form, "f32", None, READER)
     config.reset()
     return folder, params
 
@@ -52,7 +52,7 @@ def forms(tmp_path_factory):
 @pytest.mark.parametrize("form, step, weights", [("run", 0, "raw"), ("hf", None, "stored"), ("m.gguf", None, "stored")])
 def test_all_forms_are_one_model(forms, form, step, weights):
     folder, params = forms
-    opened = loading.load(str(folder / form), bindings=OURS)
+    opened = models.load(str(folder / form), bindings=OURS)
     assert (opened.step, opened.weights, opened.path) == (step, weights, str(folder / form))
     jax.tree.map(np.testing.assert_array_equal, opened.params, params)
     vocabulary = opened.tokenizer
@@ -67,7 +67,7 @@ def test_a_folder_is_loaded_with_the_tokens_that_its_files_name(forms, tmp_path)
         "additional_special_tokens": ["ab"],
     }  # a token of the vocabulary, and no special one there
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(values))
-    vocabulary = loading.load(str(tmp_path / "hf"), bindings=OURS).tokenizer
+    vocabulary = models.load(str(tmp_path / "hf"), bindings=OURS).tokenizer
     (token,) = vocabulary.encode("ab")
     assert vocabulary.spelling(token) == "ab" and vocabulary.decode([token]) == ""
 
@@ -83,7 +83,7 @@ def test_options_of_sampling_that_a_folder_names_are_said_to_be_unused(forms, tm
         "_from_model_config": 1,
     }
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(values))
-    loading.load(str(tmp_path / "hf"), bindings=OURS)
+    models.load(str(tmp_path / "hf"), bindings=OURS)
     assert "has do_sample = True, temperature = 0.6, suppress_tokens = [3], which is not used" in caplog.text
 
 
@@ -100,17 +100,17 @@ def test_what_a_foreign_model_does_not_have(forms, tmp_path):
         ({"weights": "ema"}, "--weights=ema is only for run folders"),
     ):
         with pytest.raises(UserError, match=why):
-            loading.load(str(folder / "hf"), **given)
+            models.load(str(folder / "hf"), **given)
     with pytest.raises(UserError, match="keeps no average"):
-        loading.load(str(folder / "run"), weights="ema")
+        models.load(str(folder / "run"), weights="ema")
     with pytest.raises(UserError, match="has no checkpoint of step 5: there are 0"):
-        loading.load(str(folder / "run"), step=5)
+        models.load(str(folder / "run"), step=5)
     with pytest.raises(UserError, match="does not exist"):
-        loading.load(str(tmp_path / "none"))
+        models.load(str(tmp_path / "none"))
     with pytest.raises(UserError, match="config.json"):
-        loading.load(str(tmp_path))
+        models.load(str(tmp_path))
     with pytest.raises(UserError, match=r"has the shape \[64, 32\], must be \[96, 32\]"):
-        loading.load(str(folder / "hf"), bindings=("DecoderConfig.mlp_dim = 96",))
+        models.load(str(folder / "hf"), bindings=("DecoderConfig.mlp_dim = 96",))
 
 
 def test_adapters_for_a_foreign_model_are_read_as_gin_says(forms, monkeypatch):
@@ -118,7 +118,7 @@ def test_adapters_for_a_foreign_model_are_read_as_gin_says(forms, monkeypatch):
     how = []
     monkeypatch.setattr(run_folder, "adapters", lambda path, checkpointing: how.append(checkpointing))
     bound = ("Trainer.checkpointing = @Checkpointing()", "Checkpointing.verify = 'off'")
-    loaded = loading.load(str(folder / "hf"), bindings=bound)
+    loaded = models.load(str(folder / "hf"), bindings=bound)
     with pytest.raises(UserError, match="a run without adapters"):
-        adapters.beside(loaded, [f"poet={folder / 'run'}"])
+        models.with_adapters(loaded, [f"poet={folder / 'run'}"])
     assert [one.verify for one in how] == [Verify.OFF]

@@ -6,13 +6,13 @@ import dataclasses
 import pytest
 
 from capibara import config, sharding
+from capibara.cli.composition import training_run
 from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core.types import UserError
 from capibara.inference.sample import SampleText
 from capibara.models import api
 from capibara.models.moe.moe import Moe
 from capibara.models.moe.router import Hints
-from capibara.monitoring.defaults import Monitoring
 from capibara.objectives.base import Normalization
 from capibara.training import setup as run
 from capibara.training.trainer import Trainer
@@ -50,7 +50,7 @@ class TestBindings:
     def used(self):
         def build(*bindings, files=("quickstart.gin",)):
             config.parse(files, bindings)
-            config.build(Trainer), config.build(SampleText), config.build(Monitoring).build()
+            config.build(Trainer), config.build(SampleText), training_run._callbacks(dashboard=False)
             return config.check_used()
 
         return build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
     from capibara.data.dataset import Dataset
+    from capibara.evaluation.judging import TaskJudge
     from capibara.interop import open_model
     from capibara.interop.peft import runs
     from capibara.models.api import Model
+    from capibara.training.callbacks import Callbacks
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -84,10 +87,8 @@ def run(
     from capibara import config
     from capibara.cli.composition import options
     from capibara.core.multihost import hosts
-    from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
     from capibara.models import api
-    from capibara.monitoring.defaults import Monitoring
     from capibara.planner.hardware import chips, xla_flags
     from capibara.training import loop, run_folder, setup
 
@@ -97,8 +98,8 @@ def run(
     model = api.build(trainer.model)
     texts, callbacks, judge = (
         config.build(SampleText),
-        config.build(Monitoring).build(dashboard=trainer.dashboard and not check),
-        judging.of_run(trainer, model),
+        _callbacks(dashboard=trainer.dashboard and not check),
+        _judge(trainer, model),
     )
     notes = [f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))]
     _print([*notes, *run_folder.changes(trainer.model_dir)])
@@ -137,7 +138,7 @@ def _read(
     from capibara.core import devices
     from capibara.core.multihost import channel
     from capibara.training import initialization, run_folder
-    from capibara.training.run_folder import checks
+    from capibara.training.run_folder import checks, own_tokenizer
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
@@ -153,7 +154,34 @@ def _read(
         checks.folder(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
     initialization.check_there(trainer)
-    return _of_devices(run_folder.own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
+    return _of_devices(own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
+
+
+def _callbacks(*, dashboard: bool) -> Callbacks:
+    """The callbacks that the parsed configuration sets; `dashboard`: one is started with the run."""
+    from capibara import config
+    from capibara.monitoring.dashboard.settings import DashboardConfig
+    from capibara.monitoring.defaults import Monitoring
+    from capibara.monitoring.system.sampler import SystemMetrics
+    from capibara.monitoring.trackers.tracking import Tracking
+
+    monitoring, system, tracking = map(config.build, (Monitoring, SystemMetrics, Tracking))
+    return monitoring.build(system, tracking, config.build(DashboardConfig) if dashboard else None)
+
+
+def _judge(trainer: Trainer, model: Model) -> TaskJudge | None:
+    """The judge of the run's SeqIO tasks; None: Evaluation.task_metrics is not set."""
+    from capibara import config
+    from capibara.evaluation.judging import TaskJudge
+    from capibara.evaluation.seqio_tasks import SeqioEvaluation
+    from capibara.inference.engine.engine import EngineConfig
+
+    if not trainer.evaluation.task_metrics:
+        return None
+    options = config.build(SeqioEvaluation)
+    if trainer.dataset.use_cached:
+        options = dataclasses.replace(options, use_cached=True)
+    return TaskJudge(trainer, model, options, config.build(EngineConfig))
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -86,6 +86,7 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config
     from capibara.cli.composition import inspected_run
+    from capibara.core import user_modules
 
     gin_files = [*args.run, *args.gin_file]
     config.parse(args.place, (), args.gin_search_paths)
@@ -98,10 +99,12 @@ def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobS
     if args.storage is None:
         raise UserError("--storage is not set: name a folder that the job's hosts can read, e.g. --storage=gs://bucket")
     storage = storage_of(args.storage)
-    sources = bundle.collect(gin_files, read, args.gin_search_paths, bundle.own_modules(), args.wheel)
+    sources = bundle.collect(
+        gin_files, read, args.gin_search_paths, user_modules.files_of(config.imported_modules()), args.wheel
+    )
     name = args.name or near_name(pathlib.Path(args.run[0]).stem)
     bindings = [*args.gin_bindings, *_bindings(args.slice, storage)]
-    bundle.check(sources, bindings)
+    bundle.check(sources, lambda files, folders: config.parse(files, bindings, folders))
     arguments = [f"--gin_file={file}" for file in sources.gin_files]
     arguments += [f"--gin_search_paths={path}" for path in sources.search_paths]
     spec = JobSpec(

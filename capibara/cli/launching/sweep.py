@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 from capibara.cli.arguments import flags, jobs
 from capibara.cli.launching import watching
 from capibara.cli.launching.job import facts, job_of
-from capibara.core import exits
+from capibara.core import exits, user_modules
 from capibara.core.fields import did_you_mean, nearest
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import backends, bundle, secrets, systems
+from capibara.jobs import backends, secrets, systems
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.managing.manager import Times
 from capibara.jobs.spec import JobSpec, near_name
@@ -268,7 +268,7 @@ def _check_runs(study: Study, args: argparse.Namespace) -> list[pathlib.Path]:
             bindings = [*args.gin_bindings, *trial.statements]
             read = config.parse([*args.run, *args.gin_file], bindings, args.gin_search_paths)
             own = [path for path in read if not path.resolve().is_relative_to(shipped)]
-            paths = [*own, *map(pathlib.Path, bundle.own_modules())]
+            paths = [*own, *map(pathlib.Path, user_modules.files_of(config.imported_modules()))]
             trainer = _trainer()
         except UserError as error:
             mistakes.append(error)

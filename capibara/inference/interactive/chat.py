@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 
-from capibara import config
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation
@@ -63,12 +62,12 @@ class Chat:
         return ()
 
 
-def of_served(dataset: Dataset) -> Chat | None:
+def of_served(dataset: Dataset, template: ChatTemplate | None = None) -> Chat | None:
     """Like `of_run`, but warns on standard error and returns None if there is no usable template; tells how others begin."""
     if dataset.encoder_length is None:
         dataset.get_vocabulary().tell_beginning()
     try:
-        talk = of_run(dataset)
+        talk = of_run(dataset, template=template)
         talk.ids("Hello")
     except TemplateFails as error:
         if error.is_bound:
@@ -80,19 +79,23 @@ def of_served(dataset: Dataset) -> Chat | None:
     return talk
 
 
-def of_run(dataset: Dataset, flag: str = "--chat") -> Chat:
-    """The run's tokenizer with the chat template of training, or the one beside the tokenizer; errors name `flag`.
+def of_run(dataset: Dataset, flag: str = "--chat", *, template: ChatTemplate | None = None) -> Chat:
+    """The run's tokenizer with the chat template of training, else with another one.
+
+    Args:
+      dataset: the run's data.
+      flag: what needs the template, for errors.
+      template: if training has none; None: the one beside the tokenizer.
 
     Raises:
       UserError: the run has no chat template.
     """
-    vocabulary, template = dataset.get_vocabulary(), getattr(dataset.source, "template", None)
-    if template is not None:
-        return Chat(vocabulary, template)
+    vocabulary, trained = dataset.get_vocabulary(), getattr(dataset.source, "template", None)
+    if trained is not None:
+        return Chat(vocabulary, trained)
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
             f"{flag} needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
             "that out, or use a model whose tokenizer has one"
         )
-    options = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
-    return Chat(vocabulary, config.build(ChatTemplate, **options))
+    return Chat(vocabulary, template or ChatTemplate(tokenizer=vocabulary.folder))

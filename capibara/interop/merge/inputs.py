@@ -13,7 +13,7 @@ import numpy as np
 from capibara.core import fields
 from capibara.core.types import UserError
 from capibara.interop import conversion, open_model
-from capibara.interop.conversion import OurModel, RunFolders, Show
+from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
 from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import ForeignModel
@@ -45,24 +45,24 @@ class Described:
     base: str | None = None
 
 
-def described(path: str, base: str | None, runs: RunFolders) -> Described:
+def described(path: str, base: str | None, reader: ModelReader) -> Described:
     """Opens a model.
 
     Args:
       path: of a run folder, a folder of PEFT, Hugging Face or T5X, or a .gguf file.
       base: the base model of an adapter whose own is not here.
-      runs: loading.RunFolders.
+      reader: reads runs.
 
     Raises:
       UserError: it cannot be read.
     """
-    if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not runs.is_run(path)):
+    if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not reader.is_run(path)):
         path = open_model.local_model(path)
     beside = None
     if adapters.is_adapter(path):
         named = peft_fields.read(path).get("base_model_name_or_path")
         beside = adapters.base_of(path, None if named and os.path.exists(named) else base)
-    source = conversion.described(path, beside, runs)
+    source = conversion.described(path, beside, reader)
     if isinstance(source, OurModel):
         return Described(path, source, source.model, beside)
     model = api.build(hf_config.from_hf(source.config))
@@ -143,10 +143,10 @@ class Tensors:
         return hashing.hash_of("".join(f"{name} {self._hashes[name]}\n" for name in sorted(self._hashes)).encode())
 
 
-def read_whole(one: Described, target: str, runs: RunFolders, show: Show) -> ForeignModel:
+def read_whole(one: Described, target: str, reader: ModelReader, show: Show) -> ForeignModel:
     """Writes a run, or an adapter merged into its base, to a new folder in float32, to be read tensor by tensor."""
     show("reading", one.path)
-    source = conversion.opened(one.path, one.base, runs)
+    source = conversion.opened(one.path, one.base, reader)
     if isinstance(source, OurModel) and one.base is not None:
         for field in ("head", "num_layers"):
             if getattr(source.model.config, field, None) != getattr(one.model.config, field, None):
@@ -154,7 +154,7 @@ def read_whole(one: Described, target: str, runs: RunFolders, show: Show) -> For
                     f"{one.path} is an adapter with which its base has another {field}: write that model first, capibara "
                     f"convert --from={one.path}, and name it"
                 )
-    conversion.write(source, target, "hf", "f32", runs.save)
+    conversion.write(source, target, "hf", "f32", reader.save)
     return open_model.open_model(target)
 
 

@@ -15,7 +15,7 @@ from capibara.consensus.merging.assemblies import Mixture
 from capibara.consensus.merging.method import Method, draw_of
 from capibara.core.types import UserError
 from capibara.interop import conversion
-from capibara.interop.conversion import OurModel, RunFolders, Show
+from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import model_card
 from capibara.interop.hf.tensors import Shape
@@ -124,7 +124,9 @@ class _Lazy(Sequence[np.ndarray]):
         return self._models[i].read(self._name)
 
 
-def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: RunFolders, show: Show = _silent) -> str:
+def merge(
+    what: Merge, target: str, form: str | None, dtype: str | None, reader: ModelReader, show: Show = _silent
+) -> str:
     """Merges models and writes the result; returns a line that describes it.
 
     The host holds one tensor of each model and what the written format needs; a run or an adapter is read whole once, and
@@ -135,7 +137,7 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
       target: a new folder or file; it gets a report of the merge, or x.gguf one beside it, x.merge.json.
       form: one of hf, pytorch, gguf, t5x and capibara; None: gguf if the target's name ends so, else hf.
       dtype: of the stored tensors, as in conversion.convert; None: that of the models if they have the same, else f32.
-      runs: loading.RunFolders.
+      reader: reads runs.
       show: reports the progress.
 
     Raises:
@@ -149,7 +151,7 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
         raise UserError(f"{report} exists already: name another --to, or remove it")
     what.method.check(len(what.models), has_base=what.base is not None)
     paths = [*what.models, *([what.base] if what.base is not None else [])]
-    models = [inputs.described(path, what.base if path != what.base else None, runs) for path in paths]
+    models = [inputs.described(path, what.base if path != what.base else None, reader) for path in paths]
     inputs.check_alike(models, tokenizer=what.tokenizer, in_layers=not assembly.takes_layers(what.method))
     like = _like(models, what)
     result_type = like.config["model_type"]
@@ -159,12 +161,12 @@ def merge(what: Merge, target: str, form: str | None, dtype: str | None, runs: R
         opened: dict[str, Tensors] = {}  # a model that is named twice is read once
         for i, one in enumerate(models):
             if one.path not in opened:
-                opened[one.path] = _tensors(one, os.path.join(spool, str(i)), names, runs, show)
+                opened[one.path] = _tensors(one, os.path.join(spool, str(i)), names, reader, show)
         tensors = [opened[one.path] for one in models]
         base = tensors[-1] if what.base is not None else None
         own, stored = tensors[: len(what.models)], _dtype(models)
         merged = MergedModel(own, base, what.method, what.seed, like, parts, stored, show)
-        summary = conversion.write(merged, target, form, dtype, runs.save)
+        summary = conversion.write(merged, target, form, dtype, reader.save)
         outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
     return f"{summary}; {what.method.name} of {_count(what.models)}, see {report}"
 
@@ -195,10 +197,10 @@ def _dtype(models: Sequence[Described]) -> str:
     return {"bf16": "bfloat16", "f16": "float16"}.get(found.pop() if len(found) == 1 else "", "float32")
 
 
-def _tensors(one: Described, spool: str, names: str, runs: RunFolders, show: Show) -> Tensors:
+def _tensors(one: Described, spool: str, names: str, reader: ModelReader, show: Show) -> Tensors:
     if isinstance(one.source, OurModel):
         os.makedirs(os.path.dirname(spool), exist_ok=True)
-        source = inputs.read_whole(one, spool, runs, show)
+        source = inputs.read_whole(one, spool, reader, show)
     else:
         source = one.source
     return Tensors(one.path, source, one.model, names)

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _feed(model_dir: str, bindings: Sequence[str], finish_s: float, answers: IO[str]) -> int:
-    from capibara import config
+    from capibara.config import written
     from capibara.core.types import UserError
     from capibara.monitoring.defaults import Monitoring
     from capibara.monitoring.trackers import state
@@ -57,8 +57,7 @@ def _feed(model_dir: str, bindings: Sequence[str], finish_s: float, answers: IO[
             answers.flush()
 
     try:
-        config.parse((), bindings)
-        trackers = config.build(Monitoring).trackers
+        trackers = written.read(Monitoring, bindings).trackers
     except UserError as error:
         say(f"trackers cannot be started: {error}")
         return EXIT_REFUSED

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from capibara.models import api
 from capibara.sharding import Plan
 from capibara.storage import outputs, stores
 from capibara.storage.full_disk import not_writable_explained
-from capibara.training.run_folder import own_tokenizer
 from capibara.training.state import TrainState, with_shardings
 from capibara.training.trainer import Trainer
 
@@ -91,31 +90,27 @@ def on_one_device(plan: Plan, model: api.Model) -> PyTree:
 
 def load(
     folder: str,
-    gin_files: Sequence[str] = (),
-    bindings: Sequence[str] = (),
-    search_paths: Sequence[str] = (),
+    trainer: Trainer,
     *,
     step: int | None = None,
     average: bool | None = None,
     placed: Placed = on_one_device,
     merge: bool = True,
-    trust: bool = False,
 ) -> TrainedRun:
-    """Loads a run and its parameters at a checkpoint step.
+    """Loads a run's parameters at a checkpoint step.
 
     Args:
-      folder: the run folder; its config.gin is parsed, then `gin_files` and `bindings`.
-      gin_files, bindings, search_paths: as in config.parse.
+      folder: the run folder.
+      trainer: the run that its record configures, with what the user set and with the folder's own tokenizer.
       step: the checkpoint step; None: the newest.
       average: True: the moving averages of the parameters; False: the parameters; None: averages if there are any.
       placed: shardings of the parameters.
       merge: whether to merge adapters into the parameters.
-      trust: as in `recorded`.
 
     Raises:
-      UserError: it is not a run folder, or has no checkpoint, no such step, or no averages.
+      UserError: it has no checkpoint, no such step, or no averages.
     """
-    trainer, model = _configured(folder, gin_files, bindings, search_paths, trust)
+    model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer.plan, model))
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         found = _found(checkpoints, folder, target, step, average is not False)
@@ -135,21 +130,17 @@ def load(
     return TrainedRun(trainer, model.plain if merge else model, params, step, kept and average is not False)
 
 
-def described(folder: str, *, trust: bool = False) -> tuple[Trainer, api.Model]:
-    """A run and its model without adapters, from its configuration alone; arguments and errors as in `load`."""
-    trainer, model = _configured(folder, (), (), (), trust)
+def described(folder: str, trainer: Trainer) -> TrainedRun:
+    """A run and its model without adapters, with shapes (jax.ShapeDtypeStruct) for parameters; arguments as in `load`.
+
+    Raises:
+      UserError: it has no checkpoint.
+    """
+    model = api.build(trainer.model).plain
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         if not checkpoints.steps():
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
-    return trainer, model.plain
-
-
-def _configured(
-    folder: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], trust: bool
-) -> tuple[Trainer, api.Model]:
-    config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
-    trainer = own_tokenizer.of_run(config.build(Trainer), folder)
-    return trainer, api.build(trainer.model)
+    return TrainedRun(trainer, model, model.abstract_params, 0, False)
 
 
 def newest_optimizer(

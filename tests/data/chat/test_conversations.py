@@ -362,10 +362,10 @@ def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
 def check_adapters(arguments, capfd):
     """Adapters beside what the run has come to: asked in the chat template, and merged."""
     from capibara.cli import infer, train
+    from capibara.cli.composition.models import load_run
     from capibara.core import exits
     from capibara.models import api
     from capibara.monitoring.trackers.loggers import read_metrics
-    from capibara.training import run_folder
 
     more = [
         "--gin.MODEL_DIR=tuned",
@@ -380,10 +380,10 @@ def check_adapters(arguments, capfd):
     asked = ["--model_dir=tuned", "--chat", "--prompt=How many?", "--gin.Sampling.max_new_tokens=8"]
     assert exits.run_verb(infer.main, asked) == 0, capfd.readouterr()
     assert "How many?" not in capfd.readouterr().out
-    loaded = run_folder.load("tuned")
+    loaded = load_run("tuned")
     plain = api.build(dataclasses.replace(loaded.trainer.model, lora=None))
     assert loaded.model is plain and jax.tree.structure(loaded.params) == jax.tree.structure(plain.abstract_params)
-    query, begun = (run.params["layers"]["attention"]["query"] for run in (loaded, run_folder.load("run")))
-    key, begun_key = (run.params["layers"]["attention"]["key"] for run in (loaded, run_folder.load("run")))
+    query, begun = (run.params["layers"]["attention"]["query"] for run in (loaded, load_run("run")))
+    key, begun_key = (run.params["layers"]["attention"]["key"] for run in (loaded, load_run("run")))
     assert np.abs(query - begun).max() > 0  # the adapter is in it
     np.testing.assert_array_equal(key, begun_key)  # this one has none

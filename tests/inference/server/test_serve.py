@@ -15,8 +15,8 @@ import jax
 import openai
 import pytest
 
-from capibara import loading
 from capibara.cli import infer, serve
+from capibara.cli.composition import models
 from capibara.core import exits
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
@@ -156,14 +156,14 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
 @pytest.fixture
 def loaded(monkeypatch):
     """The parameters of every loaded model."""
-    load, found = loading.load, []
+    load, found = models.load, []
 
     def noted(*args, **options):
         opened = load(*args, **options)
         found.extend(jax.tree.leaves(opened.params))
         return opened
 
-    monkeypatch.setattr(loading, "load", noted)
+    monkeypatch.setattr(models, "load", noted)
     return found
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
 from capibara.monitoring.system import compiles, devices, facts, host, sampler
@@ -42,10 +41,9 @@ def run(tmp_path):
 
 
 def begun(run, *more, every_s=0.1, **options):
-    bindings = [f"SystemMetrics.{name} = {value}" for name, value in (options | {"every_s": every_s}).items()]
-    config.parse((), bindings)
     said = Said()
-    callbacks = Monitoring(callbacks=(MetricsFile(),), more=(said, *more)).build()
+    monitoring = Monitoring(callbacks=(MetricsFile(),), more=(said, *more))
+    callbacks = monitoring.build(SystemMetrics(every_s=every_s, **options))
     callbacks.on_train_begin(run)
     callbacks.on_spent(run.start_step, {})
     return callbacks, said

@@ -16,9 +16,11 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
+from capibara.monitoring.system.sampler import SystemMetrics
 from capibara.monitoring.trackers import state, tracking
 from capibara.monitoring.trackers.clients.plain import JsonlTracker, PrintTracker
 from capibara.monitoring.trackers.loggers import MetricsFile
+from capibara.monitoring.trackers.tracking import Tracking
 from capibara.training.callbacks import Callback
 from tests.monitoring.trackers.runs import RUN, TOKEN, Odd, sent
 
@@ -46,9 +48,9 @@ def deaf():
 
 
 def begun(folder, trackers, start=0, finish_s=1.0):
-    config.parse((), ["SystemMetrics.every_s = 0", f"Tracking.finish_s = {finish_s}"])
     said = Said()
-    callbacks = Monitoring(callbacks=(MetricsFile(),), more=(said,), trackers=trackers).build()
+    monitoring = Monitoring(callbacks=(MetricsFile(),), more=(said,), trackers=trackers)
+    callbacks = monitoring.build(SystemMetrics(every_s=0.0), Tracking(finish_s=finish_s))
     callbacks.on_train_begin(dataclasses.replace(RUN, model_dir=str(folder), start_step=start))
     return callbacks, said.lines
 
@@ -115,9 +117,10 @@ def test_a_tracker_of_the_users_own_module(tmp_path):
     import dataclasses
     from capibara import config
     from capibara.monitoring.defaults import Monitoring
+    from capibara.monitoring.system.sampler import SystemMetrics
     from tests.monitoring.trackers.runs import RUN
     config.parse(["run.gin"], ["SystemMetrics.every_s = 0", "Monitoring.callbacks = (@MetricsFile(),)"])
-    callbacks = config.build(Monitoring).build()
+    callbacks = config.build(Monitoring).build(config.build(SystemMetrics))
     callbacks.on_train_begin(dataclasses.replace(RUN, model_dir="run"))
     callbacks.on_step(1, {"loss": 2.5})
     callbacks.on_train_end(1, "finished")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from capibara import config, sharding
+from capibara import sharding
 from capibara.config import configurable
 from capibara.core.types import PyTree, UserError
 from capibara.models.api import Model
@@ -82,11 +82,6 @@ class ServingMesh:
         # A vocabulary that does not divide is replicated.
         rules = Rules(vocab=()) if model.config.vocab_size % tensor else Rules()
         return sharding.shardings(mesh, rules, model.axes, model.abstract_params)
-
-
-def placed(_: Plan, model: Model) -> PyTree:
-    """The parameters' shardings for `loading.load`, from the parsed configuration: on all processes."""
-    return config.build(ServingMesh).shardings(model, jax.devices())
 
 
 def _processes(devices: Sequence[jax.Device]) -> int:

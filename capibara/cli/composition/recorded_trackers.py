@@ -19,7 +19,7 @@ _TRACKERS = "Monitoring.trackers"
 SHORT = {"wandb": "WandbTracker", "comet": "CometTracker", "mlflow": "MlflowTracker", "print": "PrintTracker"}
 
 
-def trackers(
+def read(
     folder: str,
     gin_files: Sequence[str],
     bindings: Sequence[str],

@@ -1,0 +1,47 @@
+"""The tasks of an evaluation, as Gin files bind them: what `capibara evaluate --task` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from capibara import config
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from capibara.evaluation import metrics, seqio_tasks, validation
+from capibara.evaluation.evaluate import Ours, Seqio, Task, Validation
+from capibara.evaluation.seqio_tasks import SeqioEvaluation
+from capibara.evaluation.tasks import EvalTask, read_items
+
+
+def select(names: Sequence[str], limit: int | None) -> list[Task]:
+    """Reads and checks the tasks of these names.
+
+    Args:
+      names: names of tasks, each or several with commas between; empty: all tasks of the Gin files, or the validation split if there are none.
+      limit: the largest number of examples of a task.
+
+    Raises:
+      UserError: there is no such task, or it is invalid, or a flag binds a value that nothing uses.
+    """
+    names = [name for value in names for name in value.split(",") if name]
+    bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
+    found: list[Task] = []
+    for name in dict.fromkeys(names or bound or [validation.NAME]):
+        if name == validation.NAME:
+            found.append(Validation())
+        elif name.startswith(seqio_tasks.PREFIX):
+            found.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
+        elif name in bound:
+            with config.in_scope(name):
+                task = config.build(EvalTask)
+            items = read_items(name, task, limit)
+            for metric in task.scored_by:
+                metrics.check_targets(metric, [item.target for item in items], name)
+            found.append(Ours(name, task, items))
+        else:
+            raise UserError(
+                f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "
+                f"a Gin file; for a SeqIO task write seqio:{name})"
+            )
+    config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
+    return found

@@ -1,0 +1,206 @@
+"""Opens models as Gin files and flags configure them: what infer, serve, evaluate, convert, merge and `capibara.load` share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from capibara import config
+from capibara.checkpoints.policy import Checkpointing
+from capibara.config import written
+from capibara.core.types import Params, PyTree
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.evaluation import subject
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.interactive import chat
+from capibara.interop.open_model import LoadedModel
+from capibara.loading import adapters, opening
+from capibara.models.api import Model, TransformerConfig
+from capibara.sharding import Plan
+from capibara.training import run_folder
+from capibara.training.run_folder import Placed, TrainedRun, own_tokenizer
+from capibara.training.trainer import Trainer
+
+Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
+
+
+def load(
+    path: str,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    placed: Placed = run_folder.on_one_device,
+    trust: bool = False,
+) -> LoadedModel:
+    """Loads a model: a run folder, a Hugging Face folder or a .gguf file: `capibara.load(path)`.
+
+    Its own configuration is parsed first, then `gin_files` and `bindings`.
+
+    Args:
+      path: path of the model.
+      gin_files, bindings, search_paths: as in config.parse.
+      step: a checkpoint step of a run; None: the newest.
+      weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
+      placed: shardings of the parameters.
+      trust: whether to import the modules that a run's configuration names.
+
+    Raises:
+      UserError: it is not a model, is incomplete, has no tokenizer, or has no such step or weights.
+    """
+    gin = (gin_files, bindings, search_paths)
+    return load_with_run(path, gin, step=step, weights=weights, placed=placed, trust=trust)[1]
+
+
+def load_with_run(
+    path: str,
+    gin: Gin,
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    placed: Placed = run_folder.on_one_device,
+    trust: bool = False,
+) -> tuple[Trainer, LoadedModel]:
+    """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
+    gin_files, _, search_paths = gin
+    config.load_modules(gin_files, search_paths)
+    opened = opening.open_path(path, trust=trust)
+    config.parse(*gin, opened.record)
+    trainer = config.build(Trainer)
+    if opened.foreign is None:
+        trainer = own_tokenizer.of_run(trainer, opened.path)
+    return trainer, opened.load(trainer, step=step, weights=weights, placed=placed)
+
+
+def recorded_run(folder: str, gin: Gin = ((), (), ()), *, trust: bool = False) -> Trainer:
+    """The run that a run folder records, with what Gin files and bindings set, and with the folder's own tokenizer."""
+    config.parse(*gin, run_folder.recorded(folder, trust=trust))
+    return own_tokenizer.of_run(config.build(Trainer), folder)
+
+
+def load_run(folder: str, gin: Gin = ((), (), ()), *, merge: bool = True, trust: bool = False) -> TrainedRun:
+    """Loads the newest step of a run folder onto one device; arguments and errors as in `run_folder.load`."""
+    return run_folder.load(folder, recorded_run(folder, gin, trust=trust), merge=merge)
+
+
+def with_adapters(loaded: LoadedModel, flags: Sequence[str], base: str | None = None) -> LoadedModel:
+    """Adds the adapters of Gin and of flags ("NAME=PATH") to a model; errors as in `adapters.beside`.
+
+    Args:
+      loaded: the base model.
+      flags: of the command line.
+      base: the name of the model itself in requests; None: it has none.
+    """
+    configured = config.build(adapters.Adapters)
+    is_run = loaded.training is not None  # which records how its own adapters are read
+    is_used = bool(configured.paths or flags) and not is_run
+    how = config.build(Checkpointing) if is_used else Checkpointing()
+    return adapters.beside(loaded, configured, how, flags, base)
+
+
+def on_serving_mesh(_: Plan, model: Model) -> PyTree:
+    """The parameters' shardings for `load`, from the parsed configuration: on all processes."""
+    import jax
+
+    return config.build(ServingMesh).shardings(model, jax.devices())
+
+
+def chat_template(dataset: Dataset) -> ChatTemplate | None:
+    """The chat template that the parsed configuration sets for a tokenizer; None: training has one, or there is no such tokenizer."""
+    vocabulary = dataset.vocabulary
+    if getattr(dataset.source, "template", None) or not isinstance(vocabulary, TokenizerJsonVocabulary):
+        return None
+    options = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    return config.build(ChatTemplate, **options)
+
+
+def chat_of(dataset: Dataset) -> chat.Chat:
+    """The tokenizer with the chat template of training, else that of the parsed configuration; errors as in `chat.of_run`."""
+    return chat.of_run(dataset, template=chat_template(dataset))
+
+
+def open_subject(
+    path: str,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    trust: bool = False,
+) -> subject.Subject:
+    """Loads a model that is to be evaluated onto all devices; arguments and errors as in `load`."""
+    layout = subject.Layout(is_set=any(binding.startswith("Plan.") for binding in bindings))
+    gin = (gin_files, bindings, search_paths)
+    run, loaded = load_with_run(path, gin, step=step, weights=weights, placed=layout.placed, trust=trust)
+    return subject.of_model(
+        loaded,
+        run,
+        layout,
+        batching=config.build(EngineConfig),
+        serving=config.build(ServingMesh),
+        template=chat_template(run.dataset),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelReader:
+    """Reads what a conversion or merge is given as Gin configures it (interop.conversion.ModelReader).
+
+    Attributes:
+      gin: Gin files, bindings and search paths; they override or complete a model's own configuration.
+      trust: whether to import the modules that a run's configuration names.
+    """
+
+    gin: Gin = ((), (), ())
+    trust: bool = False
+
+    def load_modules(self) -> None:
+        """Imports the modules that the Gin files import, so that their models are known."""
+        gin_files, _, search_paths = self.gin
+        config.load_modules(gin_files, search_paths)
+
+    def is_run(self, folder: str) -> bool:
+        """Whether a folder is a run folder."""
+        return run_folder.is_run(folder)
+
+    def run(self, folder: str) -> LoadedModel:
+        """The newest step of a run folder, on one device, with adapters unmerged."""
+        return opening.of_run(load_run(folder, self.gin, merge=False, trust=self.trust), folder)
+
+    def described(self, folder: str) -> LoadedModel:
+        """A run without adapters, with shapes (jax.ShapeDtypeStruct) for parameters: reads only its configuration."""
+        found = run_folder.described(folder, recorded_run(folder, trust=self.trust))
+        return opening.of_run(found, folder)
+
+    @property
+    def completes(self) -> bool:
+        """Whether Gin sets anything of a foreign model's configuration."""
+        gin_files, bindings, _ = self.gin
+        return bool(gin_files or bindings)
+
+    def completed(self, own: TransformerConfig, path: str) -> TransformerConfig:
+        """The configuration of a foreign model, as Gin completes it; `path` is of the model, for errors."""
+        config.parse(*self.gin, config.Recorded("\n".join(written.bindings(own)) + "\n", path))
+        return config.build(type(own))
+
+    def sentencepiece(self) -> SentencePieceVocabulary | None:
+        """The tokenizer that Gin names for the model that was completed last; None: its own."""
+        return config.build(SentencePieceVocabulary) if config.is_bound("SentencePieceVocabulary.path") else None
+
+    def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
+        """Like `run_folder.newest_optimizer`; None for a foreign model, too."""
+        if loaded.training is None:
+            return None
+        model, training = loaded.model, loaded.training
+        tx = training.optimizer.transformation(training.steps, model.trained(model.axes))
+        return run_folder.newest_optimizer(loaded.path, model, tx, training.checkpointing)
+
+    def save(self, folder: str, params: Params, gin: str) -> None:
+        """Like `run_folder.save`."""
+        run_folder.save(folder, params, gin)
