@@ -14,7 +14,8 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard, TypeVar
 
-from capibara.config import build, parse
+from capibara.config.parsing import parse
+from capibara.config.registry import build
 from capibara.core import fields
 from capibara.core.types import Dataclass, UserError
 from gin import config as gin_config

@@ -23,6 +23,7 @@ from capibara import config
 from capibara.cli.arguments import flags
 from capibara.core import exits, extras, fields
 from capibara.core.types import UserError
+from gin import config as gin_config
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -325,8 +326,8 @@ class TestMistakes:
             message = mistake("Pond.depth = 2")
             assert "Pond may be any of elsewhere.Pond, " in message and "write the full name" in message
         finally:
-            config.gin_config._REGISTRY.pop("elsewhere.Pond")
-            config.gin_config._INVERSE_REGISTRY.pop(twin)
+            gin_config._REGISTRY.pop("elsewhere.Pond")
+            gin_config._INVERSE_REGISTRY.pop(twin)
 
 
 class TestFiles:

@@ -1,0 +1,87 @@
+"""What objects have used so far: the operative configuration, saved with the run, and bindings without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+from capibara.config import record as gin_record
+from capibara.config import search as gin_search
+from capibara.config.registry import MACRO, bound_at, minimal
+from gin import config as gin_config
+
+
+def operative() -> str:
+    """All parameters used so far, defaults included, as the text that a run records: only bindings, no imports.
+
+    Parameters of functions that are passed as values (`Grpo.rewards = (@exact_answer,)`) count as used: they are called
+    later.
+    """
+    _add_called_later()
+    for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
+        wrapped = gin_config._REGISTRY[selector].wrapped
+        if isinstance(wrapped, type) and dataclasses.is_dataclass(wrapped):
+            for field in dataclasses.fields(wrapped):
+                # Gin leaves out defaults whose repr is not a literal; the value of an enum is one.
+                if field.init and isinstance(field.default, enum.Enum):
+                    parameters.setdefault(field.name, field.default.value)
+    for parameters in gin_config._OPERATIVE_CONFIG.values():
+        parameters.update({name: gin_record.literal(value) for name, value in parameters.items()})
+    imports, modules = [*gin_config._IMPORTS], imported_modules()
+    gin_config._IMPORTS.clear()  # a record has no imports: see record.py
+    try:
+        text = gin.operative_config_str(max_line_length=100)
+    finally:
+        gin_config._IMPORTS.update(imports)
+    return gin_record.of(text, modules)
+
+
+def imported_modules() -> set[str]:
+    """The user's own modules that the parsed Gin files import."""
+    return {one.module for one in gin_config._IMPORTS if one.module.partition(".")[0] not in ("capibara", "__gin__")}
+
+
+def _add_called_later() -> None:
+    """Marks the parameters of functions that are passed as values as used, as Gin does when they are called."""
+    noted = gin_config._OPERATIVE_CONFIG
+    waiting = [one for one in gin_config.iterate_references(noted) if not one.evaluate]
+    while waiting:
+        reference = waiting.pop()
+        found, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
+        if key in noted:
+            continue
+        made_by = gin_config._find_class_construction_fn
+        called = made_by(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
+        listed = (called, found.allowlist, found.denylist)
+        with gin.config_scope(key[0] or None):
+            bound = gin_config._get_bindings(found.selector)
+        noted[key] = gin_config._get_default_configurable_parameter_values(*listed) | bound
+        waiting += gin_config.iterate_references(bound)
+
+
+def unused() -> list[str]:
+    """Bindings that no object built so far has used, as "Plan.tensor (file.gin:3)"; without macros."""
+    return [f"{name} ({where})" for _, name, where in _unread()]
+
+
+def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
+    """Applies `search.check_used` to all bindings, except those of functions that are called `later`.
+
+    Call it when all configured objects are built.
+    """
+    built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
+    unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
+    return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+
+
+def _unread() -> list[tuple[Any, str, str]]:
+    read = {(selector, name) for (_, selector), names in gin_config._OPERATIVE_CONFIG.items() for name in names}
+    return [
+        (gin_config._REGISTRY[selector].wrapped, f"{minimal(scope, selector)}.{name}", where)
+        for (scope, selector, name), where in bound_at.items()
+        if selector != MACRO and (selector, name) not in read
+    ]
