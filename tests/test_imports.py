@@ -44,6 +44,7 @@ RULES = {
     "strategies": _BASE | {"training", "inference"},
     "evaluation": _BASE | {"training", "interop", "inference"},
     "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest", "builders.lineage"},
+    "run": _BASE | {"planner", "training", "inference", "evaluation", "monitoring"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
 # Within a room: folders that a folder must not import.

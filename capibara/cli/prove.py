@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def prove(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config, sharding
     from capibara.cli.composition import inspected_run
+    from capibara.config import written
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import compile_cache, proof
@@ -59,11 +61,10 @@ def prove(args: argparse.Namespace) -> int:
     slice_ = of_flag or (slices.parse(run.plan.slice) if run.plan.slice else None)
     if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    chosen, title = automatic.bindings(run, slice_)
-    if chosen:  # as in `train`
-        args.gin_bindings = [*args.gin_bindings, *chosen]
-        config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
-        run = inspected_run.run_of_gin(*lengths)
+    plan, title = automatic.plan(run, slice_)
+    if title:  # as in `train`; the child that compiles is told by flags
+        args.gin_bindings += [one.line for one in written.differences(run.plan, plan)]
+        run = dataclasses.replace(run, plan=plan)
         print(title)
     run.plan.mesh_shape(slice_.devices, slice_.name)
     if args.child:

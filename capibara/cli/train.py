@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.profile is not None:
         args.gin_bindings.extend(_profiled(args.profile))
     files, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
-    outcome = training_run.run(*files, args.emulate, start_over=args.start_over, joined=joined, check=args.check)
+    outcome = training_run.train_gin(*files, args.emulate, start_over=args.start_over, joined=joined, check=args.check)
     return 128 + outcome.signal_number if outcome.signal_number else 0
 
 

@@ -11,12 +11,16 @@ from typing import Any
 import gin
 from capibara.config import record as gin_record
 from capibara.config import search as gin_search
-from capibara.config.registry import MACRO, bound_at, minimal
+from capibara.config.registry import MACRO, bound_at, macro_name, minimal
+from capibara.config.written import Difference
 from gin import config as gin_config
 
 
-def operative() -> str:
+def operative(changed: Sequence[Difference] = ()) -> str:
     """All parameters used so far, defaults included, as the text that a run records: only bindings, no imports.
+
+    Args:
+      changed: fields of objects that were built, whose values have changed since.
 
     Parameters of functions that are passed as values (`Grpo.rewards = (@exact_answer,)`) count as used: they are called
     later.
@@ -29,6 +33,7 @@ def operative() -> str:
                 # Gin leaves out defaults whose repr is not a literal; the value of an enum is one.
                 if field.init and isinstance(field.default, enum.Enum):
                     parameters.setdefault(field.name, field.default.value)
+    _change(changed)
     for parameters in gin_config._OPERATIVE_CONFIG.values():
         parameters.update({name: gin_record.literal(value) for name, value in parameters.items()})
     imports, modules = [*gin_config._IMPORTS], imported_modules()
@@ -38,6 +43,28 @@ def operative() -> str:
     finally:
         gin_config._IMPORTS.update(imports)
     return gin_record.of(text, modules)
+
+
+def _change(changed: Sequence[Difference]) -> None:
+    """Replaces what objects have used by values that they have now, and drops macros that nothing uses any more."""
+    noted = gin_config._OPERATIVE_CONFIG
+    for one in changed:
+        key = ("", gin_config._INVERSE_REGISTRY[one.path[0][0]].selector)
+        for _, field in one.path[:-1]:
+            reference = _resolved(noted[key][field])
+            key = ("/".join(reference.scopes) or key[0], reference.configurable.selector)
+        noted[key][one.path[-1][1]] = one.literal
+    if changed:
+        used = {macro_name(one) for one in gin_config.iterate_references(noted)}
+        for scope, selector in [*noted]:
+            if selector == MACRO and scope not in used:
+                del noted[scope, selector]
+
+
+def _resolved(value: Any) -> Any:
+    while macro := macro_name(value):
+        value = gin_config._CONFIG[macro, MACRO]["value"]
+    return value
 
 
 def imported_modules() -> set[str]:

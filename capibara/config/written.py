@@ -69,6 +69,43 @@ def check_same(built: Dataclass, wanted: Dataclass) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A field in which two objects differ.
+
+    Attributes:
+      path: (class, field) pairs from the root to the field, such as (Trainer, "model"), (DecoderConfig, "embed_dim").
+      value: the new value.
+    """
+
+    path: tuple[tuple[type, str], ...]
+    value: object
+
+    @property
+    def literal(self) -> object:
+        """The value as Gin has it."""
+        return self.value.value if isinstance(self.value, enum.Enum) else self.value
+
+    @property
+    def line(self) -> str:
+        """The difference as Gin text."""
+        owner, field = self.path[-1]
+        return f"{owner.__name__}.{field} = {self.literal!r}"
+
+
+def differences(old: Dataclass, new: Dataclass) -> list[Difference]:
+    """The fields in which an object differs from an older one; those of objects of one class are compared in turn."""
+    found = []
+    for field in dataclasses.fields(new):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        step = (type(new), field.name)
+        if _is_object(before) and _is_object(after) and type(before) is type(after):
+            found += [Difference((step, *one.path), one.value) for one in differences(before, after)]
+        elif not _same(before, after):
+            found.append(Difference((step,), after))
+    return found
+
+
 def bindings(instance: Dataclass) -> list[str]:
     """The lines that bind a dataclass and those in it, as far as they differ from the defaults, without imports."""
     written = _of((instance,))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
 from capibara import sharding
+from capibara.data.dataset import TooLong
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
@@ -20,14 +23,11 @@ RULE = (
 _WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
 
 
-def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
-    """Gin statements that shrink a run by `RULE`, and a line that explains them; none if the model is small already.
-
-    They are bound like any other value, so the run folder's config.gin has the values that were used.
-    """
+def shrunk(trainer: Trainer, device_count: int) -> Trainer:
+    """A run that `RULE` has shrunk to fit `device_count` emulated devices; the run itself if its model is small."""
     model, plan, dataset = trainer.model, trainer.plan, trainer.dataset
     if model.embed_dim <= _WIDEST:
-        return [], ""
+        return trainer
     sizes = plan.mesh_shape(device_count)
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
@@ -36,43 +36,45 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     length = min(dataset.length, _LENGTH) if dataset.data_format is DataFormat.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
     rows *= pipeline.microbatches if pipeline else 1
-    values: dict[str, tuple[object, object]] = {
-        **_shrunk_model(model, parts, length / dataset.length),
-        f"{type(model).__name__}.vocab_size": (model.vocab_size, _vocabulary(trainer)),
-        "Dataset.length": (dataset.length, length),
-        "Dataset.encoder_length": (dataset.encoder_length, _at_most(dataset.encoder_length, _LENGTH)),
-        "Plan.batch_size": (plan.batch_size, rows),
-        "Dataset.task_shards": (dataset.task_shards, math.gcd(dataset.task_shards, rows)),
-    }
-    if length < dataset.length and dataset.source is not None and dataset.source.has_conversations:
-        values["Dataset.too_long"] = (str(dataset.too_long), "'cut'")  # few conversations would fit the short rows
-    changed = [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
-    return changed, f"--emulate={device_count}: {RULE}"
+    is_cut = length < dataset.length and dataset.source is not None and dataset.source.has_conversations
+    return dataclasses.replace(
+        trainer,
+        model=_shrunk_model(model, parts, length / dataset.length, _vocabulary(trainer)),
+        plan=dataclasses.replace(plan, batch_size=rows),
+        dataset=dataclasses.replace(
+            dataset,
+            length=length,
+            encoder_length=_at_most(dataset.encoder_length, _LENGTH),
+            task_shards=math.gcd(dataset.task_shards, rows),
+            too_long=TooLong.CUT if is_cut else dataset.too_long,  # few conversations would fit the short rows
+        ),
+    )
 
 
-def _shrunk_model(model: TransformerConfig, parts: int, shorter: float) -> dict[str, tuple[int | None, int | None]]:
-    """Field -> old and new value, for a model whose rows shrink by the factor `shorter`, in a pipeline of `parts`."""
-    name, factor = type(model).__name__, _WIDTH / model.embed_dim
+def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabulary: int) -> TransformerConfig:
+    """A smaller model for rows that are shorter by this factor, in a pipeline of `parts`, with a vocabulary of this size."""
+    factor = _WIDTH / model.embed_dim
 
-    def width(value: int | None, unit: int) -> tuple[int | None, int | None]:
-        return value, None if value is None else max(unit, round(value * factor / unit) * unit)
+    def width(value: int | None, unit: int) -> int | None:
+        return None if value is None else max(unit, round(value * factor / unit) * unit)
 
     unit = parts * len(getattr(model, "layer_pattern", "1"))
     layers = unit * max(1, _LAYERS // unit)
-    values = {
-        f"{name}.embed_dim": (model.embed_dim, _WIDTH),
-        f"{name}.mlp_dim": width(model.mlp_dim, 64),
-        f"{name}.head_dim": (model.head_dim, width(model.head_size, 8)[1]),
-        f"{name}.num_layers": (model.num_layers, min(model.num_layers, layers)),
+    values: dict[str, Any] = {
+        "embed_dim": _WIDTH,
+        "mlp_dim": width(model.mlp_dim, 64),
+        "head_dim": width(model.head_size, 8),
+        "num_layers": min(model.num_layers, layers),
+        "vocab_size": vocabulary,
     }
     if (encoder := getattr(model, "num_encoder_layers", None)) is not None:
-        values[f"{name}.num_encoder_layers"] = (encoder, min(encoder, layers))
+        values["num_encoder_layers"] = min(encoder, layers)
     if (window := getattr(model, "window", None)) is not None:
-        values[f"{name}.window"] = (window, max(1, round(window * shorter)))
-    if model.moe is not None:
-        values["Moe.expert_dim"] = width(model.moe.expert_dim, 64)
-        values["Moe.shared_dim"] = width(model.moe.shared_dim, 64)
-    return values
+        values["window"] = max(1, round(window * shorter))
+    if (moe := model.moe) is not None:
+        expert_dim, shared_dim = width(moe.expert_dim, 64), width(moe.shared_dim, 64)
+        values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim)
+    return dataclasses.replace(model, **values)
 
 
 def _vocabulary(trainer: Trainer) -> int:

@@ -15,7 +15,6 @@ import pytest
 
 from capibara import sharding
 from capibara.checkpoints.policy import Checkpointing
-from capibara.cli.composition import training_run
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
@@ -29,6 +28,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig
 from capibara.optim import Optimizer, Schedule
+from capibara.run.run import Run
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
@@ -208,7 +208,7 @@ def test_what_cannot_be_judged_is_told_before_the_first_step(mixture_run):
         dataclasses.replace(trainer, dataset=source)
     with pytest.raises(UserError, match="SeqioEvaluation.num_examples is 0, must be at least 1"):
         SeqioEvaluation(num_examples=0)
-    assert training_run._judge(mixture_run(), model) is None
+    assert Run(trainer=mixture_run()).judge(model) is None
 
 
 def test_names_of_metrics_that_are_there_already():

@@ -90,8 +90,7 @@ def test_another_reward_is_another_configuration(build, tmp_path):
 def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
     files = ["models/smollm2_135m.gin"]
     trainer = build(task, run, *more, files=files)
-    shrunk, _ = emulation.bindings(trainer, 8)
-    emulated = build(task, run, *more, *shrunk, files=files)
+    emulated = emulation.shrunk(trainer, 8)
     assert emulated.model.embed_dim == 128 < trainer.model.embed_dim
     assert emulated.dataset.length == trainer.dataset.length and emulated.dataset.too_long == "drop"
     assert emulated.plan.batch_size == 8 * emulated.loss.rows_of_a_prompt

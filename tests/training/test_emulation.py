@@ -21,8 +21,7 @@ def base(bindings=()):
 @pytest.mark.parametrize("devices", [8, 64])
 def test_the_base_model_shrinks_by_the_rule(devices):
     trainer = base()
-    bindings, _ = emulation.bindings(trainer, devices)
-    shrunk = base(bindings)
+    shrunk = emulation.shrunk(trainer, devices)
     model = shrunk.model
     assert (model.embed_dim, model.num_layers, model.num_heads) == (128, 4, trainer.model.num_heads)
     # 768 wide becomes 128: 2048 / 6 is nearest to 5 x 64, heads of 64 become 10 or 11, nearest to 8.
@@ -33,31 +32,31 @@ def test_the_base_model_shrinks_by_the_rule(devices):
         trainer.model, **{k: 2 for k in same}
     )
     assert dataclasses.replace(shrunk.plan, batch_size=1) == dataclasses.replace(trainer.plan, batch_size=1)
-    assert emulation.bindings(shrunk, devices) == ([], "")
+    assert emulation.shrunk(shrunk, devices) is shrunk
 
 
 def test_each_accumulation_step_keeps_a_row_per_shard():
-    bindings, _ = emulation.bindings(base(["Plan.accumulation = 4", "Plan.tensor = 2"]), 8)
-    assert "Plan.batch_size = 16" in bindings
+    assert emulation.shrunk(base(["Plan.accumulation = 4", "Plan.tensor = 2"]), 8).plan.batch_size == 16
 
 
 def test_each_node_keeps_a_row_per_shard():
-    bindings, _ = emulation.bindings(base(["Plan.node = 4", "Trainer.strategy = @ConsensusConfig()"]), 8)
-    assert "Plan.batch_size = 8" in bindings
+    nodes = ["Plan.node = 4", "Trainer.strategy = @ConsensusConfig()"]
+    assert emulation.shrunk(base(nodes), 8).plan.batch_size == 8
 
 
 def test_the_streams_of_a_task_divide_the_rows_that_are_left():
-    bindings, _ = emulation.bindings(base(["Dataset.task_shards = 32"]), 8)
-    assert "Dataset.task_shards = 8" in bindings and base(["Dataset.task_shards = 32", *bindings]).plan.batch_size == 8
+    shrunk = emulation.shrunk(base(["Dataset.task_shards = 32"]), 8)
+    assert shrunk.dataset.task_shards == 8 and shrunk.plan.batch_size == 8
 
 
 def test_a_small_model_is_left_alone():
-    assert emulation.bindings(base(["DecoderConfig.embed_dim = 240"]), 8) == ([], "")
+    small = base(["DecoderConfig.embed_dim = 240"])
+    assert emulation.shrunk(small, 8) is small
 
 
 def test_short_rows_and_few_layers_stay():
-    bindings, _ = emulation.bindings(base(["LENGTH = 64", "DecoderConfig.num_layers = 2"]), 8)
-    assert not [b for b in bindings if b.startswith(("Dataset.length", "DecoderConfig.num_layers"))]
+    shrunk = emulation.shrunk(base(["LENGTH = 64", "DecoderConfig.num_layers = 2"]), 8)
+    assert (shrunk.dataset.length, shrunk.model.num_layers) == (64, 2)
 
 
 @pytest.mark.parametrize(("length", "fate"), [(2048, "cut"), (128, "drop")])
@@ -67,21 +66,15 @@ def test_conversations_are_cut_with_their_rows(length, fate):
     bindings = ["MODEL_DIR = 'run'", "TRAIN_STEPS = 2", "FILES = ('chats.jsonl',)", "TOKENIZER = 'model'"]
     bindings += [f"LENGTH = {length}", "Dataset.vocabulary = @ByteVocabulary()"]
     config.parse(files, bindings)
-    changes, _ = emulation.bindings(config.build(Trainer), 8)
-    config.parse(files, [*bindings, *changes])
-    dataset = config.build(Trainer).dataset
+    dataset = emulation.shrunk(config.build(Trainer), 8).dataset
     assert (dataset.length, dataset.too_long) == (128, fate)
 
 
 def family(name, *bindings):
     files = ["runs/pretrain.gin", f"models/{name}.gin", "tasks/stdlib.gin"]
-
-    def parsed(*more):
-        config.parse(files, ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", *bindings, *more])
-        return config.build(Trainer)
-
-    trainer = parsed()
-    return trainer, parsed(*emulation.bindings(trainer, 8)[0])
+    config.parse(files, ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", *bindings])
+    trainer = config.build(Trainer)
+    return trainer, emulation.shrunk(trainer, 8)
 
 
 def test_a_layer_pattern_is_kept_whole_and_windows_shrink_with_rows():
@@ -116,7 +109,6 @@ def test_both_rows_and_both_stacks_of_an_encoder_decoder_shrink():
     bindings = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", "EncoderDecoderConfig.num_encoder_layers = 12"]
     config.parse(files, bindings)
     trainer = config.build(Trainer)
-    config.parse(files, [*bindings, *emulation.bindings(trainer, 8)[0]])
-    shrunk = config.build(Trainer)
+    shrunk = emulation.shrunk(trainer, 8)
     assert trainer.dataset.encoder_length > shrunk.dataset.encoder_length == 128
     assert (shrunk.model.num_layers, shrunk.model.encoder_layers, shrunk.model.mlp_dim) == (4, 4, 320)

@@ -9,7 +9,6 @@ from capibara import config, sharding
 from capibara.cli.composition import training_run
 from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core.types import UserError
-from capibara.inference.sample import SampleText
 from capibara.models import api
 from capibara.models.moe.moe import Moe
 from capibara.models.moe.router import Hints
@@ -50,7 +49,7 @@ class TestBindings:
     def used(self):
         def build(*bindings, files=("quickstart.gin",)):
             config.parse(files, bindings)
-            config.build(Trainer), config.build(SampleText), training_run._callbacks(dashboard=False)
+            training_run._read()
             return config.check_used()
 
         return build

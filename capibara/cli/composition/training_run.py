@@ -11,12 +11,12 @@ from capibara.core.multihost import joining
 from capibara.core.types import Dataclass, UserError
 
 if TYPE_CHECKING:
+    from capibara.config.written import Difference
     from capibara.data.dataset import Dataset
-    from capibara.evaluation.judging import TaskJudge
     from capibara.interop import open_model
     from capibara.interop.peft import runs
     from capibara.models.api import Model
-    from capibara.training.callbacks import Callbacks
+    from capibara.run.run import Run
     from capibara.training.loop import Outcome
     from capibara.training.trainer import Trainer
 
@@ -54,18 +54,20 @@ def train(
         )
     if emulate is not None and type(emulate) is not int:
         raise UserError(f"emulate is {emulate!r}, must be a number of devices, or None: try 8")
-    lines = written.text_of(trainer, *others).split("\n")
-    config.parse((), lines)
-    for one in (trainer, *others):
-        written.check_same(config.build(type(one)), one)
+    config.parse((), written.text_of(trainer, *others).split("\n"))
+    for part in (trainer, *others):
+        written.check_same(config.build(type(part)), part)
+    read = _read()
+    given = {type(part): part for part in (trainer, *others)}
+    parts = {field.name: given.get(type(part := getattr(read, field.name)), part) for field in dataclasses.fields(read)}
     notes = [
         f"{name} is of this script: only this process can read the run folder, unless a module of yours defines it"
         for name in written.unnamed(trainer, *others)
     ]
-    return run((), lines, (), emulate, start_over=start_over, joined=joined, notes=notes)
+    return _train(dataclasses.replace(read, **parts), emulate, start_over=start_over, joined=joined, notes=notes)
 
 
-def run(
+def train_gin(
     gin_files: Sequence[str],
     bindings: Sequence[str],
     search_paths: Sequence[str],
@@ -73,38 +75,80 @@ def run(
     *,
     start_over: bool = False,
     joined: joining.Joining = joining.Joining(),
+    check: bool = False,
+) -> Outcome:
+    """Trains the run that Gin files and bindings describe.
+
+    Args:
+      gin_files, bindings, search_paths, emulate, start_over, joined: as in config.parse and `train`.
+      check: only check what was given, and print what was checked: nothing is compiled or written.
+
+    Raises:
+      UserError: the run cannot be trained as described.
+    """
+    from capibara import config
+
+    config.parse(gin_files, bindings, search_paths)
+    return _train(_read(), emulate, start_over=start_over and not check, joined=joined, check=check)
+
+
+def _read() -> Run:
+    """The run that the parsed Gin files and bindings describe."""
+    from capibara import config
+    from capibara.evaluation.seqio_tasks import SeqioEvaluation
+    from capibara.inference.engine.engine import EngineConfig
+    from capibara.inference.sample import SampleText
+    from capibara.monitoring.dashboard.settings import DashboardConfig
+    from capibara.monitoring.defaults import Monitoring
+    from capibara.monitoring.system.sampler import SystemMetrics
+    from capibara.monitoring.trackers.tracking import Tracking
+    from capibara.run.run import Run
+    from capibara.training.trainer import Trainer
+
+    trainer = config.build(Trainer)
+    has_tasks = trainer.evaluation.task_metrics  # what is built without need would count as used
+    return Run(
+        trainer=trainer,
+        samples=config.build(SampleText),
+        monitoring=config.build(Monitoring),
+        system=config.build(SystemMetrics),
+        tracking=config.build(Tracking),
+        dashboard=config.build(DashboardConfig) if trainer.dashboard else DashboardConfig(),
+        tasks=config.build(SeqioEvaluation) if has_tasks else SeqioEvaluation(),
+        batching=config.build(EngineConfig) if has_tasks else EngineConfig(),
+    )
+
+
+def _train(
+    run: Run,
+    emulate: int | None,
+    *,
+    start_over: bool,
+    joined: joining.Joining,
     notes: Sequence[str] = (),
     check: bool = False,
 ) -> Outcome:
-    """Trains the run that the Gin files and bindings describe; prints the notes first.
-
-    Args:
-      gin_files, bindings, search_paths, emulate, start_over, joined, notes: as in `train`, and config.parse.
-      check: only check what was given, and print what was checked: nothing is compiled or written.
-    """
+    """Trains a run that was read; prints the notes first."""
     import jax
 
     from capibara import config
     from capibara.cli.composition import options
     from capibara.core.multihost import hosts
-    from capibara.inference.sample import SampleText, sampler
+    from capibara.inference.sample import sampler
     from capibara.models import api
     from capibara.planner.hardware import chips, xla_flags
     from capibara.training import loop, run_folder, setup
 
-    trainer = _read(gin_files, bindings, search_paths, emulate, start_over=start_over and not check, joined=joined)
-    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
+    run, changed = _on_devices(run, emulate, start_over=start_over, joined=joined)
+    trainer, dataset, chip = run.trainer, run.trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)
-    texts, callbacks, judge = (
-        config.build(SampleText),
-        _callbacks(dashboard=trainer.dashboard and not check),
-        _judge(trainer, model),
-    )
-    notes = [f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))]
-    _print([*notes, *run_folder.changes(trainer.model_dir)])
-    options.check(trainer, texts)
-    sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
+    callbacks, judge = run.callbacks(dashboard=trainer.dashboard and not check), run.judge(model)
+    _print([f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))])
+    record = config.operative(changed)
+    _print(run_folder.changes(trainer.model_dir, record))
+    options.check(trainer, run.samples)
+    sampled = (dataset.get_vocabulary, dataset.length, run.samples, dataset.encoder_length, trainer.plan.rules)
     samples = sampler(model, *sampled, gathered=hosts.gathered)
     load = lambda path: _loader(path, trainer, model)  # noqa: E731
     if check:
@@ -117,32 +161,26 @@ def run(
         judge=judge,
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.axes["tensor"]),
-        config=config.operative(),
+        config=record,
         load=load,
     )
 
 
-def _read(
-    gin_files: Sequence[str],
-    bindings: Sequence[str],
-    search_paths: Sequence[str],
-    emulate: int | None,
-    *,
-    start_over: bool,
-    joined: joining.Joining,
-) -> Trainer:
-    """The run that the Gin files and bindings describe, on this process's devices, which are joined with the others."""
+def _on_devices(
+    run: Run, emulate: int | None, *, start_over: bool, joined: joining.Joining
+) -> tuple[Run, list[Difference]]:
+    """Joins this process with the others, and fits the run to their devices; returns what that changed, too."""
     import jax
 
     from capibara import config
+    from capibara.config import written
     from capibara.core import devices
     from capibara.core.multihost import channel
+    from capibara.run.run import emulated, with_own_tokenizer, with_plan
     from capibara.training import initialization, run_folder
-    from capibara.training.run_folder import checks, own_tokenizer
-    from capibara.training.trainer import Trainer
+    from capibara.training.run_folder import checks
 
-    config.parse(gin_files, bindings, search_paths)
-    trainer = config.build(Trainer)
+    trainer = run.trainer
     checks.installed(trainer)
     devices.start(emulate)
     facts = {"configuration": config.operative()}
@@ -154,34 +192,11 @@ def _read(
         checks.folder(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
     initialization.check_there(trainer)
-    return _of_devices(own_tokenizer.of_run(trainer), gin_files, bindings, search_paths, emulate)
-
-
-def _callbacks(*, dashboard: bool) -> Callbacks:
-    """The callbacks that the parsed configuration sets; `dashboard`: one is started with the run."""
-    from capibara import config
-    from capibara.monitoring.dashboard.settings import DashboardConfig
-    from capibara.monitoring.defaults import Monitoring
-    from capibara.monitoring.system.sampler import SystemMetrics
-    from capibara.monitoring.trackers.tracking import Tracking
-
-    monitoring, system, tracking = map(config.build, (Monitoring, SystemMetrics, Tracking))
-    return monitoring.build(system, tracking, config.build(DashboardConfig) if dashboard else None)
-
-
-def _judge(trainer: Trainer, model: Model) -> TaskJudge | None:
-    """The judge of the run's SeqIO tasks; None: Evaluation.task_metrics is not set."""
-    from capibara import config
-    from capibara.evaluation.judging import TaskJudge
-    from capibara.evaluation.seqio_tasks import SeqioEvaluation
-    from capibara.inference.engine.engine import EngineConfig
-
-    if not trainer.evaluation.task_metrics:
-        return None
-    options = config.build(SeqioEvaluation)
-    if trainer.dataset.use_cached:
-        options = dataclasses.replace(options, use_cached=True)
-    return TaskJudge(trainer, model, options, config.build(EngineConfig))
+    run = with_own_tokenizer(run)
+    fitted, title = with_plan(run) if emulate is None else emulated(run, jax.device_count())
+    changed = written.differences(run.trainer, fitted.trainer)
+    _print(["\n  ".join([title, *(one.line for one in changed)])] if title else [])
+    return fitted, changed
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -223,26 +238,3 @@ def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> li
     if not named or not found:
         return []
     return [f"note: the tokenizer of Trainer.init_from ({path}) is another than Dataset.vocabulary: {found}"]
-
-
-def _of_devices(
-    trainer: Trainer,
-    gin_files: Sequence[str],
-    bindings: Sequence[str],
-    search_paths: Sequence[str],
-    emulate: int | None,
-) -> Trainer:
-    """The run with a mesh for the slice that it names, or shrunk for emulated devices."""
-    import jax
-
-    from capibara import config
-    from capibara.planner.search import automatic
-    from capibara.training import emulation
-    from capibara.training.run_folder import own_tokenizer
-
-    more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
-    if not more:
-        return trainer
-    _print(["\n  ".join([title, *more])])
-    config.parse(gin_files, [*bindings, *more], search_paths)
-    return own_tokenizer.of_run(config.build(type(trainer)))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara import config
+from capibara.config.literals import quoted
 from capibara.planner.compiler.compile_cache import Verdict
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
@@ -358,7 +358,7 @@ def gin(
     if verdict and verdict.compiled:
         versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
         lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.fitting_bytes / GIB:.2f} GiB.")
-    lines += [*(f'include "{file}"' for file in includes), *map(config.quoted, bound)]
+    lines += [*(f'include "{file}"' for file in includes), *map(quoted, bound)]
     lengths = {"length": work.length, "encoder_length": work.encoder_length}
     lines += [f"Dataset.{name} = {length}" for name, length in lengths.items() if length is not None]
     return "\n".join([*lines, *best.choice.bindings(work, slice_.name)]) + "\n"

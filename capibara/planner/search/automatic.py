@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from capibara.core.types import AUTO
 from capibara.planner.hardware import slices
 from capibara.planner.hardware.chips import GIB
@@ -11,6 +13,7 @@ from capibara.planner.model.workload import Run
 from capibara.planner.report import report
 from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Question
+from capibara.sharding import Plan
 
 
 def is_open(run: Run) -> bool:
@@ -18,8 +21,8 @@ def is_open(run: Run) -> bool:
     return run.plan.slice is not None and not run.plan.has_mesh
 
 
-def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
-    """Gin statements that set the mesh of a run, and a line that describes the choice.
+def plan(run: Run, slice_: Slice | None = None) -> tuple[Plan, str]:
+    """The plan of a run with its mesh set, and a line that describes the choice.
 
     The batch is the run's. Remat and accumulation are chosen too if they are not set. The plan is only
     predicted to fit: `capibara plan --verify` proves it, and writes a Gin file.
@@ -29,14 +32,14 @@ def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
       slice_: overrides the slice that it names.
 
     Returns:
-      No statements and an empty line if the mesh is set.
+      The run's own plan and an empty line if its mesh is set.
 
     Raises:
       UserError: no plan fits the slice, or no mesh divides the batch.
     """
     named = run.plan.slice
     if named is None or not is_open(run):
-        return [], ""
+        return run.plan, ""
     workload.check_one_model(run.plan)
     workload.check_ordinary(run)
     slice_, work = slice_ or slices.parse(named), workload.of_run(run)
@@ -54,4 +57,4 @@ def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
         f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
         f"{slice_.chip.unit}, {report.seconds(best.cost.step_s)} a step"
     )
-    return best.choice.bindings(work, slice_.name), line
+    return dataclasses.replace(run.plan, **best.choice.fields(work, slice_.name)), line

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from capibara.optim import StateDtype
 from capibara.planner.model.workload import Workload
@@ -82,20 +83,20 @@ class Choice:
             **self.mesh,
         )
 
+    def fields(self, work: Workload, slice_name: str) -> dict[str, Any]:
+        """The fields of sharding.Plan that this choice sets; a run's plan keeps the others."""
+        values = {"slice": slice_name, "batch_size": self.batch_size(work), **self.mesh}
+        values |= {"accumulation": self.accumulation, "remat": self.remat.kind}
+        if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
+            values["remat_names"] = self.remat.names
+        if self.mesh["stage"] > 1:
+            values |= {"pipeline_microbatches": self.pipeline_microbatches, "pipeline_repeats": 1}
+        return values
+
     def bindings(self, work: Workload, slice_name: str) -> list[str]:
         """The plan as Gin statements."""
-        lines = [
-            f"Plan.slice = {slice_name!r}",
-            f"Plan.batch_size = {self.batch_size(work)}",
-            *(f"Plan.{axis} = {self.mesh[axis]}" for axis in MESH_AXES),
-            f"Plan.accumulation = {self.accumulation}",
-            f"Plan.remat = {str(self.remat.kind)!r}",
-        ]
-        if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
-            lines.append(f"Plan.remat_names = {self.remat.names!r}")
-        if self.mesh["stage"] > 1:
-            lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
-            lines.append("Plan.pipeline_repeats = 1")
+        values = self.fields(work, slice_name) | {"remat": str(self.remat.kind)}
+        lines = [f"Plan.{name} = {value!r}" for name, value in values.items()]
         if self.state_dtype is StateDtype.FLOAT32 and work.optimizer != "Optimizer":
             return lines  # another optimizer may not have the field
         return [*lines, f"{work.optimizer}.state_dtype = {str(self.state_dtype)!r}"]

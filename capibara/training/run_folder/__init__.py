@@ -272,12 +272,12 @@ def check_resumable(model_dir: str) -> None:
         step_folders.lost(step_folders.folder_of(model_dir))
 
 
-def changes(model_dir: str) -> list[str]:
-    """Lines on how the parsed configuration differs from the recorded one; only on process 0."""
+def changes(model_dir: str, configuration: str) -> list[str]:
+    """Lines on how the configuration of a start differs from the recorded one; only on process 0."""
     path = os.path.join(model_dir, CONFIG)
     before = outputs.read(path) if jax.process_index() == 0 else None
     try:
-        found = [] if before is None else config.diff(before, config.operative())
+        found = [] if before is None else config.diff(before, configuration)
         return [f"changed since the last start: {line}" for line in found]
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error

@@ -1,0 +1,1 @@
+"""A run as a value: readers make it, functions change it, `capibara train` trains it."""

@@ -1,0 +1,81 @@
+"""A run is a value: what changes it makes another, and its record reads as the one that was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from capibara import config
+from capibara.cli.composition import training_run
+from capibara.config import written
+from capibara.run.run import Run, emulated, with_plan
+from capibara.sharding import Plan
+from capibara.training.trainer import Trainer
+
+GIVEN = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2"]
+RUNS = {
+    "decoder": (["base_v5e64.gin"], []),
+    "a scope": (["base_v5e64.gin"], ["Trainer.model = @wide/DecoderConfig()", "wide/DecoderConfig.embed_dim = 1536"]),
+    "experts": (
+        ["runs/pretrain.gin", "models/qwen3_8b.gin", "tasks/stdlib.gin"],
+        ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", *GIVEN],
+    ),
+    "encoder-decoder": (["runs/pretrain_t5.gin", "models/t5_1_1_xl.gin", "tasks/stdlib.gin"], GIVEN),
+    "windows": (["runs/pretrain.gin", "models/gemma3_4b.gin", "tasks/stdlib.gin"], ["LENGTH = 8192", *GIVEN]),
+}
+OPEN = (["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/stdlib.gin"], [*GIVEN, "BATCH_SIZE = 128"])
+
+
+def read(files, bindings) -> Run:
+    config.parse(files, bindings)
+    return training_run._read()
+
+
+def recorded(run: Run, changed: Run) -> tuple[str, Trainer]:
+    """The record of a run that was changed after it was read, and the trainer that it reads as."""
+    text = config.operative(written.differences(run.trainer, changed.trainer))
+    config.parse((), (), (), config.Recorded(text, "config.gin"))
+    return text, config.build(Trainer)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_record_of_an_emulated_run_is_what_was_trained(name):
+    run = read(*RUNS[name])
+    small, line = emulated(run, 8)
+    assert small.trainer.model.embed_dim == 128 < run.trainer.model.embed_dim and line.startswith("--emulate=8: ")
+    text, trainer = recorded(run, small)
+    written.check_same(trainer, small.trainer)
+    assert ("wide/DecoderConfig.embed_dim = 128" in text) == (name == "a scope")
+    assert emulated(small, 8) == (small, "")
+
+
+def test_a_macro_that_nothing_uses_any_more_is_not_recorded():
+    run = read(*RUNS["windows"])
+    small, _ = emulated(run, 8)
+    assert "LENGTH = 8192" in config.operative()
+    text, _ = recorded(run, small)
+    assert "LENGTH" not in text and "TRAIN_STEPS = 2" in text and "Dataset.length = 128" in text
+
+
+def test_the_record_of_a_planned_run_is_what_was_trained():
+    run = read(OPEN[0], [*OPEN[1], "Plan.slice = 'v5e-64'"])
+    planned, line = with_plan(run)
+    assert line.startswith("plan for v5e-64: ") and planned.trainer.plan.has_mesh
+    text, trainer = recorded(run, planned)
+    written.check_same(trainer, planned.trainer)
+    assert f"Plan.fsdp = {planned.trainer.plan.fsdp}\n" in text
+    assert with_plan(planned) == (planned, "")
+
+
+def test_a_run_without_a_slice_is_the_same_run():
+    run = read(*OPEN)
+    assert with_plan(run) == (run, "")
+
+
+def test_differences_name_the_fields_of_one_class_and_replace_others():
+    run = read(*OPEN).trainer
+    other = dataclasses.replace(run, seed=7, plan=dataclasses.replace(run.plan, remat="full"), loss=None)
+    found = written.differences(run, other)
+    assert [one.line for one in found] == ["Plan.remat = 'full'", "Trainer.seed = 7"]
+    assert found[0].path == ((Trainer, "plan"), (Plan, "remat")) and written.differences(run, run) == []
