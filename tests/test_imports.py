@@ -83,7 +83,7 @@ PLATFORM_NAMES = {"platform", "device_kind", "default_backend", "get_backend", "
 # What only verbs and config/ ask the parser: other rooms are given values.
 PARSER, PARSER_ROOMS = {"build", "parse", "bind", "is_bound", "scopes"}, ("cli", "config")
 OF_JAX = {"core.devices", "core.interrupt", "core.multihost.hosts", "core.multihost.joining"}
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 700, 60, 100
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB, LONGEST_INIT = 700, 60, 100, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +270,12 @@ def _too_long(path: pathlib.Path, package: pathlib.Path) -> list[str]:
     shown = path.relative_to(package.parent)
     lines = len(text.splitlines())
     problems = []
+    if path.name == "__init__.py" and path.parent != package:  # the package's own imports names on their first use
+        if lines > LONGEST_INIT:
+            problems.append(f"{shown}: {lines} lines, an __init__ has at most {LONGEST_INIT}")
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        defined = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+        problems += [f"{shown}:{node.lineno}: an __init__ defines nothing: move {node.name}" for node in defined]
     if lines >= LONGEST_FILE:
         problems.append(f"{shown}: {lines} lines, must be under {LONGEST_FILE}")
     if path.parent == package / "cli" and path.stem in VERBS and lines > LONGEST_VERB:
@@ -333,6 +339,8 @@ PLANTED = {
         "only cli and config may use config.build",
     ),
     "data/tasks.py": ("from house.config import parse\nparse(())", "only cli and config may use config.parse"),
+    "optim/__init__.py": ("x = 1\n" * 41, "41 lines, an __init__ has at most 40"),
+    "builders/__init__.py": ("def f():\n    pass", "an __init__ defines nothing: move f"),
     "cli/plan.py": ("x = 1\n" * 101, "101 lines, a verb has at most 100"),
     "interop/names.py": ("x = 1\n" * 700, "700 lines, must be under 700"),
     "jobs/local.py": ("def f():\n" + "    x = 1\n" * 59, "f has 60 lines"),

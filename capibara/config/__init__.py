@@ -15,27 +15,8 @@ from capibara.config.search import find_file, search_folders
 from capibara.config.used import check_used, imported_modules, operative, unused
 
 __all__ = [
-    "MODULE",
-    "Recorded",
-    "Statement",
-    "bind",
-    "build",
-    "changes",
-    "check_used",
-    "configurable",
-    "diff",
-    "find_file",
-    "given_at",
-    "imported_modules",
-    "in_scope",
-    "is_bound",
-    "load_modules",
-    "operative",
-    "parse",
-    "reset",
-    "scopes",
-    "search_folders",
-    "statements_of",
-    "unused",
-    "values_of",
-]
+    "MODULE", "Recorded", "Statement", "bind", "build", "changes",
+    "check_used", "configurable", "diff", "find_file", "given_at", "imported_modules",
+    "in_scope", "is_bound", "load_modules", "operative", "parse", "reset",
+    "scopes", "search_folders", "statements_of", "unused", "values_of",
+]  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 
 from capibara.builders import fingerprints
 from capibara.builders.writing import Output
-from capibara.cli import prepare, preparing
+from capibara.cli import prepare
+from capibara.cli.preparing import builders
 from capibara.core import exits
 
 pytest.importorskip("openlineage.client")
@@ -87,7 +88,7 @@ def test_the_older_words_take_their_flags_on_both_sides(tmp_path, capsys):
 @pytest.fixture
 def parse(monkeypatch):
     monkeypatch.setenv("OPENLINEAGE_URL", "http://of.the.environment")
-    return lambda *argv: preparing.parsed(preparing.parser("sets", "Make sets."), argv)
+    return lambda *argv: builders.parsed(builders.parser("sets", "Make sets."), argv)
 
 
 def test_builders_share_their_flags(parse):
@@ -110,7 +111,7 @@ def test_skipped_input_is_named_and_is_the_exit_code(tmp_path, parse, capsys, mo
     monkeypatch.delenv("OPENLINEAGE_URL")
     (tmp_path / "in.jsonl").write_text("{}\n")
     manifest = build(tmp_path / "out", tmp_path / "in.jsonl", bad=bad)
-    assert preparing.report(manifest, parse("in.jsonl", f"--out={tmp_path}/out", *flags)) == code
+    assert builders.report(manifest, parse("in.jsonl", f"--out={tmp_path}/out", *flags)) == code
     said = capsys.readouterr()
     if "--json" in flags:
         assert json.loads(said.out) == json.loads((tmp_path / "out/manifest.json").read_text())

@@ -99,7 +99,7 @@ def test_a_run_is_what_its_text_describes(name):
 
 @pytest.mark.parametrize("name", [name for name in FILES if not is_run(name) and name != "tasks/routing.gin"])
 def test_so_are_a_task_and_a_coordinator(name):
-    """The SeqIO task of a routing set needs a set that was built: tests/data/test_routing_tasks.py has such a run."""
+    """The SeqIO task of a routing set needs a set that was built: tests/data/tasks/test_routing.py has such a run."""
     parse([name])
     scopes = [scope for scope in config.scopes("EvalTask") if scope]
     with config.in_scope(scopes[0] if scopes else None):

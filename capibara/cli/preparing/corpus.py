@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from capibara.cli import preparing
+from capibara.cli.preparing import builders
 from capibara.core.types import UserError
 
 _DESCRIPTION = """Prepare a corpus: drop equal and similar documents, filter, tokenize and pack once.
@@ -39,10 +39,10 @@ Dataset.vocabulary and Dataset.length."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the word; returns the exit code."""
-    made = preparing.parser("corpus", _DESCRIPTION)
+    made = builders.parser("corpus", _DESCRIPTION)
     made.add_argument("--runner", help="run on Apache Beam: DirectRunner, DaskRunner, FlinkRunner, SparkRunner, ...")
     made.add_argument("--beam_options", default="", help="options of Beam and its runner, as one string")
-    args = preparing.parsed(made, argv)
+    args = builders.parsed(made, argv)
     if args.beam_options and not args.runner:
         raise UserError("--beam_options needs --runner: add --runner=DirectRunner, or remove it")
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             manifest = beam.prepare(args.inputs, args.out, settings, args.runner, _options(args))
         else:
             manifest = build.prepare(args.inputs, args.out, settings, args.num_workers, status.show)
-    return preparing.report(manifest, args)
+    return builders.report(manifest, args)
 
 
 def _options(args: argparse.Namespace) -> list[str]:

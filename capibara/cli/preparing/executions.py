@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capibara.cli import preparing
+from capibara.cli.preparing import builders
 
 _DESCRIPTION = """Make training sets out of logs of executed code.
 
@@ -25,7 +25,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the word; returns the exit code."""
-    args = preparing.parsed(preparing.parser("executions", _DESCRIPTION), argv)
+    args = builders.parsed(builders.parser("executions", _DESCRIPTION), argv)
 
     from capibara import config
     from capibara.builders.executions import build
@@ -41,4 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats=config.build(ExecutionChats),
         redaction=config.build(Redaction),
     )
-    return preparing.run(build.build, settings, ENDINGS, args, "executions")
+    return builders.run(build.build, settings, ENDINGS, args, "executions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capibara.cli import preparing
+from capibara.cli.preparing import builders
 
 _DESCRIPTION = """Make training sets out of ACE playbooks: merge, filter and rank their bullets.
 
@@ -26,7 +26,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the word; returns the exit code."""
-    args = preparing.parsed(preparing.parser("playbooks", _DESCRIPTION), argv)
+    args = builders.parsed(builders.parser("playbooks", _DESCRIPTION), argv)
 
     from capibara import config
     from capibara.builders.playbooks import build
@@ -45,4 +45,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats=config.build(PlaybookChats),
         redaction=config.build(Redaction),
     )
-    return preparing.run(build.build, settings, ENDINGS, args, "playbooks")
+    return builders.run(build.build, settings, ENDINGS, args, "playbooks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from capibara.cli import preparing
+from capibara.cli.preparing import builders
 
 _DESCRIPTION = """Make a training set for the hybrid expert router: texts with a domain, balanced, split and decontaminated.
 
@@ -29,7 +29,7 @@ then, in Gin: tasks/jsonl.gin with FILES = ("data/routing/train.jsonl",), or tas
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the word; returns the exit code."""
-    args = preparing.parsed(preparing.parser("routing", _DESCRIPTION), argv)
+    args = builders.parsed(builders.parser("routing", _DESCRIPTION), argv)
 
     from capibara import config
     from capibara.builders.redaction.redact import Redaction
@@ -51,4 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = dataclasses.replace(settings, decontamination=config.build(Decontamination))
     if settings.redaction == default.redaction:
         settings = dataclasses.replace(settings, redaction=config.build(Redaction))
-    return preparing.run(build.build, settings, build.ENDINGS, args, "routing")
+    return builders.run(build.build, settings, build.ENDINGS, args, "routing")

@@ -1,17 +1,5 @@
 """Where jobs run: each back end renders a JobSpec as what its system takes."""
 
-from __future__ import annotations
+from capibara.jobs.backends.names import NAMES, find
 
-import importlib
-
-from capibara.jobs.backends.backend import Backend
-
-# Name -> class, in the module of that name.
-NAMES = {"gce": "Gce", "gke": "Gke", "slurm": "Slurm", "ssh": "Ssh", "vertex": "Vertex"}
-
-
-def find(name: str) -> type[Backend]:
-    """The class of a back end."""
-    found = getattr(importlib.import_module(f"capibara.jobs.backends.{name}"), NAMES[name])
-    assert issubclass(found, Backend)
-    return found
+__all__ = ["NAMES", "find"]

@@ -11,13 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core import tree
+from capibara.core.projections import Axes
 from capibara.core.types import PyTree
 from capibara.inference.engine.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.runner import programs
 from capibara.inference.sampling.sampler import GREEDY
 from capibara.models.api import Model
-from capibara.sharding import Axes, Rules
+from capibara.sharding import Rules
 
 
 class Step:
