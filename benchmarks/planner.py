@@ -268,8 +268,7 @@ def case(point: Point, rows: int | None = None) -> Case:
     from capibara.cli.composition import inspected_run
     from capibara.planner.compiler import proof
     from capibara.planner.hardware import slices
-    from capibara.planner.model import workload
-    from capibara.planner.search import choice
+    from capibara.planner.model import choice, workload
     from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
     slice_ = slices.parse(point.slice)
@@ -377,8 +376,7 @@ def published(row: Published) -> tuple[float, Any]:
     from capibara.models.moe.moe import Moe
     from capibara.optim import Optimizer
     from capibara.planner.hardware import slices
-    from capibara.planner.model import cost, workload
-    from capibara.planner.search import choice
+    from capibara.planner.model import choice, cost, workload
     from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
     sizes = dict(row.sizes)
@@ -417,8 +415,8 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
     import time
 
     from capibara.planner.model import cost, memory
+    from capibara.planner.model.choice import Choice
     from capibara.planner.search import ranking
-    from capibara.planner.search.choice import Choice
     from capibara.planner.search.ranking import Question
     from capibara.sharding import MESH_AXES
 

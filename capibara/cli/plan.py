@@ -38,11 +38,11 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.cli.composition import inspected_run, serving_plan
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
-    from capibara.planner.compiler import proof
+    from capibara.planner.compiler import proof, verify
     from capibara.planner.hardware import slices, topology
     from capibara.planner.model import workload
     from capibara.planner.report import explain, files, report
-    from capibara.planner.search import ranking, slice_choice, verify
+    from capibara.planner.search import ranking, slice_choice
     from capibara.storage import outputs
 
     of_flag = None if args.slice is None else slices.parse(args.slice)  # errors are raised before the model is built

@@ -20,12 +20,12 @@ from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import gin_of, open_model, submodel_options
+from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card, tables
 from capibara.interop.hf.tensors import Shape
 from capibara.interop.open_model import ForeignModel, LoadedModel
-from capibara.interop.peft import runs as adapters
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum
 from capibara.interop.quantize import folder as quantized_folder

@@ -21,10 +21,10 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.interop import finite
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables
 from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.quantize import finite
 from capibara.models.api import Adapter, Model
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies

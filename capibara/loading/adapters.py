@@ -13,11 +13,11 @@ from capibara.core import limits
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers import files
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.interop import peft_runs
 from capibara.interop.hf import config as hf_config
 from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import LoadedModel
 from capibara.interop.peft import folder as peft
-from capibara.interop.peft import runs as peft_runs
 from capibara.models.api import Adapter, Lora, unmerged
 from capibara.training import run_folder
 

@@ -26,15 +26,7 @@ from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.architectures.gemma3n.model import Gemma3n
 from capibara.models.architectures.gemma3n.submodel import Submodel
-from capibara.models.cache import paged
-from capibara.models.cache.dense import Cache, put_rows
-from capibara.models.layers import stack
-from capibara.models.layers.config import ComputeDtype, Head, LayerKind, TransformerConfig
-from capibara.models.layers.rope import Rope
-from capibara.models.layers.stack import Stats
-from capibara.models.moe import moe
-from capibara.models.moe.moe import Moe
-from capibara.models.registry import (
+from capibara.models.architectures.registry import (
     Encodes,
     Generates,
     ModelModule,
@@ -43,6 +35,14 @@ from capibara.models.registry import (
     model_of,
     module_of,
 )
+from capibara.models.cache import paged
+from capibara.models.cache.dense import Cache, put_rows
+from capibara.models.layers import stack
+from capibara.models.layers.config import ComputeDtype, Head, LayerKind, TransformerConfig
+from capibara.models.layers.rope import Rope
+from capibara.models.layers.stack import Stats
+from capibara.models.moe import moe
+from capibara.models.moe.moe import Moe
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [

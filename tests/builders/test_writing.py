@@ -12,10 +12,11 @@ import sys
 import textwrap
 
 import pytest
+from capibara.builders.files.manifest import read_manifest
 
-from capibara.builders import fingerprints
-from capibara.builders.problems import Kind
-from capibara.builders.writing import Output, read_manifest
+from capibara.builders.files import fingerprints
+from capibara.builders.files.problems import Kind
+from capibara.builders.writing import Output
 from capibara.core.types import UserError
 
 OF_INPUTS = {"files": 2, "file_bytes": 14, "files_left_out": 0}  # see `inputs`
@@ -296,9 +297,10 @@ _KILLS = """
     import test_writing as build
     import openlineage.client.event_v2, openlineage.client.facet_v2, openlineage.client.serde, openlineage.client.uuid
     from etils import epath
-    from capibara.builders import fingerprints
+    from capibara.builders.files import fingerprints
     from capibara.builders.lineage import history
-    from capibara.builders.writing import Output, Part, read_manifest
+    from capibara.builders.files.manifest import read_manifest
+    from capibara.builders.writing import Output, Part
 
     root = pathlib.Path({root!r})
     inputs = fingerprints.inputs_of([root / "a.jsonl", root / "b.jsonl"])

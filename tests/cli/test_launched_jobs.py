@@ -14,8 +14,8 @@ import pytest
 from capibara.cli import launch
 from capibara.cli.launching import watching
 from capibara.core import exits
-from capibara.jobs import spec_file
 from capibara.jobs.backends.gke import Gke
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.spec import Attempt
 from capibara.storage import stores

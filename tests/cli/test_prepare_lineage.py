@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.builders.writing import Output
 from capibara.cli import prepare
 from capibara.cli.preparing import builders

@@ -40,7 +40,8 @@ users: [{name: fake, user: {}}]
 PROGRAM = """
 import json, os, pathlib, random, signal, sys, time
 import google.cloud.aiplatform_v1, google.cloud.tpu_v2, kubernetes, gcsfs
-from capibara.jobs import spec_file, systems
+from capibara.jobs import systems
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing import breaker, manager, records
 from capibara.jobs.managing.lifecycle import Rules
 from capibara.jobs.spec import Attempt
@@ -147,10 +148,10 @@ class Hosts(threading.Thread):
 
 def texts(count):
     """Job -> the content of its own file, on the three systems in turn."""
-    from capibara.jobs import spec_file
     from capibara.jobs.backends.gce import Gce
     from capibara.jobs.backends.gke import Gke
     from capibara.jobs.backends.vertex import Vertex
+    from capibara.jobs.managing import spec_file
     from capibara.jobs.spec import Bundle, JobSpec
     from capibara.planner.hardware import slices
 

@@ -15,11 +15,11 @@ from capibara.cli.composition.models import load_run
 from capibara.core import exits, tree
 from capibara.core.types import UserError
 from capibara.interop import gin_of, open_model
+from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
-from capibara.interop.peft import runs as adapters
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.training import initialization, run_folder

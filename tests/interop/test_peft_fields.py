@@ -23,12 +23,12 @@ from capibara.cli import convert, merge
 from capibara.core import exits, tree
 from capibara.core.types import UserError
 from capibara.interop import open_model
+from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import tables, tensors
 from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
-from capibara.interop.peft import runs as adapters
 from capibara.loading import adapters as beside
 from capibara.models import api
 from capibara.models.api import Lora

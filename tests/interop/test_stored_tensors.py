@@ -18,11 +18,12 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 from capibara.core.types import UserError
-from capibara.interop import conversion, finite, open_model
+from capibara.interop import conversion, open_model
 from capibara.interop.gguf import write as gguf_write
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import tables, torch_file
+from capibara.interop.quantize import finite
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
 

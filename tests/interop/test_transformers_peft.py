@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
+from capibara.interop import peft_runs as adapters
 from capibara.interop.peft import fields
-from capibara.interop.peft import runs as adapters
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

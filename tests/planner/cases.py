@@ -7,7 +7,7 @@ from capibara.models.moe.moe import Moe
 from capibara.optim import Optimizer
 from capibara.planner.hardware import slices
 from capibara.planner.model import workload
-from capibara.planner.search.choice import Choice
+from capibara.planner.model.choice import Choice
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 DENSE = api.DecoderConfig(

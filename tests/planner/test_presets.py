@@ -9,7 +9,7 @@ from capibara import config
 from capibara.cli.composition import inspected_run
 from capibara.planner.hardware import slices
 from capibara.planner.model import memory, workload
-from capibara.planner.search.choice import of_plan
+from capibara.planner.model.choice import of_plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALL = sorted((ROOT / "gin" / "slices").glob("*/*.json"))

@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 
-from capibara.builders import fingerprints
 from capibara.builders.executions import chats, explanations, reading
 from capibara.builders.executions.chats import ExecutionChats
 from capibara.builders.executions.filters import ExecutionFilter
@@ -17,11 +16,13 @@ from capibara.builders.executions.fixes import Fix, FixPairs, Pairing
 from capibara.builders.executions.names import EarlierImports
 from capibara.builders.executions.reading import Execution
 from capibara.builders.executions.runs import Run, analysed
-from capibara.builders.problems import Problems
-from capibara.builders.reading import common_folder
+from capibara.builders.files import fingerprints
+from capibara.builders.files.manifest import Manifest
+from capibara.builders.files.problems import Problems
+from capibara.builders.files.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction, Scope
 from capibara.builders.workers import Workers
-from capibara.builders.writing import Manifest, Output, Part, Parts
+from capibara.builders.writing import Output, Part, Parts
 
 KIND = "executions"
 _FOLDERS = ("executions", "fixes", "chats")

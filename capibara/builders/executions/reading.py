@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capibara.builders import fingerprints, reading
 from capibara.builders.executions import sessions
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import fingerprints, reading
+from capibara.builders.files.problems import Kind, Problems
 from capibara.builders.redaction.redact import Json
 from capibara.core import limits
 from capibara.storage import packed

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from capibara.builders import fingerprints, writing
+from capibara.builders.files import fingerprints
+from capibara.builders.files import manifest as manifests
 from capibara.builders.lineage import history
 from capibara.builders.lineage.nodes import Check, Kind, Node, State
 from capibara.builders.lineage.sources import Sources, exists
@@ -43,7 +44,7 @@ class Chain:
           UserError: it is none of these.
         """
         path = stores.of(path).absolute(path)
-        outputs.own(path, writing.MANIFEST)  # a link is no manifest of the folder's: said before it counts as none
+        outputs.own(path, manifests.MANIFEST)  # a link is no manifest of the folder's: said before it counts as none
         above, inner = os.path.split(os.path.dirname(path))
         if inner == _CHECKPOINTS:
             outputs.own(above, os.path.join(inner, os.path.basename(path)))
@@ -145,7 +146,7 @@ def newest_step(run: str) -> tuple[str, dict[str, Any]] | None:
     """
     for step in reversed(_steps(_document(run) or {})):
         inner = os.path.join(_CHECKPOINTS, str(step))
-        if (manifest := _document(run, os.path.join(inner, writing.MANIFEST))) is not None:
+        if (manifest := _document(run, os.path.join(inner, manifests.MANIFEST))) is not None:
             return os.path.join(run, inner), manifest
     return None
 
@@ -163,7 +164,7 @@ def _steps(run: Mapping[str, Any]) -> list[int]:
     return sorted(step for step in found if type(step) is int) if isinstance(found, list) else []
 
 
-def _document(folder: str, name: str = writing.MANIFEST) -> dict[str, Any] | None:
+def _document(folder: str, name: str = manifests.MANIFEST) -> dict[str, Any] | None:
     """The JSON object in a folder's own file; None: there is none, or it is something else, or a link elsewhere."""
     try:
         text = outputs.read_own(folder, name, _STEP_BYTES)
@@ -191,7 +192,7 @@ def _files_wrong(folder: str, files: object) -> tuple[str, ...]:
         except (FileNotFoundError, NotADirectoryError):
             found.append(f"{file['path']} is missing")
         except (KeyError, TypeError, AttributeError, ValueError):
-            found.append(f"{writing.MANIFEST} has changed")
+            found.append(f"{manifests.MANIFEST} has changed")
     return tuple(found[:_SHOWN])
 
 

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara.builders import fingerprints, reading
-from capibara.builders.fingerprints import File
-from capibara.builders.problems import Problems
+from capibara.builders.files import fingerprints, reading
+from capibara.builders.files.fingerprints import File
+from capibara.builders.files.problems import Problems
 from capibara.core import extras
 from capibara.core.types import UserError
 

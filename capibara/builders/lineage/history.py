@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from capibara.builders import reading
+from capibara.builders.files import reading
+from capibara.builders.files.problems import Problems
 from capibara.builders.lineage.events import Upstream
-from capibara.builders.problems import Problems
 from capibara.core import limits
 from capibara.data.sources import provenance
 from capibara.storage import outputs, stores

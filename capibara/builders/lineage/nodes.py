@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capibara.builders.problems import printable
+from capibara.builders.files.problems import printable
 
 _SHOWN = 20  # unchanged files of a data set that the text names
 DIGITS = 12  # of a hash in the text

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara.builders.fingerprints import Input
+from capibara.builders.files.fingerprints import Input
 from capibara.builders.lineage import events, history
 from capibara.builders.lineage.events import Dataset, Run, Upstream
 from capibara.core import limits

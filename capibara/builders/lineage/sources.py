@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from capibara.builders import fingerprints, writing
+from capibara.builders.files import fingerprints
+from capibara.builders.files import manifest as manifests
 from capibara.builders.lineage import history
 from capibara.builders.lineage.nodes import DIGITS, Check, Kind, Node, State
 from capibara.core.types import TryAgain, UserError
@@ -45,7 +46,7 @@ class Sources:
 
     def _read_dataset(self, folder: str) -> Node:
         try:
-            manifest = writing.read_manifest(folder)
+            manifest = manifests.read_manifest(folder)
         except (UserError, OSError) as error:
             state = State.CHANGED if exists(folder) else State.MISSING
             note = str(error) if state is State.CHANGED else f"{folder} does not exist"
@@ -55,7 +56,7 @@ class Sources:
         ]
         notes = [f"{file.name} {_is(state)}" for file, state in checked if state in (State.CHANGED, State.MISSING)]
         if fingerprints.of_files({file.name: file.sha256 for file in manifest.files}) != manifest.fingerprint:
-            notes.append(f"{writing.MANIFEST} has changed")
+            notes.append(f"{manifests.MANIFEST} has changed")
         state = State.CHANGED if notes else max((state for _, state in checked), key=_rank, default=State.WHOLE)
         made = history.maker(folder, manifest.fingerprint)
         records = sum(file.records for file in manifest.files)
@@ -77,7 +78,7 @@ class Sources:
             parents=parents,
         )
 
-    def _sources(self, folder: str, manifest: writing.Manifest, made: Mapping[str, Any] | None) -> Iterator[Node]:
+    def _sources(self, folder: str, manifest: manifests.Manifest, made: Mapping[str, Any] | None) -> Iterator[Node]:
         """What a data set was built from: files, and the data sets that they belong to."""
         where = _working_directory(made)
         paths = {os.path.normpath(os.path.join(where, one.path)): one for one in manifest.inputs}
@@ -87,7 +88,7 @@ class Sources:
         inside: set[str] = set()
         for one in sets:
             if "kind" in one and one["path"] != folder:
-                own = {(file.name, file.sha256) for file in writing.read_manifest(one["path"]).files}
+                own = {(file.name, file.sha256) for file in manifests.read_manifest(one["path"]).files}
                 inside |= {path for path in paths if (os.path.relpath(path, one["path"]), paths[path].sha256) in own}
                 yield self.expected(one["path"], one["fingerprint"])
         for path, recorded in paths.items():

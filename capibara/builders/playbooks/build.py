@@ -11,8 +11,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from capibara.builders import fingerprints
-from capibara.builders.fingerprints import Input
+from capibara.builders.files import fingerprints
+from capibara.builders.files.fingerprints import Input
+from capibara.builders.files.manifest import Manifest
+from capibara.builders.files.problems import Problems
+from capibara.builders.files.reading import common_folder
 from capibara.builders.playbooks import chats, reading, selection, text
 from capibara.builders.playbooks.agents import Agent
 from capibara.builders.playbooks.bullets import Bullet, domain_name, normalised, one_line, section_name
@@ -21,11 +24,9 @@ from capibara.builders.playbooks.filters import AgentFilter, BulletFilter
 from capibara.builders.playbooks.merging import BulletMerging
 from capibara.builders.playbooks.ranking import BulletRanking
 from capibara.builders.playbooks.selection import Entry
-from capibara.builders.problems import Problems
-from capibara.builders.reading import common_folder
 from capibara.builders.redaction.redact import Json, Redaction
 from capibara.builders.workers import Workers
-from capibara.builders.writing import Manifest, Output, Parts
+from capibara.builders.writing import Output, Parts
 from capibara.storage import packed
 
 KIND = "playbooks"

@@ -14,6 +14,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
+from capibara.builders.files.problems import Kind, Problems
+from capibara.builders.files.reading import Line, Record
 from capibara.builders.playbooks import agents
 from capibara.builders.playbooks.agents import Agent
 from capibara.builders.playbooks.bullets import (
@@ -26,8 +28,6 @@ from capibara.builders.playbooks.bullets import (
     one_line,
 )
 from capibara.builders.playbooks.text import Parser
-from capibara.builders.problems import Kind, Problems
-from capibara.builders.reading import Line, Record
 from capibara.builders.redaction.redact import Json
 
 _CONTENT, _IDS = ("content", "text"), ("id", "bullet_id", "skill_id", "name")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from capibara.builders import reading
+from capibara.builders.files import reading
+from capibara.builders.files.problems import Problems
 from capibara.builders.playbooks.agents import Agent
 from capibara.builders.playbooks.bullets import Bullet
 from capibara.builders.playbooks.exports import Export
 from capibara.builders.playbooks.text import Parser
-from capibara.builders.problems import Problems
 from capibara.storage import packed
 
 _JSON = (".json", ".jsonl", ".ndjson")

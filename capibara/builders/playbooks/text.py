@@ -13,6 +13,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
+from capibara.builders.files.problems import Kind, Problems
+from capibara.builders.files.reading import Line
 from capibara.builders.playbooks.bullets import (
     GENERAL,
     MOST_CHARACTERS,
@@ -23,8 +25,6 @@ from capibara.builders.playbooks.bullets import (
     one_line,
     section_name,
 )
-from capibara.builders.problems import Kind, Problems
-from capibara.builders.reading import Line
 
 _MARK = r"\s*(?:(?:[-*+•]|\d{1,4}[.)])\s+)?[*_`]{0,3}"  # of a list, and bold
 # What begins like a bullet: `[id] helpful=`, `[str-00001] ::`, `helpful=1 ... ::` without an id, `[id helpful=`.

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import capibara
-from capibara.builders import fingerprints
-from capibara.builders.fingerprints import Input
-from capibara.builders.problems import Problems
-from capibara.builders.writing import MANIFEST, File, Manifest, Part, WholePart, read_manifest
+from capibara.builders.files import fingerprints
+from capibara.builders.files.fingerprints import Input
+from capibara.builders.files.manifest import MANIFEST, Manifest, WholePart, read_manifest
+from capibara.builders.files.problems import Problems
+from capibara.builders.writing import File, Part
 from capibara.core.types import UserError
 from capibara.storage import outputs, stores
 

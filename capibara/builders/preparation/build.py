@@ -15,14 +15,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from capibara.builders.fingerprints import Input
+from capibara.builders.files.fingerprints import Input
+from capibara.builders.files.manifest import Manifest, WholePart
+from capibara.builders.files.problems import Problems
 from capibara.builders.preparation import near, shards, stages, summary, tables
 from capibara.builders.preparation.documents import CorpusPart, files_of, inputs_of, parts_of
 from capibara.builders.preparation.settings import CorpusPreparation
 from capibara.builders.preparation.summary import PartSummary
-from capibara.builders.problems import Problems
 from capibara.builders.workers import Workers
-from capibara.builders.writing import Manifest, Output, Parts, WholePart
+from capibara.builders.writing import Output, Parts
 from capibara.core import extras
 from capibara.storage.store import Entry
 

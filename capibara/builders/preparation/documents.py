@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from capibara.builders import fingerprints, reading
-from capibara.builders.fingerprints import Input
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import fingerprints, reading
+from capibara.builders.files.fingerprints import Input
+from capibara.builders.files.problems import Kind, Problems
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from capibara.builders.files.problems import Problems
 from capibara.builders.preparation import filters, near
 from capibara.builders.preparation.documents import CorpusPart, Document, PartReader
 from capibara.builders.preparation.near import NearDuplicates
 from capibara.builders.preparation.settings import CorpusPreparation
-from capibara.builders.problems import Problems
 
 _CHARACTERS = 4 << 20  # of the documents that are sketched at a time
 _DIGEST_BYTES = 16

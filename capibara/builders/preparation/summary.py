@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from capibara.builders.files.problems import Problems
 from capibara.builders.preparation.documents import CorpusPart, moved
 from capibara.builders.preparation.settings import CorpusPreparation
-from capibara.builders.problems import Problems
 from capibara.core.types import UserError
 
 INDEX = "index.json"

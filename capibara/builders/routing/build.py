@@ -8,15 +8,16 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from capibara.builders import fingerprints
-from capibara.builders.fingerprints import Input
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import fingerprints
+from capibara.builders.files.fingerprints import Input
+from capibara.builders.files.manifest import MANIFEST, Manifest
+from capibara.builders.files.problems import Kind, Problems
 from capibara.builders.routing import files, selection, statistics
 from capibara.builders.routing.reader import Reader
 from capibara.builders.routing.rows import FOLDERS, Scratch, name
 from capibara.builders.routing.settings import RoutingSet
 from capibara.builders.workers import Workers
-from capibara.builders.writing import MANIFEST, Manifest, Output
+from capibara.builders.writing import Output
 from capibara.core.types import UserError
 from capibara.data.sources import disk
 from capibara.data.tasks.routing import SCHEMA

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from capibara.builders import fingerprints, reading
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import fingerprints, reading
+from capibara.builders.files.problems import Kind, Problems
 from capibara.builders.redaction.redact import Json
 from capibara.builders.routing.rows import key_of
 from capibara.config import configurable

@@ -11,9 +11,9 @@ import re
 
 import numpy as np
 
-from capibara.builders import fingerprints, reading
+from capibara.builders.files import fingerprints, reading
+from capibara.builders.files.problems import Kind
 from capibara.builders.preparation import near
-from capibara.builders.problems import Kind
 from capibara.builders.redaction.redact import Json, Scope
 from capibara.builders.routing.decontamination import NGrams, key_of_words, words
 from capibara.builders.routing.labelling import facts as analysis

@@ -53,8 +53,7 @@ def plan(folder: str) -> dict[str, Any]:
     from capibara import config
     from capibara.cli.composition import inspected_run
     from capibara.planner.hardware import slices
-    from capibara.planner.model import cost, memory, workload
-    from capibara.planner.search import choice
+    from capibara.planner.model import choice, cost, memory, workload
     from capibara.training import run_folder
 
     config.parse((), (), (), run_folder.recorded(folder))

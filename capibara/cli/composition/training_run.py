@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from capibara.config.written import Difference
     from capibara.data.dataset import Dataset
     from capibara.interop import open_model
-    from capibara.interop.peft import runs
+    from capibara.interop import peft_runs as runs
     from capibara.models.api import Model
     from capibara.run.run import Run
     from capibara.training.loop import Outcome
@@ -217,7 +217,7 @@ def _beginning(dataset: Dataset) -> list[str]:
 
 def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
     """The reader of a foreign model of initial weights; prints a note if it comes with another tokenizer."""
-    from capibara.interop.peft import runs
+    from capibara.interop import peft_runs as runs
 
     read = runs.loader(path, model, merge=trainer.init_with == "merged")
     _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, trainer.dataset))

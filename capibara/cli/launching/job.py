@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags, jobs
 from capibara.cli.launching import managed
 from capibara.core.types import UserError
-from capibara.jobs import backends, bundle, secrets, spec_file, systems
+from capibara.jobs import backends, bundle, secrets, systems
 from capibara.jobs.backends.backend import Backend
+from capibara.jobs.managing import spec_file
 from capibara.jobs.spec import Capacity, JobSpec, near_name
 from capibara.planner.hardware import slices
 from capibara.storage import stores

@@ -18,9 +18,9 @@ from capibara.cli.launching.watching import Opened, say
 from capibara.core import exits
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
-from capibara.jobs import spec_file, systems
+from capibara.jobs import systems
 from capibara.jobs.backends.backend import Backend
-from capibara.jobs.managing import lifecycle
+from capibara.jobs.managing import lifecycle, spec_file
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.secrets import Source
 from capibara.jobs.spec import Attempt, JobSpec

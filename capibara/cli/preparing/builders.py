@@ -13,8 +13,8 @@ from capibara.cli.arguments import flags
 from capibara.core import exits
 
 if TYPE_CHECKING:
-    from capibara.builders.problems import Problems
-    from capibara.builders.writing import Manifest
+    from capibara.builders.files.manifest import Manifest
+    from capibara.builders.files.problems import Problems
 
 _Settings = TypeVar("_Settings", contravariant=True)
 
@@ -102,8 +102,8 @@ def run(
       UserError: see the builder; or a binding is not used, or an input is missing.
     """
     from capibara import config
-    from capibara.builders import reading
-    from capibara.builders.problems import Problems
+    from capibara.builders.files import reading
+    from capibara.builders.files.problems import Problems
     from capibara.monitoring.status import StatusLine
 
     config.check_used()

@@ -13,12 +13,12 @@ import numpy as np
 from capibara.core import fields
 from capibara.core.types import UserError
 from capibara.interop import conversion, open_model
+from capibara.interop import peft_runs as adapters
 from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
 from capibara.interop.merge import tokenizers
 from capibara.interop.open_model import ForeignModel
 from capibara.interop.peft import fields as peft_fields
-from capibara.interop.peft import runs as adapters
 from capibara.models import api
 from capibara.storage import hashing, stores
 

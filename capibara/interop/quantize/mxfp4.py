@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from capibara.interop import finite
+from capibara.interop.quantize import finite
 
 BLOCK = 32
 _BIAS, _LARGEST_BYTE = 127, 254  # 255 is NaN

@@ -23,8 +23,8 @@ from typing import IO
 
 from capibara.core import limits, processes
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import spec_file
 from capibara.jobs.backends.backend import Backend
+from capibara.jobs.managing import spec_file
 from capibara.jobs.spec import Attempt, JobSpec
 
 _BUSY_S = 30.0  # for another process that writes

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import reports, spec_file
+from capibara.jobs import reports
 from capibara.jobs.backends.backend import Backend
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.records import Record, Records, State, Unreadable
 from capibara.jobs.spec import JobSpec
 from capibara.jobs.systems.system import Phase, Resource, System

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import bundle, spec_file, systems
+from capibara.jobs import bundle, systems
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.bundle import Sources
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.lifecycle import Rules
 from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records, State

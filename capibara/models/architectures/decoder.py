@@ -19,6 +19,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
+from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack, transformer
 from capibara.models.layers.config import (
@@ -34,7 +35,6 @@ from capibara.models.layers.layers import NormScale
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.transformer import Block, Rows, Shared
-from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]

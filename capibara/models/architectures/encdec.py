@@ -14,6 +14,7 @@ from capibara.config import configurable
 from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, embedding, layers, stack, transformer
 from capibara.models.layers.attention import Attention
@@ -22,7 +23,6 @@ from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.transformer import Block, Rows, Shared
-from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)

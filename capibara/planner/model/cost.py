@@ -16,8 +16,8 @@ from capibara.planner.hardware import network
 from capibara.planner.hardware.network import Layout
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import memory
+from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
-from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat
 
 # Shares of the peak FLOP/s that matmuls reach, and of that those of experts (smaller, padded, with dispatch). Fitted,

@@ -11,8 +11,8 @@ import math
 
 from capibara.core import projections
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
+from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
-from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat, RematPolicy
 
 # Logits of one block in kernels/cross_entropy/by_tokens.py on TPU: at most this many bytes, at least this many blocks.

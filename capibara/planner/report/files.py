@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model.workload import Workload
 from capibara.planner.report import page, report
 from capibara.planner.search import questions
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import VerifiedRanking
 from capibara.storage import outputs
 
 

@@ -6,13 +6,13 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 
+from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model.workload import Workload
 from capibara.planner.report import report
 from capibara.planner.search.ranking import Ranked
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import VerifiedRanking
 
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
            "#7a8b2e", "#c44e52")  # fmt: skip

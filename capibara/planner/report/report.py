@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.config.literals import quoted
 from capibara.planner.compiler.compile_cache import Verdict
+from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
+from capibara.planner.model.choice import Kind
 from capibara.planner.model.cost import EXPOSED, Cost
 from capibara.planner.model.memory import memory as predict
+from capibara.planner.model.units import seconds
 from capibara.planner.model.workload import Workload
 from capibara.planner.search import advice, ranking
-from capibara.planner.search.choice import Kind
 from capibara.planner.search.ranking import Goal, Ranked
 from capibara.planner.search.slice_choice import Offer
-from capibara.planner.search.verify import VerifiedRanking
 from capibara.sharding import Remat
 
 if TYPE_CHECKING:
@@ -238,11 +239,6 @@ def _proof(walk: VerifiedRanking) -> Iterable[str]:
             yield f"compiled: {plan}: fits, peak {compiled.fitting_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
     for kind, scale in walk.question.scales:
         yield f"learned: memory of plans with {_kind(kind)}, beside their state, x {scale:.2f}"
-
-
-def seconds(value: float) -> str:
-    """A time in seconds, or in milliseconds if short."""
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.2g} ms"
 
 
 def reason_ranked_lower(one: Ranked, walk: VerifiedRanking, work: Workload) -> str:

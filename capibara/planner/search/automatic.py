@@ -9,8 +9,8 @@ from capibara.planner.hardware import slices
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import workload
+from capibara.planner.model.units import seconds
 from capibara.planner.model.workload import Run
-from capibara.planner.report import report
 from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Question
 from capibara.sharding import Plan
@@ -55,6 +55,6 @@ def plan(run: Run, slice_: Slice | None = None) -> tuple[Plan, str]:
         raise ranking.no_plan(best, work, slice_, question, ranking.BINDINGS)
     line = (
         f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
-        f"{slice_.chip.unit}, {report.seconds(best.cost.step_s)} a step"
+        f"{slice_.chip.unit}, {seconds(best.cost.step_s)} a step"
     )
     return dataclasses.replace(run.plan, **best.choice.fields(work, slice_.name)), line

@@ -19,10 +19,10 @@ from capibara.planner.hardware import network, slices
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import cost, memory
+from capibara.planner.model.choice import Choice, Kind
 from capibara.planner.model.cost import Cost
 from capibara.planner.model.memory import Memory
 from capibara.planner.model.workload import Workload
-from capibara.planner.search.choice import Choice, Kind
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 _PRODUCTS = (*projections.QKV, projections.ATTENDED, *(n for n in projections.NEEDED if n not in projections.QKV))

@@ -9,7 +9,7 @@ import pytest
 
 from capibara.builders.executions import reading, sessions
 from capibara.builders.executions.reading import Form, Malformed, of_record, time_of
-from capibara.builders.problems import Problems
+from capibara.builders.files.problems import Problems
 
 ERROR = {"name": "ValueError", "value": "bad", "traceback": "\x1b[0;31mTraceback\x1b[0m\nValueError: bad"}
 PLAIN = {

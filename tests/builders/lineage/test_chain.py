@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.builders.lineage import nodes
 from capibara.builders.lineage.chain import Chain
 from capibara.builders.lineage.nodes import Check, Kind, State

@@ -12,7 +12,7 @@ import uuid
 
 import pytest
 
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.builders.lineage import events, history
 from capibara.builders.writing import Output
 from capibara.core.types import UserError

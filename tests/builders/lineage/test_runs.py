@@ -7,7 +7,7 @@ import json
 import pytest
 
 import capibara as cb
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.builders.lineage import history
 from capibara.builders.lineage.chain import Chain
 from capibara.builders.lineage.nodes import Kind, State

@@ -13,13 +13,13 @@ import sys
 
 import pytest
 
-from capibara.builders import reading
+from capibara.builders.files import reading
+from capibara.builders.files.problems import Problems
 from capibara.builders.playbooks import build
 from capibara.builders.playbooks.build import Playbooks
 from capibara.builders.playbooks.filters import AgentFilter, Unknown
 from capibara.builders.playbooks.reading import ENDINGS
 from capibara.builders.playbooks.reading import read as read_playbook
-from capibara.builders.problems import Problems
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
@@ -278,9 +278,9 @@ def test_worker_processes_write_the_same_bytes(books, tmp_path, whole):
 # Kills the build at one of its calls that rename a file, as a lost machine would.
 _KILLED = """
 import os, signal, sys
-from capibara.builders import reading
+from capibara.builders.files import reading
 from capibara.builders.playbooks import build
-from capibara.builders.problems import Problems
+from capibara.builders.files.problems import Problems
 folder, out, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rename, left = os.replace, [kill_at]
 def counted(*arguments):

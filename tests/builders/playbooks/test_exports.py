@@ -8,9 +8,9 @@ import json
 
 import pytest
 
+from capibara.builders.files.problems import Problems
 from capibara.builders.playbooks import reading
 from capibara.builders.playbooks.agents import Agent
-from capibara.builders.problems import Problems
 
 BULLET = {"id": "a-1", "section": "S", "content": "Look first", "helpful": 3, "harmful": 1}
 TEXT = "## S\n[a-1] helpful=3 harmful=1 :: Look first"

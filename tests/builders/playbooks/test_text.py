@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from capibara.builders.files.problems import Problems
+from capibara.builders.files.reading import Line, lines
 from capibara.builders.playbooks.bullets import (
     MOST_CHARACTERS,
     Bullet,
@@ -17,8 +19,6 @@ from capibara.builders.playbooks.bullets import (
     section_name,
 )
 from capibara.builders.playbooks.text import Parser, written
-from capibara.builders.problems import Problems
-from capibara.builders.reading import Line, lines
 
 
 def parse(text, problems=None):

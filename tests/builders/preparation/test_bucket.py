@@ -3,9 +3,9 @@
 import fsspec
 import pytest
 
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
+from capibara.builders.files.problems import Problems
 from capibara.builders.preparation import bucket, documents
-from capibara.builders.problems import Problems
 from capibara.core.types import UserError
 from capibara.storage import stores
 from tests.builders.preparation import corpora

@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from capibara.builders.files.problems import Problem, Problems
 from capibara.builders.preparation import documents
 from capibara.builders.preparation.documents import Document, Fields
-from capibara.builders.problems import Problem, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
 

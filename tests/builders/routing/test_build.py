@@ -10,20 +10,20 @@ import sys
 import textwrap
 
 import pytest
+from capibara.builders.files.manifest import read_manifest
 
-from capibara.builders import reading
 from capibara.builders.executions.build import ExecutionLogs
 from capibara.builders.executions.build import build as build_executions
+from capibara.builders.files import reading
+from capibara.builders.files.problems import Problems
 from capibara.builders.playbooks.build import Playbooks
 from capibara.builders.playbooks.build import build as build_playbooks
 from capibara.builders.playbooks.ranking import BulletRanking, DomainFrom
-from capibara.builders.problems import Problems
 from capibara.builders.routing.balance import Balance, BalanceMethod
 from capibara.builders.routing.build import ENDINGS, build
 from capibara.builders.routing.labelling.domains import Domain
 from capibara.builders.routing.settings import RoutingSet, UnknownDomain
 from capibara.builders.routing.splits import NAMES, Splits
-from capibara.builders.writing import read_manifest
 from capibara.core.types import UserError
 from tests.builders.executions import logs
 from tests.builders.redaction import planted

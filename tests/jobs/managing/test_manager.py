@@ -9,10 +9,10 @@ import time
 import pytest
 
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import reports, spec_file
+from capibara.jobs import reports
 from capibara.jobs.backends.gke import Gke
 from capibara.jobs.managing import manager as managing
-from capibara.jobs.managing import recovery
+from capibara.jobs.managing import recovery, spec_file
 from capibara.jobs.managing.lifecycle import Rules
 from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records, State

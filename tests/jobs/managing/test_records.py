@@ -16,8 +16,8 @@ import pytest
 
 from capibara.cli.launching import watching
 from capibara.core.types import TryAgain, UserError
-from capibara.jobs import spec_file
 from capibara.jobs.backends.gke import Gke
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.records import Record, Records, State, default_path
 from capibara.jobs.spec import Attempt
 

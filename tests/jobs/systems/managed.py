@@ -3,7 +3,7 @@
 import dataclasses
 import time
 
-from capibara.jobs import spec_file
+from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.lifecycle import Rules
 from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records

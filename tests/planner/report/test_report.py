@@ -3,9 +3,10 @@
 import pytest
 from cases import V5E, work_of
 
+from capibara.planner.compiler import verify
+from capibara.planner.model.choice import of_plan
 from capibara.planner.report import report
-from capibara.planner.search import ranking, verify
-from capibara.planner.search.choice import of_plan
+from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Question
 from capibara.sharding import Plan
 

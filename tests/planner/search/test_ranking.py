@@ -11,8 +11,8 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.planner.hardware import slices
 from capibara.planner.model import cost, memory
+from capibara.planner.model.choice import Choice
 from capibara.planner.search import ranking
-from capibara.planner.search.choice import Choice
 from capibara.planner.search.ranking import Goal, Question
 from capibara.sharding import MESH_AXES
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.builders.routing.labelling.domains import Outcome
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Format, read_conversation

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 import capibara
-from capibara.builders import fingerprints
+from capibara.builders.files import fingerprints
 from capibara.core.types import UserError
 
 

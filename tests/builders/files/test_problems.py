@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from capibara.builders.problems import SHOWN, Kind, Problems
+from capibara.builders.files.problems import SHOWN, Kind, Problems
 from capibara.core.types import UserError
 
 

@@ -7,11 +7,12 @@ import pytest
 from capibara.core.types import UserError
 from capibara.models import api
 from capibara.optim import Optimizer
+from capibara.planner.compiler import verify
 from capibara.planner.compiler.compile import Compiled
 from capibara.planner.compiler.compile_cache import Outcome, Verdict
 from capibara.planner.hardware import slices
 from capibara.planner.model import memory, workload
-from capibara.planner.search import ranking, verify
+from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Goal, Question
 
 WORK = workload.describe(

@@ -10,8 +10,8 @@ import zlib
 
 import pytest
 
-from capibara.builders import reading
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import reading
+from capibara.builders.files.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import packed as packing

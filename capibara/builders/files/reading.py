@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from capibara.builders import fingerprints
-from capibara.builders.problems import Kind, Problems
+from capibara.builders.files import fingerprints
+from capibara.builders.files.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.sources import disk

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from capibara.core.types import UserError
-from capibara.jobs import spec_file
 from capibara.jobs.backends.gce import Gce
+from capibara.jobs.managing import spec_file
 from capibara.jobs.secrets import Secret, Source
 from capibara.jobs.spec import Attempt, Bundle
 

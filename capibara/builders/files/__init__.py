@@ -1,0 +1,1 @@
+"""What builders read: files, their fingerprints, and what was wrong with them."""
