@@ -71,7 +71,7 @@ test-trackers: $(STAMP)
 	TRACKERS_PYTHON=$(TRACKERS_PYTHON) $(BIN)/python -m pytest -q tests/monitoring/trackers $(ARGS)
 
 test-hosts: $(STAMP)
-	$(PYTEST) tests/hosts tests/core/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
+	$(PYTEST) tests/hosts tests/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
 	$(PYTEST) tests/integration/test_train.py tests/faults/test_numbers.py -k two_processes $(ARGS)
 
 test-slices: $(STAMP)

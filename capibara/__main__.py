@@ -6,8 +6,8 @@ import importlib
 import sys
 
 from capibara import __version__
-from capibara.core import exits
 from capibara.core.fields import did_you_mean
+from capibara.multihost import exits
 
 VERBS = {
     "train": "train or fine-tune a model from a Gin file",

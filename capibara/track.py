@@ -3,7 +3,7 @@
 import sys
 
 from capibara.cli.track import main
-from capibara.core.exits import run_process
+from capibara.multihost.exits import run_process
 
 if __name__ == "__main__":
     sys.exit(run_process(main))

@@ -5,7 +5,7 @@ import types
 
 from capibara.cli.composition.training_run import train
 from capibara.cli.train import main
-from capibara.core.exits import run_process
+from capibara.multihost.exits import run_process
 
 
 class _CallableModule(types.ModuleType):

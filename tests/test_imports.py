@@ -14,7 +14,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "capibara"
 
 # Room -> the rooms it may import, itself apart. "models.api" is that one module of models.
-_LOW = {"core", "storage", "config"}
+_LOW = {"core", "multihost", "storage", "config"}
 _BASE = _LOW | {
     "sharding",
     "kernels",
@@ -28,7 +28,8 @@ _BASE = _LOW | {
 }
 RULES = {
     "core": set(),
-    "storage": {"core"},
+    "multihost": {"core"},
+    "storage": {"core", "multihost"},
     "config": {"core", "storage"},
     "sharding": _LOW,
     "kernels": _LOW | {"sharding"},
@@ -76,13 +77,13 @@ ANYTHING = VERBS | {"cli", "__main__"}
 # Third-party package -> where it may be imported.
 ONLY_IN = {"flax": ("models",), "gin": ("config",), **dict.fromkeys(("fsspec", "gcsfs", "s3fs"), ("storage",))}
 # Modules of these rooms are loaded before anybody knows whether JAX is needed; those that need it are named.
-LIGHT = ("core", "storage", "config", "cli")
+LIGHT = ("core", "multihost", "storage", "config", "cli")
 # A room where nothing depends on what the program is for, and the names that would ask: kernels/ knows.
 PLATFORM_FREE = "models"
 PLATFORM_NAMES = {"platform", "device_kind", "default_backend", "get_backend", "devices", "local_devices", "backends"}
 # What only verbs and config/ ask the parser: other rooms are given values.
 PARSER, PARSER_ROOMS = {"build", "parse", "bind", "is_bound", "scopes"}, ("cli", "config")
-OF_JAX = {"core.devices", "core.interrupt", "core.multihost.hosts", "core.multihost.joining"}
+OF_JAX = {"core.devices", "core.interrupt", "multihost.hosts", "multihost.joining"}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB, LONGEST_INIT = 700, 60, 100, 40
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from etils import epath
 
 from capibara.core import processes
-from capibara.core.multihost import hosts
 from capibara.core.types import UserError
+from capibara.multihost import hosts
 from capibara.storage import stores
 from capibara.storage.store import Changed, Locked
 

@@ -30,9 +30,9 @@ from capibara.checkpoints.policy import Checkpointing
 from capibara.checkpoints.restoring import CheckpointReader, Restored, State
 from capibara.checkpoints.saving import Save, Writer
 from capibara.core.background import Task, before_exit
-from capibara.core.multihost import peers
 from capibara.core.tree import byte_count
 from capibara.core.types import UserError
+from capibara.multihost import peers
 from capibara.storage import hashing, stores
 from capibara.storage.full_disk import check_room, disk_full_explained, not_writable_explained
 

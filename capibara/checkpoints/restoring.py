@@ -18,8 +18,8 @@ from capibara.checkpoints.manifest import Corrupted, Manifest
 from capibara.checkpoints.policy import Checkpointing, Verify
 from capibara.core import limits, tree
 from capibara.core.background import Task
-from capibara.core.multihost import hosts
 from capibara.core.types import PyTree, UserError
+from capibara.multihost import hosts
 from capibara.storage import stores
 
 _RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # limits of a run.json

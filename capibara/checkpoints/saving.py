@@ -26,8 +26,8 @@ from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.checkpoints.policy import Checkpointing, Compression
 from capibara.core import bucket_faults, tree
 from capibara.core.background import Task
-from capibara.core.multihost import peers
 from capibara.core.types import PyTree, TryAgain, UserError
+from capibara.multihost import peers
 from capibara.sharding.replicas import SilentCorruption
 from capibara.storage import stores
 from capibara.storage.full_disk import is_disk_full

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
     from capibara import config
     from capibara.cli.composition import evaluation_tasks, models
     from capibara.core import devices
-    from capibara.core.multihost import channel, hosts
     from capibara.evaluation import evaluate as evaluation
     from capibara.monitoring.status import StatusLine
+    from capibara.multihost import channel, hosts
     from capibara.storage import outputs
 
     devices.start(args.emulate)

@@ -51,11 +51,11 @@ def run(args: flags.Arguments) -> None:
     from capibara import config
     from capibara.cli.composition import models
     from capibara.core import devices
-    from capibara.core.multihost import channel, hosts
     from capibara.inference import sample, speed
     from capibara.inference.engine.engine import Engine, EngineConfig
     from capibara.inference.interactive import files, terminal
     from capibara.monitoring.status import StatusLine
+    from capibara.multihost import channel, hosts
 
     devices.start(args.emulate)
     multihost.join_all(args, tell=lambda joined: print(joined, file=sys.stderr))

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(args: flags.Arguments) -> int:
     """Connects the processes, loads the model and serves until a signal or an engine failure; the exit code."""
     from capibara.core import devices, extras
-    from capibara.core.multihost import channel
+    from capibara.multihost import channel
 
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         extras.require(package, extra="serve", why="capibara serve")

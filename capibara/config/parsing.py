@@ -21,7 +21,7 @@ from capibara.config.literals import Literals, quoted
 from capibara.config.registry import MACRO, MODULE, bound_at, macro_name, registered, reset
 from capibara.config.search import defining_modules, find_file, search_folders
 from capibara.core import fields, user_modules
-from capibara.core.exits import unwrap
+from capibara.core.errors import unwrap
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from gin import config as gin_config

@@ -16,7 +16,7 @@ if getattr(gin, "__file__", None) is None:
 
 from capibara.config import search as gin_search
 from capibara.core import fields
-from capibara.core.exits import unwrap
+from capibara.core.errors import unwrap
 from capibara.core.types import UserError
 from gin import config as gin_config
 

@@ -12,7 +12,6 @@ import jax
 
 from capibara import __version__, config
 from capibara.core import extras
-from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.data.sources import disk
 from capibara.evaluation import answers, metrics, seqio_tasks, validation
@@ -23,6 +22,7 @@ from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item
 from capibara.inference.sampling.sampling import changed
+from capibara.multihost import hosts
 
 _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
 

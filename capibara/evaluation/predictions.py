@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
-from capibara.core.multihost import hosts
 from capibara.core.types import UserError
+from capibara.multihost import hosts
 from capibara.storage import outputs
 
 _BEGINS = b'{"predictions_of"'

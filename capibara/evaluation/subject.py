@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from capibara import sharding
-from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers import model_rows
@@ -24,6 +23,7 @@ from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
 from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Model
+from capibara.multihost import hosts
 from capibara.sharding import MESH_AXES, NODE_AXIS, Plan
 from capibara.training.trainer import Trainer
 

@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from capibara.core import exits, limits
+from capibara.core import limits
 from capibara.core.types import TryAgain
+from capibara.multihost import exits
 from capibara.storage import stores
 
 EVERY_S = 30.0
 _LARGEST = 1 << 16  # bytes
 _LONGEST = 500  # characters of a message
-# The index of this host, as the systems for jobs set it. Source: capibara.core.multihost.
+# The index of this host, as the systems for jobs set it. Source: capibara.multihost.
 _INDICES = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "JAX_PROCESS_ID")
 
 

@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from capibara.core import exits
 from capibara.jobs import guard
+from capibara.multihost import exits
 
 LOOK_S = 0.1
 BEAT = "CAPIBARA_BEAT"  # "FD:PID": the file descriptor at which a worker sends heartbeats to its launcher, process PID

@@ -28,11 +28,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.config import configurable
 from capibara.core import tree
-from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Model, Stats
+from capibara.multihost import hosts
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.loss import Loss

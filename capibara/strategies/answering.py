@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.inference.engine.engine import Engine, EngineConfig
@@ -23,6 +22,7 @@ from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
+from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
 from capibara.strategies import rewards as judge
 from capibara.strategies.rewards import Reward

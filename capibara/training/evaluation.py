@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.core.interrupt import Interrupted
-from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.pipeline.loader import unigram_bits_per_byte
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.kernels.cross_entropy.terms import LossSums
 from capibara.models.api import Model, Stats
+from capibara.multihost import hosts
 from capibara.objectives.batches import BatchProvider, Reporter
 from capibara.sharding import Plan
 from capibara.training.callbacks import Callback

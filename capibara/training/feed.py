@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.core import user_modules
 from capibara.core.fields import as_json
-from capibara.core.multihost import hosts
 from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_states
 from capibara.data.sources.sources import CombinedSource, Rows
+from capibara.multihost import hosts
 from capibara.objectives.batches import BatchProvider
 from capibara.training.trainer import Trainer
 

@@ -10,8 +10,8 @@ import jax
 
 from capibara.core import tree
 from capibara.core.interrupt import Interrupted, StopRequest
-from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params, TryAgain, UserError
+from capibara.multihost.decisions import Decisions
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage.full_disk import disk_full_explained

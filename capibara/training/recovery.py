@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from capibara.checkpoints.manager import Checkpoints, Restored
-from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.pipeline.loader import Loader, Position
+from capibara.multihost import hosts
 from capibara.training import state as states
 from capibara.training.feed import BatchFeed
 from capibara.training.metrics import EarlyStopping

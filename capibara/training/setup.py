@@ -20,11 +20,11 @@ from capibara.checkpoints import manifest
 from capibara.checkpoints.manager import CheckpointReader, Checkpoints
 from capibara.core import processes, tree, user_modules
 from capibara.core.fields import did_you_mean, returned
-from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader, Position, merge_states
 from capibara.models import api
+from capibara.multihost import hosts
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
 from capibara.sharding.replicas import ReplicaCheck

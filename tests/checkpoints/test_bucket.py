@@ -19,8 +19,9 @@ from etils import epath
 from capibara.checkpoints import manifest, run_manifest, step_folders
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.cli import convert
-from capibara.core import bucket_faults, exits
+from capibara.core import bucket_faults
 from capibara.core.types import UserError
+from capibara.multihost import exits
 from capibara.sharding import Plan
 
 HERE = pathlib.Path(__file__).parent

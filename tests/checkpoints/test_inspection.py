@@ -9,7 +9,7 @@ import pytest
 from capibara.checkpoints import run_manifest
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.cli import convert
-from capibara.core import exits
+from capibara.multihost import exits
 from capibara.training.state import TrainState
 
 

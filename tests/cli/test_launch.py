@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
+from capibara.multihost import exits
 
 GKE = ("gke", "run.gin", "--storage=gs://bucket", "--image=i", "--dry-run")
 RUN = """

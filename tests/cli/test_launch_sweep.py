@@ -14,10 +14,10 @@ import pytest
 
 from capibara.cli import launch
 from capibara.cli.launching import sweep as verb
-from capibara.core import exits
 from capibara.jobs.managing.records import Records
 from capibara.jobs.sweeps.local import LocalLauncher
 from capibara.jobs.sweeps.study import Study
+from capibara.multihost import exits
 from capibara.training.metrics import evaluation_metrics
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
+from capibara.multihost import exits
 
 RUN = ("xmanager", "quickstart.gin", "base.gin", "--where=local", "--emulate=2", "--sweep=TRAIN_STEPS=1,2")
 

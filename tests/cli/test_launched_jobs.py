@@ -13,11 +13,11 @@ import pytest
 
 from capibara.cli import launch
 from capibara.cli.launching import watching
-from capibara.core import exits
 from capibara.jobs.backends.gke import Gke
 from capibara.jobs.managing import spec_file
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.spec import Attempt
+from capibara.multihost import exits
 from capibara.storage import stores
 
 HERE = pathlib.Path(__file__).resolve().parent

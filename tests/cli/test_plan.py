@@ -10,7 +10,7 @@ import pytest
 from capibara import config
 from capibara.cli import plan
 from capibara.cli.composition.inspected_run import run_of_gin
-from capibara.core import exits
+from capibara.multihost import exits
 from capibara.planner.compiler import compile, compile_cache, proof
 from capibara.planner.hardware import slices
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from capibara.core.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
+from capibara.multihost.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.prepare import main
 from tests.builders.preparation import corpora
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from capibara.core.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.data.sources.sources import JsonlSource
+from capibara.multihost.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.prepare import main
 from tests.builders.executions import logs
 

@@ -11,7 +11,7 @@ from capibara.builders.files import fingerprints
 from capibara.builders.writing import Output
 from capibara.cli import prepare
 from capibara.cli.preparing import builders
-from capibara.core import exits
+from capibara.multihost import exits
 
 pytest.importorskip("openlineage.client")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from capibara.core.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
+from capibara.multihost.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.prepare import main
 
 for _package in ("rensa", "detect_secrets", "openlineage.client"):

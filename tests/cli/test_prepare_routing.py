@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from capibara.core.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import make_loader
 from capibara.data.sources.sources import JsonlSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.multihost.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.prepare import main
 from tests.builders.routing import data
 

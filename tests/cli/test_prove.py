@@ -8,7 +8,7 @@ import os
 import pytest
 
 from capibara.cli import plan, prove
-from capibara.core import exits
+from capibara.multihost import exits
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 SMALL = """

@@ -4,9 +4,9 @@ import pytest
 
 from capibara.cli import launch
 from capibara.cli.launching import staged
-from capibara.core import exits
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import reports
+from capibara.multihost import exits
 
 
 def ended_with(monkeypatch, tmp_path, result):

@@ -21,8 +21,9 @@ import pytest
 
 from capibara import config
 from capibara.cli.arguments import flags
-from capibara.core import exits, extras, fields
+from capibara.core import extras, fields
 from capibara.core.types import UserError
+from capibara.multihost import exits
 from gin import config as gin_config
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
@@ -549,7 +550,7 @@ class TestCommandLine:
             exits.run_verb(lambda argv: 1 / 0)
 
     def test_no_traceback_in_a_real_process(self, tmp_path):
-        code = "import sys; from capibara import config; from capibara.core.exits import run_verb; sys.exit(run_verb(lambda argv: config.parse(['x.gin'])))"
+        code = "import sys; from capibara import config; from capibara.multihost.exits import run_verb; sys.exit(run_verb(lambda argv: config.parse(['x.gin'])))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("error: no Gin file x.gin in ") and done.stderr.count("\n") == 1

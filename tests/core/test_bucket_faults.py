@@ -4,8 +4,9 @@ import errno
 
 import pytest
 
-from capibara.core import bucket_faults, exits
+from capibara.core import bucket_faults
 from capibara.core.types import TryAgain, UserError
+from capibara.multihost import exits
 
 gcsfs = pytest.importorskip("gcsfs.retry")
 google = pytest.importorskip("google.api_core.exceptions")

@@ -8,8 +8,9 @@ import textwrap
 import pytest
 
 from capibara import config
-from capibara.core import exits, user_modules
+from capibara.core import user_modules
 from capibara.core.types import UserError
+from capibara.multihost import exits
 
 
 @pytest.fixture

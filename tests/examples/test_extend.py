@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from capibara import config
-from capibara.core import devices, exits
+from capibara.core import devices
 from capibara.core.types import UserError
 from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.multihost import exits
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "extend"
 

@@ -12,8 +12,9 @@ import types
 import numpy as np
 import pytest
 
-from capibara.core import devices, exits, user_modules
+from capibara.core import devices, user_modules
 from capibara.core.types import UserError
+from capibara.multihost import exits
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "extend"
 HEAD = """

@@ -146,7 +146,7 @@ def _forked(argv: list[str], work: pathlib.Path, log: pathlib.Path) -> int:
             os.dup2(descriptor, number)
         import importlib
 
-        from capibara.core import exits
+        from capibara.multihost import exits
 
         code = exits.run_verb(importlib.import_module(f"capibara.{argv[0]}").main, argv[1:])
     except SystemExit as error:

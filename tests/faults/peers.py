@@ -25,7 +25,7 @@ def main(folder: str, scenario: str) -> None:
 
     from capibara.checkpoints import arrays
     from capibara.checkpoints.manager import Checkpointing, Checkpoints
-    from capibara.core.multihost import peers
+    from capibara.multihost import peers
 
     def state(step):
         return saver.sharded(saver.state_of(step), DEVICES)

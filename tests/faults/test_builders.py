@@ -17,7 +17,7 @@ import zlib
 import pytest
 
 from capibara.cli import prepare
-from capibara.core import exits
+from capibara.multihost import exits
 from tests.builders.preparation import corpora
 from tests.builders.preparation.test_build import rows_of, texts_of
 from tests.builders.redaction import planted

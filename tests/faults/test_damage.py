@@ -21,8 +21,8 @@ from capibara.checkpoints import manifest, retention
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.checkpoints.manifest import Corrupted
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.core.types import UserError
+from capibara.multihost import exits
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import saver  # noqa: E402

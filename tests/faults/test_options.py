@@ -22,8 +22,8 @@ from capibara.checkpoints import arrays, encryption, manifest, retention, saving
 from capibara.checkpoints.encryption import Encryption
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.core.types import UserError
+from capibara.multihost import exits
 from capibara.storage import stores
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

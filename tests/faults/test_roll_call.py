@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from capibara.core.multihost import roll_call
-from capibara.core.multihost.roll_call import Process
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs.local import free_address
+from capibara.multihost import roll_call
+from capibara.multihost.roll_call import Process
 
 FACTS = {"version of capibara": "1", "configuration": "Trainer.seed = 0\nTrainer.steps = 9"}
 

@@ -19,8 +19,6 @@ import numpy as np
 
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import evaluate
-from capibara.core import exits
-from capibara.core.multihost import channel, hosts, joining
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
@@ -32,6 +30,7 @@ from capibara.inference.sample import SampleText, sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.multihost import channel, exits, hosts, joining
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan

@@ -20,13 +20,12 @@ import numpy as np
 from capibara.checkpoints import lease
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.consensus.aggregation import Aggregation, CoordinateMedian
-from capibara.core import exits
-from capibara.core.multihost import joining
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import JsonlSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models.api import DecoderConfig
+from capibara.multihost import exits, joining
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig

@@ -189,11 +189,11 @@ def _end(code: int) -> None:
 def _main() -> None:
     import fake_tpu_vm  # noqa: F401 - before JAX
 
-    from capibara.core.multihost import joining  # noqa: F401
     from capibara.evaluation import evaluate, subject  # noqa: F401
     from capibara.inference.server import server  # noqa: F401
     from capibara.interop import open_model  # noqa: F401
     from capibara.monitoring import defaults  # noqa: F401
+    from capibara.multihost import joining  # noqa: F401
     from capibara.planner.search import automatic  # noqa: F401
     from capibara.training import emulation, loop, run_folder  # noqa: F401
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
 from capibara.jobs.local import free_address
 from capibara.monitoring.trackers import loggers
+from capibara.multihost import exits
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "jobs" / "systems"))
 from ssh_hosts import MISSING, SSHD, Hosts  # noqa: E402

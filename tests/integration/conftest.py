@@ -82,7 +82,8 @@ def run_here(folder: pathlib.Path, verb: str, *args: str) -> int:
     """Runs a verb in this process and its 8 devices -> its exit code: nothing is imported or compiled again."""
     import importlib
 
-    from capibara.core import devices, exits
+    from capibara.core import devices
+    from capibara.multihost import exits
 
     emulate = devices.emulate
 

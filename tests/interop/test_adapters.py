@@ -12,7 +12,7 @@ import pytest
 from capibara import config, sharding
 from capibara.cli import convert
 from capibara.cli.composition.models import load_run
-from capibara.core import exits, tree
+from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop import gin_of, open_model
 from capibara.interop import peft_runs as adapters
@@ -22,6 +22,7 @@ from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
+from capibara.multihost import exits
 from capibara.training import initialization, run_folder
 from capibara.training import state as states
 

@@ -16,13 +16,13 @@ from jax.sharding import SingleDeviceSharding
 
 from capibara import config
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.multihost import exits
 
 LLAMA = DecoderConfig(
     **dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64, norm_eps=1e-5),

@@ -13,7 +13,6 @@ from capibara import config
 from capibara.cli import convert
 from capibara.cli.composition.models import load_run
 from capibara.config import written
-from capibara.core import exits
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
@@ -21,6 +20,7 @@ from capibara.interop import conversion, gin_of, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Moe, Rope
+from capibara.multihost import exits
 from capibara.training import run_folder
 
 TINY = DecoderConfig(

@@ -23,7 +23,6 @@ import gguf_cases as cases  # noqa: E402
 
 from capibara import config
 from capibara.cli import convert
-from capibara.core import exits  # noqa: E402
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import rope as gguf_rope
@@ -32,6 +31,7 @@ from capibara.interop.gguf.read import GgufModel, open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
 from capibara.models.architectures.gemma3n import parts  # noqa: E402
+from capibara.multihost import exits
 
 TEXTS = (
     "Hello world, it's 2026!",

@@ -22,7 +22,7 @@ import gguf_cases as cases  # noqa: E402
 
 from capibara import config
 from capibara.cli import convert
-from capibara.core import exits, tree  # noqa: E402
+from capibara.core import tree
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop import gin_of, open_model
 from capibara.interop.gguf import adapter as gguf_adapter
@@ -33,6 +33,7 @@ from capibara.interop.hf import folder as hf_folder
 from capibara.interop.peft import folder as peft  # noqa: E402
 from capibara.models import api  # noqa: E402
 from capibara.models.api import Lora  # noqa: E402
+from capibara.multihost import exits
 from capibara.training import run_folder  # noqa: E402
 
 ALL = Lora(rank=2, alpha=6.0, targets=("all-linear",))

@@ -16,7 +16,6 @@ import ggml  # noqa: E402
 import gguf_cases as cases  # noqa: E402
 
 from capibara.cli import convert
-from capibara.core import exits  # noqa: E402
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop.gguf import k_quants
 from capibara.interop.gguf import names as gguf_names
@@ -24,6 +23,7 @@ from capibara.interop.gguf import types as gguf_types
 from capibara.interop.gguf.read import open_gguf, stored_shape  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.interop.quantize import options as quantize  # noqa: E402
+from capibara.multihost import exits
 
 GOLDEN = pathlib.Path(__file__).with_name("gguf_mixtures.json")
 KINDS = tuple(k_quants.KINDS)

@@ -11,11 +11,11 @@ import pytest
 from safetensors import numpy as safetensors
 
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.quantize import mxfp4
 from capibara.models import api
+from capibara.multihost import exits
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 

@@ -20,7 +20,7 @@ import pytest
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import convert, merge
-from capibara.core import exits, tree
+from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop import peft_runs as adapters
@@ -32,6 +32,7 @@ from capibara.interop.peft import folder as peft
 from capibara.loading import adapters as beside
 from capibara.models import api
 from capibara.models.api import Lora
+from capibara.multihost import exits
 
 safetensors = pytest.importorskip("safetensors.numpy")
 HERE = pathlib.Path(__file__).resolve().parent

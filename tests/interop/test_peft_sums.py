@@ -11,12 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 from capibara import config
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.interop import open_model
 from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Combination, Sum
+from capibara.multihost import exits
 
 GOLDEN = json.loads((pathlib.Path(__file__).with_name("peft_sums.json")).read_text())
 

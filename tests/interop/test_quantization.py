@@ -17,7 +17,6 @@ import gguf_cases as cases  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from capibara.cli import convert
-from capibara.core import exits  # noqa: E402
 from capibara.data.tokenizers.vocabulary import ByteVocabulary  # noqa: E402
 from capibara.interop import conversion, open_model
 from capibara.interop.gguf.read import open_gguf  # noqa: E402
@@ -27,6 +26,7 @@ from capibara.interop.quantize.gptq import gptq  # noqa: E402
 from capibara.interop.quantize.grid import Grid, Packed  # noqa: E402
 from capibara.interop.quantize.options import Method, Quantize  # noqa: E402
 from capibara.models import api  # noqa: E402
+from capibara.multihost import exits
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "phi3")
 GRIDS = [Grid(32, signed=True), Grid(64), Grid(32, symmetric=False)]

@@ -17,7 +17,6 @@ from safetensors import numpy as safetensors
 from capibara import config
 from capibara.cli import convert, train
 from capibara.cli.composition.models import load_run
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
@@ -26,6 +25,7 @@ from capibara.interop import conversion, gin_of, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
+from capibara.multihost import exits
 from capibara.training import run_folder
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.trainer import Trainer

@@ -13,9 +13,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import gguf_cases as cases  # noqa: E402
 
 from capibara.cli import convert  # noqa: E402
-from capibara.core import exits  # noqa: E402
 from capibara.interop import open_model  # noqa: E402
 from capibara.interop.hf import folder as hf_folder  # noqa: E402
+from capibara.multihost import exits
 
 SMALL = dict(num_hidden_layers=6, num_kv_shared_layers=3, intermediate_size=32, hidden_size_per_layer_input=8)
 SMALL |= dict(activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4)

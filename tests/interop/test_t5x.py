@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from capibara import config
 from capibara.cli import convert
 from capibara.cli.composition.models import load_run
-from capibara.core import exits, tree
+from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
@@ -29,6 +29,7 @@ from capibara.interop.t5x import read as t5x_read
 from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
+from capibara.multihost import exits
 
 T5_1_1 = EncoderDecoderConfig(
     **dict(vocab_size=96, embed_dim=16, num_layers=2, num_encoder_layers=3, num_heads=4, head_dim=8, mlp_dim=24),

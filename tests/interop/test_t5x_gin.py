@@ -6,11 +6,11 @@ import pytest
 
 from capibara import config
 from capibara.cli import convert_config
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.inference.sample import SampleText
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.interop.t5x import gin as t5x_gin
+from capibara.multihost import exits
 from capibara.training.trainer import Trainer
 
 BASE = """

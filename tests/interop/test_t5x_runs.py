@@ -9,7 +9,6 @@ import pytest
 
 from capibara import config
 from capibara.cli import convert, train
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
@@ -17,6 +16,7 @@ from capibara.interop.t5x import read as t5x_read
 from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.multihost import exits
 
 GIN = """
 Trainer.model_dir = %MODEL_DIR

@@ -21,7 +21,6 @@ import pytest
 
 from capibara import config
 from capibara.cli import convert
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
@@ -29,6 +28,7 @@ from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import tables, torch_file
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
+from capibara.multihost import exits
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "torch_files.json").read_text())
 SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")

@@ -18,13 +18,13 @@ import tokenizers
 from capibara import config
 from capibara.cli import convert
 from capibara.cli.composition.models import load_run
-from capibara.core import exits
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
+from capibara.multihost import exits
 
 HERE = pathlib.Path(__file__).resolve().parent
 PYTHON = os.environ.get("TORCH_PYTHON")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE))
 import test_transformers as answers  # noqa: E402
 
 from capibara.cli import convert  # noqa: E402
-from capibara.core import exits  # noqa: E402
+from capibara.multihost import exits
 
 PYTHON = os.environ.get("TORCH_PYTHON")
 

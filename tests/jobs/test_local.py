@@ -11,9 +11,9 @@ import time
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
 from capibara.jobs import local
 from capibara.jobs.local import Supervisor
+from capibara.multihost import exits
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 

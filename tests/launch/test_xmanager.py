@@ -19,7 +19,7 @@ import time
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
+from capibara.multihost import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "xm_launch.py"

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from capibara.core.multihost import hosts
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.stream import Finish
+from capibara.multihost import hosts
 from capibara.strategies.answering import Answerer, Prompt
 from capibara.strategies.grpo import Grpo
 

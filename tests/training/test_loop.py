@@ -16,11 +16,11 @@ from capibara import sharding
 from capibara.checkpoints import restoring
 from capibara.checkpoints.encryption import Encryption
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader
-from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models import api
+from capibara.multihost import hosts
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, setup

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 
 from capibara.config.search import find_file, search_folders
-from capibara.core.multihost import joining
-from capibara.core.multihost.joining import Joining
+from capibara.multihost import joining
+from capibara.multihost.joining import Joining
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capibara.core.multihost import joining
 from capibara.core.types import Dataclass, UserError
+from capibara.multihost import joining
 
 if TYPE_CHECKING:
     from capibara.config.written import Difference
@@ -133,9 +133,9 @@ def _train(
 
     from capibara import config
     from capibara.cli.composition import options
-    from capibara.core.multihost import hosts
     from capibara.inference.sample import sampler
     from capibara.models import api
+    from capibara.multihost import hosts
     from capibara.planner.hardware import chips, xla_flags
     from capibara.training import loop, run_folder, setup
 
@@ -175,7 +175,7 @@ def _on_devices(
     from capibara import config
     from capibara.config import written
     from capibara.core import devices
-    from capibara.core.multihost import channel
+    from capibara.multihost import channel
     from capibara.run.run import emulated, with_own_tokenizer, with_plan
     from capibara.training import initialization, run_folder
     from capibara.training.run_folder import checks

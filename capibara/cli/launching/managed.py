@@ -15,7 +15,6 @@ from capibara.cli.arguments import jobs
 from capibara.cli.launching import watching
 from capibara.cli.launching.local import Parser
 from capibara.cli.launching.watching import Opened, say
-from capibara.core import exits
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.jobs import systems
@@ -24,6 +23,7 @@ from capibara.jobs.managing import lifecycle, spec_file
 from capibara.jobs.managing.records import Record, Records, State
 from capibara.jobs.secrets import Source
 from capibara.jobs.spec import Attempt, JobSpec
+from capibara.multihost import exits
 
 _TEXTS = {
     "list": "List the jobs that were launched from here.",

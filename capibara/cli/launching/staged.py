@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from capibara.cli.launching.local import check_verb
-from capibara.core import exits
 from capibara.core.types import TryAgain, UserError
+from capibara.multihost import exits
 
 _DESCRIPTION = """Run a verb with the files that a job has staged, and restart it; a job calls this, not a user.
 

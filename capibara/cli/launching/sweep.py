@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from capibara.cli.arguments import flags, jobs
 from capibara.cli.launching import watching
 from capibara.cli.launching.job import facts, job_of
-from capibara.core import exits, user_modules
+from capibara.core import user_modules
 from capibara.core.fields import did_you_mean, nearest
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import backends, secrets, systems
@@ -37,6 +37,7 @@ from capibara.jobs.sweeps.study import Study
 from capibara.jobs.sweeps.sweep import EarlyStop, Goal, Search, Sweep
 from capibara.jobs.sweeps.trial import State, Trial
 from capibara.monitoring.status import StatusLine
+from capibara.multihost import exits
 
 if TYPE_CHECKING:
     from capibara.training.trainer import Trainer

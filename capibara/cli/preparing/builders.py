@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from capibara.cli.arguments import flags
-from capibara.core import exits
+from capibara.multihost import exits
 
 if TYPE_CHECKING:
     from capibara.builders.files.manifest import Manifest

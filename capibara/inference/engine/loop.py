@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from capibara.core.multihost import peers
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.faults import ProgramFault, cause_of, ends_process
 from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.request import Request
 from capibara.inference.engine.stream import ProcessLost
+from capibara.multihost import peers
 
 
 class EngineLoop:

@@ -22,8 +22,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from capibara.core import allocator
-from capibara.core.multihost import peers
-from capibara.core.multihost.channel import Leader
 from capibara.core.types import UserError
 from capibara.inference.engine.stream import ProcessLost
 from capibara.inference.server import http_protocol
@@ -31,6 +29,8 @@ from capibara.inference.server.openai_app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service, State
 from capibara.inference.server.visitors import visitors_of
+from capibara.multihost import peers
+from capibara.multihost.channel import Leader
 
 _KILLED = 130
 _BACKLOG = 2048  # connections that wait to be accepted

@@ -11,11 +11,11 @@ import re
 from typing import ClassVar
 
 from capibara.config import configurable
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.jobs.backends.backend import Backend, Document, Form, Rendering, command, literal
 from capibara.jobs.secrets import Source
 from capibara.jobs.spec import Capacity, JobSpec
+from capibara.multihost import exits
 
 _DNS = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _COORDINATOR_PORT = 8476  # of jax.distributed, where flags name process 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from capibara.core import exits
 from capibara.jobs.managing import breaker
 from capibara.jobs.managing.records import Record, State
 from capibara.jobs.reports import Outcome
 from capibara.jobs.spec import JobSpec
 from capibara.jobs.systems.system import Phase, Resource, System
+from capibara.multihost import exits
 
 _SHORTEST_S = 60.0  # of an attempt that a budget must pay for
 

@@ -19,8 +19,8 @@ from capibara.config import configurable
 from capibara.consensus.compression import Compression
 from capibara.core import tree
 from capibara.core.fields import FilePath
-from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, TryAgain, UserError
+from capibara.multihost import hosts
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage import hashing

@@ -14,8 +14,8 @@ from typing import Any
 
 from capibara.consensus.voting import Ballot, Verdict, Vote
 from capibara.core import limits
-from capibara.core.multihost import hosts
 from capibara.core.types import Params, TryAgain, UserError
+from capibara.multihost import hosts
 from capibara.objectives.batches import Reporter
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import Agreed, Exchange, as_json, fields_of, round_folder

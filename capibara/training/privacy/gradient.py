@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.consensus.privacy import Privacy, normal
 from capibara.core import tree
-from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Stats
+from capibara.multihost import hosts
 from capibara.objectives.base import Metrics, Objective
 from capibara.sharding import Plan
 

@@ -11,8 +11,8 @@ import jax
 from capibara import config
 from capibara.checkpoints import run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
-from capibara.core.multihost import peers
 from capibara.core.types import UserError
+from capibara.multihost import peers
 from capibara.storage import outputs, stores
 from capibara.storage.full_disk import not_writable_explained
 from capibara.training.run_folder.reading import CONFIG

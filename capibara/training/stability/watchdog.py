@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from capibara.config import configurable
-from capibara.core.exits import EXIT_HUNG
-from capibara.core.multihost import peers
 from capibara.core.types import UserError
+from capibara.multihost import peers
+from capibara.multihost.exits import EXIT_HUNG
 
 _WINDOW = 64  # step times of which the median is taken
 _JOIN_S = 5.0  # wait for the watchdog's thread at the end

@@ -346,8 +346,8 @@ LENGTH = 160
 def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
     """Three steps by the command line; the validation loss is of the answers alone."""
     from capibara.cli import train
-    from capibara.core import exits
     from capibara.monitoring.trackers.loggers import read_metrics
+    from capibara.multihost import exits
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.gin").write_text(RUN)
@@ -363,9 +363,9 @@ def check_adapters(arguments, capfd):
     """Adapters beside what the run has come to: asked in the chat template, and merged."""
     from capibara.cli import infer, train
     from capibara.cli.composition.models import load_run
-    from capibara.core import exits
     from capibara.models import api
     from capibara.monitoring.trackers.loggers import read_metrics
+    from capibara.multihost import exits
 
     more = [
         "--gin.MODEL_DIR=tuned",

@@ -12,11 +12,11 @@ import sys
 import gcsfs
 import numpy as np
 
-from capibara.core.exits import run_process
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import make_loader
 from capibara.data.shards.source import ShardedSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.multihost.exits import run_process
 
 
 def batches(files: str, steps: int) -> list[dict[str, np.ndarray]]:

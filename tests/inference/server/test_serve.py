@@ -17,10 +17,10 @@ import pytest
 
 from capibara.cli import infer, serve
 from capibara.cli.composition import models
-from capibara.core import exits
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
 from capibara.inference.server.service import Service, State
+from capibara.multihost import exits
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
 F32 = "--gin.DecoderConfig.dtype=float32"
@@ -57,7 +57,7 @@ def test_a_process_ends_its_texts_after_a_signal(folder):
 FAILING = """
 import sys
 from capibara.cli import serve
-from capibara.core import exits as cli
+from capibara.multihost import exits as cli
 from capibara.inference.engine.scheduler import Scheduler
 
 receive, left = Scheduler.receive, [12]

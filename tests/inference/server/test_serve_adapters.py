@@ -16,7 +16,7 @@ import tokenizers
 
 from capibara import config
 from capibara.cli import infer, serve
-from capibara.core import exits, tree
+from capibara.core import tree
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
@@ -24,6 +24,7 @@ from capibara.interop import gin_of, open_model
 from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import Lora
+from capibara.multihost import exits
 from capibara.training import run_folder
 
 sys.path.insert(0, os.path.dirname(__file__))

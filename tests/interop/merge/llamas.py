@@ -11,12 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 from capibara import config
 from capibara.cli import merge as verb
-from capibara.core import exits
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.multihost import exits
 
 SIZES = dict(vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
 QUERY = "model.layers.{}.self_attn.q_proj"

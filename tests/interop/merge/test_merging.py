@@ -16,8 +16,8 @@ from capibara import config
 from capibara.cli import convert
 from capibara.consensus.merging import METHODS
 from capibara.consensus.merging.method import draw_of
-from capibara.core import exits
 from capibara.models.api import EncoderDecoderConfig, Moe
+from capibara.multihost import exits
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 from llamas import PYTHON, QUERY, assert_broken_is_named, assert_close, refused, run, tokenizer, weights, write  # noqa: E402

@@ -13,8 +13,8 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from kubernetes import client as kubernetes
 
 from capibara.cli import launch
-from capibara.core import exits
 from capibara.jobs import backends
+from capibara.multihost import exits
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from job_specs import WHEEL, job  # noqa: E402

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from capibara.cli import launch
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.jobs.backends.ssh import Ssh
 from capibara.jobs.secrets import Secret, Source
+from capibara.multihost import exits
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from job_specs import job  # noqa: E402

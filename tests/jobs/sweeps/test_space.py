@@ -5,10 +5,10 @@ import math
 import pytest
 
 from capibara import config
-from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.jobs.sweeps import space
 from capibara.jobs.sweeps.space import Kind, parse
+from capibara.multihost import exits
 
 
 def test_values_are_kept_as_gin_reads_them():

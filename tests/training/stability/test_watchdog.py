@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from capibara.core.exits import EXIT_HUNG
 from capibara.core.types import UserError
+from capibara.multihost.exits import EXIT_HUNG
 from capibara.training.stability import watchdog
 from capibara.training.stability.watchdog import Watch, Watchdog
 

@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from capibara.core import exits
-from capibara.core.multihost import peers
 from capibara.core.types import TryAgain, UserError
+from capibara.multihost import exits, peers
 
 
 class Store:

@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from capibara.core.multihost import peers
-from capibara.core.multihost.peers import Fault
 from capibara.core.types import TryAgain
+from capibara.multihost import peers
+from capibara.multihost.peers import Fault
 
 _KEY = "channel"
 _OPEN_S = 120.0  # for all to connect; all processes have started by then

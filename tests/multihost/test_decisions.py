@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from capibara.core.multihost import decisions, peers
-from capibara.core.multihost.decisions import Decisions
+from capibara.multihost import decisions, peers
+from capibara.multihost.decisions import Decisions
 
 SAVE, EVALUATE = "save", "evaluate"
 

@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from capibara.core.multihost import channel, peers
 from capibara.core.types import TryAgain
+from capibara.multihost import channel, peers
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_an_abort_waits_for_what_says_why(ends, code):
     """And comes to its end where nothing does."""
     text = f"""
 import ctypes, os, threading, time
-from capibara.core.multihost import channel
+from capibara.multihost import channel
 channel.slow_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()  # without Python's lock, as in JAX's threads
 time.sleep(0.2)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from capibara.core.multihost import peers, roll_call
 from capibara.core.types import UserError
+from capibara.multihost import peers, roll_call
 
 if TYPE_CHECKING:
     import jax

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from capibara.core.exits import EXIT_FAULT
-from capibara.core.multihost import peers
+from capibara.multihost import peers
+from capibara.multihost.exits import EXIT_FAULT
 
 _COMPARE_S = 1.0  # between two comparisons
 _PUBLISHED = 64  # newest decisions that the others see; fewer are taken between a few comparisons

@@ -7,10 +7,10 @@ import types
 import pytest
 
 from capibara.cli.arguments import multihost
-from capibara.core.multihost import joining
-from capibara.core.multihost.joining import Joining
-from capibara.core.multihost.roll_call import Process
 from capibara.core.types import UserError
+from capibara.multihost import joining
+from capibara.multihost.joining import Joining
+from capibara.multihost.roll_call import Process
 
 NAMES = (
     "JAX_COORDINATOR_ADDRESS",

@@ -14,8 +14,9 @@ from types import FrameType
 
 from capibara.core import bucket_faults, user_modules
 from capibara.core.bucket_faults import Denied
-from capibara.core.multihost import peers
+from capibara.core.errors import chain, unwrap
 from capibara.core.types import TryAgain, UserError
+from capibara.multihost import peers
 
 EXIT_FAULT = 1  # Python's after a traceback
 EXIT_USER_ERROR = 2
@@ -63,7 +64,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         if known is None and (fault := peers.peer_fault()) is not None:
             print(f"error: {fault.line}", file=sys.stderr)
             return _leaving_peers(fault.code, fault.line)
-        if known is None and (lost := peers.peer_lost(_chain(error))) is not None:
+        if known is None and (lost := peers.peer_lost(chain(error))) is not None:
             known = lost
         known = known or _of_users_code(error)
         if known is not None:
@@ -156,17 +157,17 @@ def _expected(error: BaseException) -> UserError | TryAgain | None:
         return error
     if isinstance(error, UserError):
         # A reader may blame the file for any error: where a bucket has refused access, that is the cause.
-        if not isinstance(error, Denied) and (fault := bucket_faults.refused(_chain(error))) is not None:
+        if not isinstance(error, Denied) and (fault := bucket_faults.refused(chain(error))) is not None:
             return fault
         text = " ".join(str(error).split("\n"))
         return UserError(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
-    for cause in _chain(error):
+    for cause in chain(error):
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL or os.strerror(errno.ENOSPC) in str(cause):
             where = getattr(cause, "filename", None)
             return UserError(
                 f"disk full{f' while writing {where}' if where else ''}: free some space, then run this again"
             )
-    return bucket_faults.explained(_chain(error))
+    return bucket_faults.explained(chain(error))
 
 
 def _of_users_code(error: BaseException) -> UserError | TryAgain | None:
@@ -178,20 +179,3 @@ def _of_users_code(error: BaseException) -> UserError | TryAgain | None:
         traceback.print_exception(original)
     is_of_files = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
     return TryAgain(str(known)) if isinstance(original, OSError) and not isinstance(original, is_of_files) else known
-
-
-def unwrap(error: BaseException) -> BaseException:
-    """The exception as it was raised first: Gin re-raises it as a proxy with a longer message, once per configurable."""
-    while error.__suppress_context__ and (raised := error.__context__) is not None:
-        if type(error).__bases__ != (type(raised),) or type(error).__name__ != type(raised).__name__:
-            break
-        error = raised
-    return error
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

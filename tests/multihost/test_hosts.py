@@ -9,8 +9,8 @@ import threading
 import jax
 import pytest
 
-from capibara.core.multihost import hosts
 from capibara.core.types import UserError
+from capibara.multihost import hosts
 
 
 @pytest.fixture
