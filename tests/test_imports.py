@@ -29,7 +29,7 @@ _BASE = _LOW | {
 RULES = {
     "core": set(),
     "multihost": {"core"},
-    "storage": {"core", "multihost"},
+    "storage": {"core"},
     "config": {"core", "storage"},
     "sharding": _LOW,
     "kernels": _LOW | {"sharding"},
