@@ -373,7 +373,7 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 def published(row: Published) -> tuple[float, Any]:
     """(published seconds, predicted cost) of a row."""
     from capibara.models import api
-    from capibara.models.moe.moe import Moe
+    from capibara.models.parts.moe import Moe
     from capibara.optim import Optimizer
     from capibara.planner.hardware import slices
     from capibara.planner.model import choice, cost, workload

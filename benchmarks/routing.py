@@ -52,7 +52,7 @@ from capibara.config import written
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import make_loader
 from capibara.models import api
-from capibara.models.moe.router import Hints
+from capibara.models.parts.router import Hints
 from capibara.training.evaluation import evaluate, make_eval_step
 
 DOMAINS = tuple(BUILT_IN)

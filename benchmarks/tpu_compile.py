@@ -113,7 +113,7 @@ def compile_ours(row: Row, options: dict[str, str] | None) -> dict[str, Any]:
     from capibara import sharding
     from capibara.data.pipeline.loader import Dataset
     from capibara.models import api
-    from capibara.models.layers.config import Head
+    from capibara.models.parts.config import Head
     from capibara.objectives import base
     from capibara.optim import Optimizer, Schedule
     from capibara.planner.compiler import compile as planner

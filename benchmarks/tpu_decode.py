@@ -101,7 +101,7 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def _engine(row: Row):
-    from capibara.inference.engine.batching import CacheDtype, EngineConfig
+    from capibara.inference.engine.cache.batching import CacheDtype, EngineConfig
 
     return EngineConfig(slots=row.slots, page_size=row.page_size, cache_dtype=CacheDtype(row.cache_dtype))
 

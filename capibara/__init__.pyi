@@ -92,7 +92,7 @@ from capibara.evaluation.programs import PassAtK as PassAtK
 from capibara.evaluation.sandbox.sandbox import Sandbox as Sandbox
 from capibara.evaluation.seqio_tasks import SeqioEvaluation as SeqioEvaluation
 from capibara.evaluation.tasks import EvalTask as EvalTask
-from capibara.inference.engine.batching import EngineConfig as EngineConfig
+from capibara.inference.engine.cache.batching import EngineConfig as EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh as ServingMesh
 from capibara.inference.sample import SampleText as SampleText
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch
@@ -111,8 +111,8 @@ from capibara.models.architectures.encdec import EncoderDecoderConfig as Encoder
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
 from capibara.models.layers.rope import Rope as Rope
-from capibara.models.moe.router import Hints as Hints
-from capibara.models.moe.router import Moe as Moe
+from capibara.models.parts.router import Hints as Hints
+from capibara.models.parts.router import Moe as Moe
 from capibara.monitoring.curve import LossCurve as LossCurve
 from capibara.monitoring.dashboard.settings import DashboardConfig as DashboardConfig
 from capibara.monitoring.defaults import Monitoring as Monitoring

@@ -43,8 +43,8 @@ data/tasks/test_tasks hosts/test_joining examples/test_extend slices/test_traini
 hosts/test_ssh faults/test_launched hosts/test_startup cli/test_launch_sweep faults/test_manager jobs/managing/test_manager
 cli/test_launched_jobs jobs/systems/test_ssh cli/test_launch
 kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/test_group
-models/moe/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
-strategies/test_grpo strategies/test_consensus interop/test_t5x_training inference/server/test_server interop/test_t5x
+models/parts/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
+strategies/test_grpo interop/test_t5x_training inference/server/test_server interop/test_t5x
 models/cache/test_cache faults/test_numbers training/test_step slices/test_consensus hosts/test_group
 models/adapters/test_lora integration/test_train optim/test_state_dtypes planner/model/test_memory
 inference/engine/cache/test_pages models/architectures/test_decoder interop/test_quantization training/test_lora

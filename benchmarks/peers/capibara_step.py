@@ -25,7 +25,7 @@ from capibara import sharding
 from capibara.core import allocator
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states

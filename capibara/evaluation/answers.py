@@ -15,7 +15,7 @@ from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
-from capibara.inference.engine.stream import Stream, of_search
+from capibara.inference.engine.requests.stream import Stream, of_search
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
 

@@ -16,7 +16,7 @@ from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.runner.programs import Same
+from capibara.inference.engine.programs.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Plan
 

@@ -14,7 +14,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig, WhenFull, che
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.engine.stream import Completion, Finish
+from capibara.inference.engine.requests.stream import Completion, Finish
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import Rules

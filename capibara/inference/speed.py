@@ -9,7 +9,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Completion
+from capibara.inference.engine.requests.stream import Completion
 from capibara.inference.sampling.sampling import Sampling
 
 _READINGS = 5

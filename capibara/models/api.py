@@ -38,11 +38,11 @@ from capibara.models.architectures.registry import (
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
-from capibara.models.layers.config import ComputeDtype, Head, LayerKind, TransformerConfig
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
-from capibara.models.moe import moe
-from capibara.models.moe.moe import Moe
+from capibara.models.parts import moe
+from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig
+from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [

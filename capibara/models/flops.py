@@ -8,7 +8,7 @@ import jax
 
 from capibara.core import tree
 from capibara.core.types import Params
-from capibara.models.layers.config import TransformerConfig
+from capibara.models.parts.config import TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 

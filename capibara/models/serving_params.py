@@ -14,7 +14,7 @@ from capibara.core.types import Params
 from capibara.kernels.matmul import dispatch as matmul
 from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization
-from capibara.models.layers.config import TransformerConfig
+from capibara.models.parts.config import TransformerConfig
 
 Axes = tuple[str, ...]
 Convert = Callable[[Callable[[jax.Array], Any], jax.Array], Any]

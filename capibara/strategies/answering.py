@@ -19,7 +19,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.engine.stream import Completion, Finish, Stream
+from capibara.inference.engine.requests.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts

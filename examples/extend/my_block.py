@@ -12,7 +12,7 @@ from capibara.core.types import UserError
 from capibara.models.api import DecoderConfig, model_of
 from capibara.models.architectures.decoder import Decoder
 from capibara.models.layers import layers
-from capibara.models.layers.transformer import Block
+from capibara.models.parts.transformer import Block
 
 
 @configurable

@@ -11,7 +11,8 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.models.api import TransformerConfig, model_of
-from capibara.models.layers import layers, stack, transformer
+from capibara.models.layers import layers, stack
+from capibara.models.parts import transformer
 
 
 @configurable

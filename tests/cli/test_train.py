@@ -21,7 +21,7 @@ def test_profile_binds_the_steps(monkeypatch, tmp_path):
         found.append(config.build(Trainer).profile)
         return Outcome(1, "finished")
 
-    monkeypatch.setattr(training_run, "run", run)
+    monkeypatch.setattr(training_run, "train_gin", run)
     common = ["--gin_file=quickstart.gin", f"--gin.MODEL_DIR={tmp_path}"]
     assert verb.main([*common, "--profile=100:102"]) == 0 and verb.main(common) == 0
     assert found == [Profile(start=100, stop=102), None]

@@ -11,7 +11,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine.batching import EngineConfig, WhenFull
+from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.engine import Engine
 from capibara.inference.sample import Generator, SampleText, Sampling, beyond_length, sampler
 from capibara.inference.sampling.sampler import Settings, choose, settings_of

@@ -12,9 +12,8 @@ import numpy as np
 
 from capibara.core import tree
 from capibara.models import api
-from capibara.models.adapters import quantized_weights
-from capibara.models.layers import relative
-from capibara.models.layers.config import ComputeDtype
+from capibara.models.layers import quantized_weights, relative
+from capibara.models.parts.config import ComputeDtype
 
 _ROOMS = (
     "capibara.kernels.",

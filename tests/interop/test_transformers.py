@@ -27,7 +27,7 @@ from capibara.interop.hf import folder as hf_folder
 from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import Lora
-from capibara.models.layers.config import ComputeDtype
+from capibara.models.parts.config import ComputeDtype
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states

@@ -8,7 +8,7 @@ from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.architectures.encdec import EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 
 D, N, K, H, F, V, L, T = 32, 4, 2, 8, 48, 64, 6, 16
 SIZES = dict(vocab_size=V, embed_dim=D, num_layers=L, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=F)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from capibara.models import api
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.optim import Optimizer
 from capibara.planner.hardware import slices
 from capibara.planner.model import workload

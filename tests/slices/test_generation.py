@@ -18,7 +18,7 @@ from capibara.core import tree
 from capibara.inference.engine import beam_requests, beam_search
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import footprint, lowering
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
 from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models import api
 from capibara.models.api import Adapter, BatchAdapters, Lora, unmerged

@@ -10,7 +10,7 @@ import test_generation
 import test_training
 from matrix import PACKAGE
 
-from capibara.inference.engine.runner.programs import Programs
+from capibara.inference.engine.programs.programs import Programs
 
 JITS = ("jit", "pjit", "pmap", "xmap")
 BY_HAND = ("shard_map", "pallas_call")

@@ -167,7 +167,7 @@ PROGRAMS = {
 WITHIN = {
     "training/privacy/gradient.py make_private_gradient": ("train step, privacy", "decoder"),
     "models/layers/embedding.py lookup": ("train step", "experts"),
-    "models/moe/moe.py MoeMLP._experts": ("train step", "experts"),
+    "models/parts/moe.py MoeMLP._experts": ("train step", "experts"),
     "kernels/attention/splash.py _on_mesh": ("train step", "experts"),
     "kernels/cross_entropy/layout.py on_shards": ("train step", "experts"),
     "sharding/replicas.py _checksums": ("replica check", "decoder QLoRA"),

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from capibara.inference.engine.placement import own_chips
-from capibara.inference.engine.stream import Finish
+from capibara.inference.engine.requests.stream import Finish
 from capibara.multihost import hosts
 from capibara.strategies.answering import Answerer, Prompt
 from capibara.strategies.grpo import Grpo

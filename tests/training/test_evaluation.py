@@ -13,7 +13,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import make_loader
 from capibara.data.sources.sources import JsonlSource
-from capibara.models.moe.moe import Hints, Moe
+from capibara.models.parts.moe import Hints, Moe
 from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
 from capibara.training.evaluation import evaluate

@@ -14,7 +14,7 @@ from capibara.core.types import UserError
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
 ROWS, LENGTH, VOCAB = 16, 32, 128

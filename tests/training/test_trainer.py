@@ -10,8 +10,8 @@ from capibara.cli.composition import training_run
 from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.core.types import UserError
 from capibara.models import api
-from capibara.models.moe.moe import Moe
-from capibara.models.moe.router import Hints
+from capibara.models.parts.moe import Moe
+from capibara.models.parts.router import Hints
 from capibara.objectives.base import Normalization
 from capibara.training import setup as run
 from capibara.training.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara import config, sharding
 from capibara.core.types import UserError
-from capibara.inference.engine.batching import CacheDtype, EngineConfig
+from capibara.inference.engine.cache.batching import CacheDtype, EngineConfig
 from capibara.inference.engine.placement import lowering
 from capibara.models.api import Model
 from capibara.planner.compiler import compile as compiler

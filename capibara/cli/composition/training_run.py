@@ -55,11 +55,12 @@ def train(
     if emulate is not None and type(emulate) is not int:
         raise UserError(f"emulate is {emulate!r}, must be a number of devices, or None: try 8")
     config.parse((), written.text_of(trainer, *others).split("\n"))
-    for part in (trainer, *others):
-        written.check_same(config.build(type(part)), part)
-    read = _read()
-    given = {type(part): part for part in (trainer, *others)}
-    parts = {field.name: given.get(type(part := getattr(read, field.name)), part) for field in dataclasses.fields(read)}
+    read, given = _read(), {type(part): part for part in (trainer, *others)}
+    parts = {}
+    for field in dataclasses.fields(read):
+        built = getattr(read, field.name)
+        parts[field.name] = given.get(type(built), built)
+        written.check_same(built, parts[field.name])
     notes = [
         f"{name} is of this script: only this process can read the run folder, unless a module of yours defines it"
         for name in written.unnamed(trainer, *others)

@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.inference.engine import beam_search
-from capibara.inference.engine.batching import bucket
-from capibara.inference.engine.faults import ProgramFault, contained, ends_process, is_of_request
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.runner import prefill, programs
-from capibara.inference.engine.stream import Decode, Finish, Piece
+from capibara.inference.engine.cache.batching import bucket
+from capibara.inference.engine.programs import programs
+from capibara.inference.engine.requests.faults import ProgramFault, contained, ends_process, is_of_request
+from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.requests.stream import Decode, Finish, Piece
+from capibara.inference.engine.runner import prefill
 from capibara.inference.sampling.sampling import BeamSearch
 from capibara.models.api import Model
 from capibara.sharding import Rules

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params
-from capibara.inference.engine.runner.programs import Same, on_mesh
+from capibara.inference.engine.programs.programs import Same, on_mesh
 from capibara.models import api
 from capibara.models.api import Cache, Model
 from capibara.sharding import Rules

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import jax
 
 from capibara.core.types import Params
-from capibara.inference.engine.adapters import Adapters
-from capibara.inference.engine.batching import EngineConfig
 from capibara.inference.engine.beam_requests import BeamSearcher
+from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
-from capibara.inference.engine.faults import contained
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.parameters import ServedParams, donated
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
+from capibara.inference.engine.programs.speculative import Drafter
+from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.faults import contained
+from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.prefill import Prefilled, PrefillQueue
-from capibara.inference.engine.runner.speculative import Drafter
 from capibara.inference.engine.scheduler import Scheduler
 from capibara.models.api import Adapter, Model
 from capibara.sharding import Rules

@@ -12,15 +12,16 @@ from typing import Any
 
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine import batching, best_of
-from capibara.inference.engine.batching import EngineConfig, Statistics, WhenFull
-from capibara.inference.engine.best_of import BestOf
+from capibara.inference.engine.cache import batching
+from capibara.inference.engine.cache.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.engine.core import EngineCore
-from capibara.inference.engine.following import Submission
 from capibara.inference.engine.loop import EngineLoop
 from capibara.inference.engine.recovery import Recovery
-from capibara.inference.engine.request import LIKELIEST, InputProcessor, Request
-from capibara.inference.engine.stream import Stream
+from capibara.inference.engine.requests import best_of
+from capibara.inference.engine.requests.best_of import BestOf
+from capibara.inference.engine.requests.following import Submission
+from capibara.inference.engine.requests.request import LIKELIEST, InputProcessor, Request
+from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Adapter, Model
 from capibara.sharding import Rules

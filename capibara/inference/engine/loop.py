@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from capibara.inference.engine.core import EngineCore
-from capibara.inference.engine.faults import ProgramFault, cause_of, ends_process
-from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.recovery import Recovery
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.stream import ProcessLost
+from capibara.inference.engine.requests.faults import ProgramFault, cause_of, ends_process
+from capibara.inference.engine.requests.following import Orders, Submission
+from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.requests.stream import ProcessLost
 from capibara.multihost import peers
 
 

@@ -12,9 +12,9 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 
-from capibara.inference.engine.batching import EngineConfig
-from capibara.inference.engine.faults import ProgramFault, cause_of, ends_process
-from capibara.inference.engine.request import Request
+from capibara.inference.engine.cache.batching import EngineConfig
+from capibara.inference.engine.requests.faults import ProgramFault, cause_of, ends_process
+from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.scheduler import Scheduler
 
 _SHARED = 3  # faults of a request's programs that no request alone repeats; after them it runs alone to its end

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from capibara.inference.engine.batching import EngineConfig, Statistics, bucket
 from capibara.inference.engine.beam_requests import BeamSearcher
+from capibara.inference.engine.cache.batching import EngineConfig, Statistics, bucket
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
-from capibara.inference.engine.faults import contained
-from capibara.inference.engine.request import Request
+from capibara.inference.engine.requests.faults import contained
+from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.prefill import PrefillQueue
-from capibara.inference.engine.stream import Finish
 
 
 class RequestQueue:

@@ -15,7 +15,7 @@ from capibara.core import limits
 from capibara.core.fields import did_you_mean, nearest, short
 from capibara.core.types import UserError
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Completion, Stream, of_search
+from capibara.inference.engine.requests.stream import Completion, Stream, of_search
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling, changed, of_values
 from capibara.storage import outputs, packed

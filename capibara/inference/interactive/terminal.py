@@ -12,7 +12,7 @@ from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, Message
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Finish
+from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 

@@ -20,7 +20,7 @@ from capibara.data.chat.dropped import dropped, unread
 from capibara.data.chat.formats import Conversation, Format, read_conversation
 from capibara.data.chat.template import TemplateFails
 from capibara.data.tokenizers import model_rows
-from capibara.inference.engine.request import LIKELIEST
+from capibara.inference.engine.requests.request import LIKELIEST
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling

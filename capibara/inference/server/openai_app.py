@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capibara.core.types import UserError
-from capibara.inference.engine.stream import Completion
+from capibara.inference.engine.requests.stream import Completion
 from capibara.inference.server import bounds, openai_api
 from capibara.inference.server.http_errors import Refusal
 from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest

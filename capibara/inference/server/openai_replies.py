@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.stream import Completion, Piece
+from capibara.inference.engine.requests.stream import Completion, Piece
 from capibara.inference.server import tool_calls
 from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service import RequestedText, Served

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from capibara.core import allocator
 from capibara.core.types import UserError
-from capibara.inference.engine.stream import ProcessLost
+from capibara.inference.engine.requests.stream import ProcessLost
 from capibara.inference.server import http_protocol
 from capibara.inference.server.openai_app import app_of
 from capibara.inference.server.prometheus import ServingMetrics

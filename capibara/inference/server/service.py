@@ -16,7 +16,7 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
+from capibara.inference.engine.requests.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import tool_calls

@@ -30,8 +30,8 @@ from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import UserError
 from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora_experts import Factors
-from capibara.models.adapters.quantized_weights import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
 from capibara.models.layers import layers
+from capibara.models.layers.quantized_weights import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
 
 SUFFIX = "_lora"
 ALL_LINEAR = "all-linear"

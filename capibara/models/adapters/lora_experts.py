@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from capibara.models.adapters.quantized_weights import Blocks, Whole
+from capibara.models.layers.quantized_weights import Blocks, Whole
 
 Names = tuple[str, ...]
 

@@ -12,7 +12,7 @@ from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import Params, UserError
 from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora import SUFFIX, Lora, block_dim
-from capibara.models.adapters.quantized_weights import Blocks
+from capibara.models.layers.quantized_weights import Blocks
 
 
 def merge(params: Params, lora: Lora, axes: Params) -> Params:

@@ -21,8 +21,13 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
-from capibara.models.layers import dropout, layers, stack, transformer
-from capibara.models.layers.config import (
+from capibara.models.layers import dropout, layers, stack
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.layers import NormScale
+from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.rope import Rope
+from capibara.models.parts import transformer
+from capibara.models.parts.config import (
     ComputeDtype,
     EmbeddingScale,
     Head,
@@ -30,11 +35,7 @@ from capibara.models.layers.config import (
     Positions,
     TransformerConfig,
 )
-from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.layers.layers import NormScale
-from capibara.models.layers.relative import RelativeBias
-from capibara.models.layers.rope import Rope
-from capibara.models.layers.transformer import Block, Rows, Shared
+from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]

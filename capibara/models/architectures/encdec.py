@@ -16,13 +16,14 @@ from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
-from capibara.models.layers import dropout, embedding, layers, stack, transformer
-from capibara.models.layers.attention import Attention
-from capibara.models.layers.config import EmbeddingScale, Head, LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
-from capibara.models.layers.transformer import Block, Rows, Shared
+from capibara.models.parts import transformer
+from capibara.models.parts.attention import Attention
+from capibara.models.parts.config import EmbeddingScale, Head, LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)

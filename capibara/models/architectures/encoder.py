@@ -11,11 +11,12 @@ from flax import nnx
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
 from capibara.models.architectures.registry import model_of
-from capibara.models.layers import dropout, embedding, layers, stack, transformer
-from capibara.models.layers.config import EmbeddingScale, Head, LayerKind, NormPlacement, TransformerConfig
+from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Site
 from capibara.models.layers.layers import Activation, Bias, NormKind
-from capibara.models.layers.transformer import Block, Rows, Shared
+from capibara.models.parts import transformer
+from capibara.models.parts.config import EmbeddingScale, Head, LayerKind, NormPlacement, TransformerConfig
+from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)

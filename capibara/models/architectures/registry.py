@@ -10,8 +10,8 @@ from flax import nnx
 
 from capibara.core.types import Batch, Params, UserError
 from capibara.models.cache.dense import Cache
-from capibara.models.layers.config import TransformerConfig
 from capibara.models.layers.stack import Stats
+from capibara.models.parts.config import TransformerConfig
 from capibara.sharding import RematPolicy
 
 

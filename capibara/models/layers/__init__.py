@@ -1,1 +1,1 @@
-"""Parts of which architectures are made."""
+"""Projections, norms, embeddings and rotations, and how layers are stacked."""

@@ -17,7 +17,7 @@ from capibara.kernels.gate import gated
 from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.dispatch import matmul
 from capibara.kernels.matmul.quantized import Quantization
-from capibara.models.adapters.quantized_weights import Blocks, Whole, frozen_matmul
+from capibara.models.layers.quantized_weights import Blocks, Whole, frozen_matmul
 
 Initializer = Callable[..., jax.Array]
 

@@ -14,8 +14,8 @@ from capibara import sharding
 from capibara.core import projections
 from capibara.core.types import Params, PyTree, UserError
 from capibara.kernels.gradients import gradients_together
-from capibara.models.adapters.quantized_weights import Frozen
 from capibara.models.layers import pipeline
+from capibara.models.layers.quantized_weights import Frozen
 from capibara.sharding import Remat, RematPolicy
 
 Stats = dict[str, jax.Array]  # float32 sums over tokens; for a stack, each with a leading axis of layers

@@ -17,8 +17,8 @@ from capibara.evaluation.tasks import EvalTask
 from capibara.inference import speed
 from capibara.inference.engine import beam_search
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.following import Orders, Submission
-from capibara.inference.engine.stream import Finish
+from capibara.inference.engine.requests.following import Orders, Submission
+from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.interactive import files
 from capibara.inference.sampling.sampling import BeamSearch, Sampling, changed, of_values
 from capibara.inference.server.service import check_streams

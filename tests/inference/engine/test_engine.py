@@ -19,14 +19,14 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference import speed
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.requests.stream import Piece
 from capibara.inference.engine.runner import decode, decode_schedule
-from capibara.inference.engine.stream import Piece
 from capibara.inference.interactive import files
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.storage import outputs
 
 MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"))

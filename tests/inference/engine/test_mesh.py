@@ -14,7 +14,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
 VOCABULARY, LENGTH, SLOTS = ByteVocabulary(), 64, 4

@@ -18,9 +18,9 @@ import pytest
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine import beam_search
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.programs import programs
 from capibara.inference.engine.recovery import Recovery
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.requests.request import Request
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig

@@ -6,7 +6,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Rope
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from capibara.inference.engine.request import Request
+from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner import decode, prefill
 from capibara.inference.sampling.text import TextStream
 from tests.inference.server.test_server import GREEDY, Running

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.stream import ProcessLost, Stream
+from capibara.inference.engine.requests.stream import ProcessLost, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
 from capibara.inference.server.http_errors import Refusal

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.stream import Finish, Piece, Stream
+from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.text import TextStream
 from capibara.inference.server import tool_calls

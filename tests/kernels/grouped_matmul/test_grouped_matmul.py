@@ -75,7 +75,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from capibara import sharding
 from capibara.models.architectures.decoder import DecoderConfig
-from capibara.models.moe.moe import Moe, MoeMLP
+from capibara.models.parts.moe import Moe, MoeMLP
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan, Rules
 

@@ -14,7 +14,7 @@ from capibara.models import api
 from capibara.models.adapters import lora
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora
 from capibara.models.layers import layers
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 
 SIZES = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))

@@ -17,10 +17,10 @@ from capibara.core.types import UserError
 from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models import api
 from capibara.models.adapters import lora, lora_experts, lora_merge
-from capibara.models.adapters.quantized_weights import BaseDtype, Blocks, quantize
 from capibara.models.api import DecoderConfig, Lora
-from capibara.models.moe import dispatch
-from capibara.models.moe.moe import Moe, MoeMLP
+from capibara.models.layers.quantized_weights import BaseDtype, Blocks, quantize
+from capibara.models.parts import dispatch
+from capibara.models.parts.moe import Moe, MoeMLP
 from capibara.sharding import Plan
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "moe"))

@@ -15,7 +15,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.cache import dense as caches
 from capibara.models.layers.rope import Rope
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
 TINY = DecoderConfig(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from cases import DENSE, EXPERTS, V5E, choice_of, work_of
 
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.planner.model import cost, memory
 
 

@@ -14,7 +14,7 @@ from capibara import sharding
 from capibara.cli.composition import inspected_run
 from capibara.core import tree
 from capibara.models import api
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.objectives.loss import ResidentArrays
 from capibara.optim import Adafactor, Optimizer, StateDtype
 from capibara.planner.hardware import slices

@@ -10,7 +10,7 @@ from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import lowering
 from capibara.models import api
 from capibara.models.api import DecoderConfig
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.planner.hardware import slices
 from capibara.planner.search import serving
 from capibara.planner.search.serving import Engine

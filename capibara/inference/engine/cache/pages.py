@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.models.api import Model, paged
 
 

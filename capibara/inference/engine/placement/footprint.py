@@ -8,9 +8,9 @@ import jax
 
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.inference.engine.batching import CacheDtype, EngineConfig
 from capibara.inference.engine.cache import pages
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.cache.batching import CacheDtype, EngineConfig
+from capibara.inference.engine.programs import programs
 from capibara.models.api import Model
 
 

@@ -13,9 +13,9 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.projections import Axes
 from capibara.core.types import PyTree
-from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
 from capibara.inference.sampling.sampler import GREEDY
 from capibara.models.api import Model
 from capibara.sharding import Rules

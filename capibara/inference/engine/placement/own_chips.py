@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from capibara import sharding
 from capibara.core.types import Params, PyTree, UserError
-from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.engine.runner.programs import Same
+from capibara.inference.engine.programs.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Rules
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from capibara.core.tree import is_axes
 from capibara.core.types import Params
-from capibara.inference.engine.runner.programs import on_mesh
+from capibara.inference.engine.programs.programs import on_mesh
 from capibara.models.api import Model
 from capibara.sharding import Rules, constrain
 

@@ -11,15 +11,15 @@ import jax
 import numpy as np
 
 from capibara.core.types import Params
-from capibara.inference.engine.adapters import Adapters
-from capibara.inference.engine.batching import EngineConfig, Statistics
+from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.faults import contained, program_of
-from capibara.inference.engine.following import TokenChecksum
-from capibara.inference.engine.request import LIKELIEST, Request
+from capibara.inference.engine.programs.programs import Programs, SampledTokens, State
+from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.faults import contained, program_of
+from capibara.inference.engine.requests.following import TokenChecksum
+from capibara.inference.engine.requests.request import LIKELIEST, Request
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.prefill import Prefilled
-from capibara.inference.engine.runner.programs import Programs, SampledTokens, State
 from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
 from capibara.models.api import BatchAdapters, Cache
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from capibara.inference.engine.batching import EngineConfig
-from capibara.inference.engine.request import Request
+from capibara.inference.engine.cache.batching import EngineConfig
+from capibara.inference.engine.requests.request import Request
 
 _MOST_BETWEEN_S = 0.1  # readers of a stream get tokens at least this often, if the model is fast enough
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from capibara.core.types import Params, PyTree
-from capibara.inference.engine.adapters import Adapters
-from capibara.inference.engine.batching import bucket
+from capibara.inference.engine.cache.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
-from capibara.inference.engine.faults import contained, is_of_request, program_of
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.runner.programs import Programs
+from capibara.inference.engine.programs.programs import Programs
+from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.faults import contained, is_of_request, program_of
+from capibara.inference.engine.requests.request import Request
 
 
 class Prefilled(NamedTuple):

@@ -17,8 +17,8 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.architectures.gemma3n import parts
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.cache import dense
-from capibara.models.layers.attention import Attention
-from capibara.models.layers.transformer import MLP, within
+from capibara.models.parts.attention import Attention
+from capibara.models.parts.transformer import MLP, within
 from capibara.sharding import constrain
 
 KeysValues = tuple[jax.Array, jax.Array]

@@ -7,8 +7,8 @@ import dataclasses
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.models.architectures.decoder import DecoderConfig
-from capibara.models.layers.config import EmbeddingScale, LayerKind, NormPlacement, Positions, Residual
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNorm
+from capibara.models.parts.config import EmbeddingScale, LayerKind, NormPlacement, Positions, Residual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ from capibara.models.architectures.gemma3n.config import Gemma3nConfig, Segment
 from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
 from capibara.models.layers import layers, stack
-from capibara.models.layers.config import LayerKind
 from capibara.models.layers.embedding import lookup
 from capibara.models.layers.layers import Norm
 from capibara.models.layers.stack import LayerLoop
-from capibara.models.layers.transformer import Rows, residual
+from capibara.models.parts.config import LayerKind
+from capibara.models.parts.transformer import Rows, residual
 from capibara.sharding import RematPolicy, constrain
 
 _LEAST_SQUARE = 1e-5  # of a projected stream

@@ -9,7 +9,7 @@ import pytest
 from capibara.core import tree
 from capibara.inference.engine.placement import parameters
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Lora, Moe
 

@@ -13,9 +13,9 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference import speed
-from capibara.inference.engine import best_of
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.stream import Finish, Stream
+from capibara.inference.engine.requests import best_of
+from capibara.inference.engine.requests.stream import Finish, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig

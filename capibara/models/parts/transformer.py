@@ -13,13 +13,13 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.gradients import gradients_together
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers
-from capibara.models.layers.attention import Attention
-from capibara.models.layers.config import LayerKind, NormPlacement, Residual, TransformerConfig
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import Stats
-from capibara.models.moe.moe import MoeMLP
+from capibara.models.parts.attention import Attention
+from capibara.models.parts.config import LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.moe import MoeMLP
 from capibara.sharding import constrain
 
 Branch = Callable[[jax.Array], jax.Array]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.stream import ProcessLost
+from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.requests.stream import ProcessLost
 
 _OF_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit, ProcessLost)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
-from capibara.models.adapters import quantized_weights
-from capibara.models.adapters.quantized_weights import BaseDtype
+from capibara.models.layers import quantized_weights
+from capibara.models.layers.quantized_weights import BaseDtype
 
 
 def weight_of(shape=(2, 128, 3, 4)):

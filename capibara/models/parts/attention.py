@@ -17,8 +17,8 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
-from capibara.models.layers.config import TransformerConfig
 from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.parts.config import TransformerConfig
 from capibara.sharding import constrain
 
 

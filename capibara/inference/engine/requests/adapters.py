@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
-from capibara.inference.engine.runner import programs
+from capibara.inference.engine.programs import programs
 from capibara.models.api import Adapter, BatchAdapters, Model, unmerged
 from capibara.sharding import Rules
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from capibara.inference.engine.stream import Completion, Decode, Item, Piece, Stream
+from capibara.inference.engine.requests.stream import Completion, Decode, Item, Piece, Stream
 from capibara.inference.sampling.sampling import Sampling
 
 

@@ -19,8 +19,8 @@ from capibara.interop.hf import tables, tensors
 from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
-from capibara.models.moe import dispatch, moe, router
-from capibara.models.moe.moe import Hints, Moe, MoeMLP
+from capibara.models.parts import dispatch, moe, router
+from capibara.models.parts.moe import Hints, Moe, MoeMLP
 from capibara.sharding import Plan
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from capibara.models.architectures.decoder import DecoderConfig
-from capibara.models.moe import router
-from capibara.models.moe.moe import Hints, Moe, MoeMLP, router_metrics
+from capibara.models.parts import router
+from capibara.models.parts.moe import Hints, Moe, MoeMLP, router_metrics
 
 DOMAINS = 8
 HINTS = Hints(domains=tuple("abcdefgh"), hold_steps=10, decay_steps=20)

@@ -9,12 +9,12 @@ from typing import Any
 from capibara.core.types import Batch, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.adapters import Adapters
-from capibara.inference.engine.batching import EngineConfig, WhenFull
+from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.following import Submission
-from capibara.inference.engine.runner.speculative import Drafter
-from capibara.inference.engine.stream import Finish, Piece, Stream
+from capibara.inference.engine.programs.speculative import Drafter
+from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.following import Submission
+from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream

@@ -10,7 +10,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.runner.speculative import Drafter
+from capibara.inference.engine.programs.speculative import Drafter
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig

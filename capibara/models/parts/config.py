@@ -25,7 +25,7 @@ from capibara.models.layers.layers import (
     QKNorm,
 )
 from capibara.models.layers.stack import LayerLoop
-from capibara.models.moe.router import Moe
+from capibara.models.parts.router import Moe
 
 
 class Positions(enum.StrEnum):

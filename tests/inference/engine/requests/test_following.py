@@ -9,9 +9,9 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.following import Orders, Submission
+from capibara.inference.engine.requests.following import Orders, Submission
+from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.engine.runner import decode_schedule
-from capibara.inference.engine.stream import Finish
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig

@@ -15,8 +15,9 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine import beam_requests
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.request import Request
-from capibara.inference.engine.runner import decode, prefill, speculative
+from capibara.inference.engine.programs import speculative
+from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.runner import decode, prefill
 from capibara.inference.engine.runner.prefill import PrefillQueue
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.inference.sampling.text import TextStream

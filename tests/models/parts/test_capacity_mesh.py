@@ -8,7 +8,7 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
-from capibara.models.moe.moe import Moe
+from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
 ROWS, LENGTH, VOCAB = 4, 16, 64

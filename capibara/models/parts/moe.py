@@ -16,9 +16,9 @@ from capibara.core import projections
 from capibara.models.adapters.lora import Adapter
 from capibara.models.adapters.lora_experts import Factors, Weight, in_compute_dtype, placed
 from capibara.models.layers import layers
-from capibara.models.layers.config import TransformerConfig
-from capibara.models.moe import dispatch, router
-from capibara.models.moe.router import (
+from capibara.models.parts import dispatch, router
+from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.router import (
     Choice,
     Dispatch,
     ExpertChoice,

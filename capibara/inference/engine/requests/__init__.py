@@ -1,0 +1,1 @@
+"""Requests: their adapters, texts and faults."""
