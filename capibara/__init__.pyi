@@ -24,7 +24,7 @@ from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
 from capibara.cli.composition.models import load as load
 from capibara.cli.composition.training_run import train as train
-from capibara.consensus.aggregation import Aggregation as Aggregation
+from capibara.consensus.aggregation.aggregation import Aggregation as Aggregation
 from capibara.consensus.aggregation.coordinates import CoordinateMedian as CoordinateMedian
 from capibara.consensus.aggregation.coordinates import Meamed as Meamed
 from capibara.consensus.aggregation.coordinates import TrimmedMean as TrimmedMean
@@ -128,13 +128,13 @@ from capibara.monitoring.trackers.loggers import MetricsFile as MetricsFile
 from capibara.monitoring.trackers.loggers import TensorBoard as TensorBoard
 from capibara.monitoring.trackers.tracking import Tracking as Tracking
 from capibara.objectives.preference import Dpo as Dpo
-from capibara.optim import Optimizer as Optimizer
 from capibara.optim.adafactor import Adafactor as Adafactor
+from capibara.optim.optimizer import Optimizer as Optimizer
 from capibara.optim.schedules import FactorSchedule as FactorSchedule
 from capibara.optim.schedules import Schedule as Schedule
-from capibara.sharding import Plan as Plan
-from capibara.sharding import Rules as Rules
-from capibara.strategies.consensus import ConsensusConfig as ConsensusConfig
+from capibara.sharding.plan import Plan as Plan
+from capibara.sharding.rules import Rules as Rules
+from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo
