@@ -67,7 +67,7 @@ class Ours:
         import jax.numpy as jnp
 
         from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
-        from capibara.training.state import TrainState, with_shardings
+        from capibara.training.base.state import TrainState, with_shardings
 
         config = Checkpointing(keep=1000)
         self._reader = lambda: CheckpointReader(str(folder), config)
@@ -187,7 +187,7 @@ class Flipped:
         import jax.numpy as jnp
 
         from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
-        from capibara.training.state import TrainState, with_shardings
+        from capibara.training.base.state import TrainState, with_shardings
 
         self._reader = lambda: CheckpointReader(str(root), Checkpointing(**options))
         arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (64, 64)) for i in range(ARRAYS)}
@@ -278,9 +278,9 @@ def training(rounds: int, folder: str) -> dict:
 
     from capibara import config
     from capibara.core import allocator
+    from capibara.training.base.trainer import Trainer
     from capibara.training.feed import BatchFeed
     from capibara.training.setup import set_up
-    from capibara.training.trainer import Trainer
 
     allocator.keep_freed_memory()  # as train does on CPUs
     logging.disable(logging.WARNING)

@@ -60,9 +60,9 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
-from capibara.training import state as states
+from capibara.training.base import state as states
+from capibara.training.base.state import Apart
 from capibara.training.evaluation import evaluate, make_eval_step
-from capibara.training.state import Apart
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
 
 ROWS, LENGTH = 8, 128  # of a node and step

@@ -17,7 +17,7 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 
 TARGET_BUSY = 0.97
 FEEDS = {

@@ -113,19 +113,19 @@ from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.parts.router import Hints as Hints
 from capibara.models.parts.router import Moe as Moe
-from capibara.monitoring.curve import LossCurve as LossCurve
 from capibara.monitoring.dashboard.settings import DashboardConfig as DashboardConfig
 from capibara.monitoring.defaults import Monitoring as Monitoring
+from capibara.monitoring.metrics_file.loggers import MetricsFile as MetricsFile
+from capibara.monitoring.metrics_file.loggers import TensorBoard as TensorBoard
 from capibara.monitoring.profiling.callback import ProfileSummary as ProfileSummary
-from capibara.monitoring.progress import ProgressLine as ProgressLine
+from capibara.monitoring.summaries.curve import LossCurve as LossCurve
+from capibara.monitoring.summaries.progress import ProgressLine as ProgressLine
 from capibara.monitoring.system.sampler import SystemMetrics as SystemMetrics
 from capibara.monitoring.trackers.clients.comet import CometTracker as CometTracker
 from capibara.monitoring.trackers.clients.mlflow import MlflowTracker as MlflowTracker
 from capibara.monitoring.trackers.clients.plain import JsonlTracker as JsonlTracker
 from capibara.monitoring.trackers.clients.plain import PrintTracker as PrintTracker
 from capibara.monitoring.trackers.clients.weights_and_biases import WandbTracker as WandbTracker
-from capibara.monitoring.trackers.loggers import MetricsFile as MetricsFile
-from capibara.monitoring.trackers.loggers import TensorBoard as TensorBoard
 from capibara.monitoring.trackers.tracking import Tracking as Tracking
 from capibara.objectives.preference import Dpo as Dpo
 from capibara.optim.adafactor import Adafactor as Adafactor
@@ -141,12 +141,12 @@ from capibara.strategies.grpo import Grpo as Grpo
 from capibara.strategies.rewards import exact_answer as exact_answer
 from capibara.strategies.rewards import matches_pattern as matches_pattern
 from capibara.strategies.rewards import numeric_answer as numeric_answer
+from capibara.training.base.trainer import Evaluation as Evaluation
+from capibara.training.base.trainer import Trainer as Trainer
 from capibara.training.profiling.profile import Profile as Profile
 from capibara.training.run_folder.lineage import LineageFile as LineageFile
 from capibara.training.stability.anomalies import Anomalies as Anomalies
 from capibara.training.stability.loss_scale import LossScaling as LossScaling
 from capibara.training.stability.watchdog import Watch as Watch
-from capibara.training.trainer import Evaluation as Evaluation
-from capibara.training.trainer import Trainer as Trainer
 
 __version__: str

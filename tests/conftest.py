@@ -42,7 +42,7 @@ _LONGEST = """
 data/tasks/test_tasks hosts/test_joining examples/test_extend slices/test_training training/test_loop
 hosts/test_ssh faults/test_launched hosts/test_startup cli/test_launch_sweep faults/test_manager jobs/managing/test_manager
 cli/test_launched_jobs jobs/systems/test_ssh cli/test_launch
-kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/test_group
+kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/base/test_group
 models/parts/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
 strategies/test_grpo interop/test_t5x_training inference/server/test_server interop/test_t5x
 models/cache/test_cache faults/test_numbers training/test_step slices/test_consensus hosts/test_group
@@ -52,7 +52,7 @@ models/architectures/test_encdec inference/engine/test_engine faults/test_server
 slices/test_generation kernels/attention/test_splash planner/compiler/test_compile_cache
 models/adapters/test_lora_experts checkpoints/test_lease kernels/attention/test_sinks hosts/test_bucket
 data/tasks/test_cached faults/test_supervision cli/test_plan training/test_precision training/stability/test_watchdog
-training/test_strategy inference/engine/test_beam_search inference/server/test_serve interop/test_peft
+training/base/test_strategy inference/engine/test_beam_search inference/server/test_serve interop/test_peft
 faults/test_kills cli/test_prove training/test_preference faults/test_judge
 """.split()
 

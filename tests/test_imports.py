@@ -44,7 +44,7 @@ RULES = {
     "loading": _BASE | {"training", "interop"},
     "strategies": _BASE | {"training", "inference"},
     "evaluation": _BASE | {"training", "interop", "inference"},
-    "monitoring": _LOW | {"training.callbacks", "checkpoints.run_manifest", "builders.lineage"},
+    "monitoring": _LOW | {"training.base.callbacks", "checkpoints.run_manifest", "builders.lineage"},
     "run": _BASE | {"planner", "training", "inference", "evaluation", "monitoring"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
@@ -356,9 +356,11 @@ PLANTED = {
 def house(tmp_path):
     """A package that keeps every rule."""
     package = tmp_path / "house"
-    clean = {"train.py": "from house.cli.train import main", "training/callbacks.py": "import jax"}
+    clean = {"train.py": "from house.cli.train import main", "training/base/callbacks.py": "import jax"}
     clean["cli/train.py"] = "import gin_tonic\nfrom house import config\ndef f():\n    import jax"
-    clean["monitoring/tensorboard.py"] = "from house.training import callbacks\nfrom house.training.callbacks import C"
+    clean["monitoring/tensorboard.py"] = (
+        "from house.training.base import callbacks\nfrom house.training.base.callbacks import C"
+    )
     clean["models/api.py"] = "import flax"
     clean["core/types.py"] = "import jaxtyping"
     clean["inference/stream.py"] = "from house.models import api\nfrom . import sample"

@@ -17,7 +17,7 @@ import capibara as cb
 from capibara import config
 from capibara.cli import train as verb
 from capibara.config.search import defining_modules
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent

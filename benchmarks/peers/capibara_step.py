@@ -28,7 +28,7 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.parts.moe import Moe
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_train_step
 
 _SCHEDULE_STEPS = 1000  # of a constant learning rate

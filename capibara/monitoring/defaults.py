@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from capibara.checkpoints import run_manifest
 from capibara.config import configurable, written
 from capibara.core.types import UserError
-from capibara.monitoring.curve import LossCurve
 from capibara.monitoring.dashboard.beside import DashboardProcess
 from capibara.monitoring.dashboard.settings import DashboardConfig
+from capibara.monitoring.metrics_file.loggers import MetricsFile, TensorBoard
 from capibara.monitoring.profiling.callback import ProfileSummary
-from capibara.monitoring.progress import ProgressLine
+from capibara.monitoring.summaries.curve import LossCurve
+from capibara.monitoring.summaries.progress import ProgressLine
 from capibara.monitoring.system.sampler import SystemMetrics, SystemSampler
-from capibara.monitoring.trackers.loggers import MetricsFile, TensorBoard
 from capibara.monitoring.trackers.tracker import Tracker
 from capibara.monitoring.trackers.tracking import Tracking, TrackingProcess
-from capibara.training.callbacks import Callback, Callbacks, RunInfo, SystemValue
+from capibara.training.base.callbacks import Callback, Callbacks, RunInfo, SystemValue
 
 
 @configurable

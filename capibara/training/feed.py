@@ -19,7 +19,7 @@ from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_s
 from capibara.data.sources.sources import CombinedSource, Rows
 from capibara.multihost import hosts
 from capibara.objectives.batches import BatchProvider
-from capibara.training.trainer import Trainer
+from capibara.training.base.trainer import Trainer
 
 
 class BatchFeed:

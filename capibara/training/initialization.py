@@ -23,9 +23,9 @@ from capibara.models import api
 from capibara.models.api import Lora, Model
 from capibara.storage import stores
 from capibara.training import run_folder
-from capibara.training import state as states
-from capibara.training.state import TrainState
-from capibara.training.trainer import InitWith, Trainer
+from capibara.training.base import state as states
+from capibara.training.base.state import TrainState
+from capibara.training.base.trainer import InitWith, Trainer
 
 
 @runtime_checkable

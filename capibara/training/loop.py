@@ -15,10 +15,12 @@ from capibara.multihost.decisions import Decisions
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
 from capibara.storage.full_disk import disk_full_explained
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.group import Member, Score
+from capibara.training.base.state import TrainState
+from capibara.training.base.trainer import Trainer
 from capibara.training.evaluation import Evaluator, Judge, Sampler, is_due
 from capibara.training.feed import BatchFeed
-from capibara.training.group import Member, Score
 from capibara.training.initialization import Load
 from capibara.training.metrics import Meter
 from capibara.training.profiling.profiler import Profiler
@@ -26,8 +28,6 @@ from capibara.training.recovery import Start
 from capibara.training.setup import Setup, set_up
 from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.watchdog import Watchdog
-from capibara.training.state import TrainState
-from capibara.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ from capibara.checkpoints.manager import Checkpoints, Restored
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.pipeline.loader import Loader, Position
 from capibara.multihost import hosts
-from capibara.training import state as states
+from capibara.training.base import state as states
+from capibara.training.base.state import TrainState
+from capibara.training.base.trainer import Trainer
 from capibara.training.feed import BatchFeed
 from capibara.training.metrics import EarlyStopping
 from capibara.training.stability.bad_batches import BadBatches
-from capibara.training.state import TrainState
-from capibara.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,24 +28,24 @@ from capibara.multihost import hosts
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.objectives.batches import BatchProvider, Reporter, RunParts
 from capibara.sharding.replicas import ReplicaCheck
-from capibara.training import evaluation
-from capibara.training import state as states
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training import checks, evaluation
+from capibara.training.base import state as states
+from capibara.training.base.callbacks import Callback, RunInfo
+from capibara.training.base.group import Alone, Member
+from capibara.training.base.state import Apart, TrainState
+from capibara.training.base.trainer import Trainer
 from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
 from capibara.training.feed import open_loader
-from capibara.training.group import Alone, Member
 from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
 from capibara.training.metrics import Meter
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
 from capibara.training.privacy.ledger import Ledger
 from capibara.training.recovery import Initial, Recovery, Start
-from capibara.training.run_folder import checks, origin, own_tokenizer
+from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.loss_scale import LossScaling
-from capibara.training.state import Apart, TrainState
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
-from capibara.training.trainer import Trainer
 
 _RESTORE_S = 2.0  # to wait for a checkpoint before the compile begins beside it
 

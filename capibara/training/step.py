@@ -17,11 +17,11 @@ from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.sharding import Plan
+from capibara.training.base.state import TrainState
+from capibara.training.base.strategy import NodesPrograms, Strategy
 from capibara.training.privacy.gradient import PrivateGradient
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.loss_scale import LossScaling, select
-from capibara.training.state import TrainState
-from capibara.training.strategy import NodesPrograms, Strategy
 
 _T = TypeVar("_T")
 

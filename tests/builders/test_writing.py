@@ -12,9 +12,9 @@ import sys
 import textwrap
 
 import pytest
-from capibara.builders.files.manifest import read_manifest
 
 from capibara.builders.files import fingerprints
+from capibara.builders.files.manifest import read_manifest
 from capibara.builders.files.problems import Kind
 from capibara.builders.writing import Output
 from capibara.core.types import UserError

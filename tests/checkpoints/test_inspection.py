@@ -10,7 +10,7 @@ from capibara.checkpoints import run_manifest
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.cli import convert
 from capibara.multihost import exits
-from capibara.training.state import TrainState
+from capibara.training.base.state import TrainState
 
 
 def run(*argv):

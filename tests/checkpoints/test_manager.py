@@ -20,9 +20,9 @@ from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkp
 from capibara.checkpoints.verification import RestoredFromCorruption
 from capibara.core.types import UserError
 from capibara.storage import full_disk, hashing, stores
+from capibara.training.base.state import TrainState, with_shardings
 from capibara.training.stability.anomalies import LossWindow
 from capibara.training.stability.loss_scale import LossScale
-from capibara.training.state import TrainState, with_shardings
 
 
 def state_of(step, width=4, ema=False):

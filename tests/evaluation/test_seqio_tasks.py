@@ -31,10 +31,10 @@ from capibara.optim import Optimizer, Schedule
 from capibara.run.run import Run
 from capibara.sharding import Plan
 from capibara.training import loop
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation, Trainer
 from capibara.training.evaluation import evaluate, make_eval_step, with_tasks
 from capibara.training.feed import validation_loader
-from capibara.training.trainer import Evaluation, Trainer
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 OPTIONS = SeqioEvaluation(task_module="seqio_task", sampling=GREEDY)

@@ -15,7 +15,7 @@ import pytest
 from capibara import config
 from capibara.core import devices
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "extend"
@@ -82,7 +82,7 @@ def test_others_resume_too(resumed, name):
 
 
 def trainer_of(name):
-    from capibara.training.trainer import Trainer
+    from capibara.training.base.trainer import Trainer
 
     config.parse([f"{name}.gin"], ["MODEL_DIR=unused"])
     return config.build(Trainer)

@@ -21,7 +21,7 @@ from capibara.checkpoints import saving
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.sharding import Plan
 from capibara.storage import threads
-from capibara.training.state import TrainState, with_shardings
+from capibara.training.base.state import TrainState, with_shardings
 
 LARGE = 1 << 20  # parameters of a state whose save takes long enough to be killed in
 

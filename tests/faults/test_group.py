@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.strategies.group.exchange import Exchange
 
 HERE = pathlib.Path(__file__).parent

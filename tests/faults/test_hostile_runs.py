@@ -17,7 +17,7 @@ from capibara.checkpoints.manifest import Corrupted
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import hashing, outputs
-from capibara.training.state import TrainState
+from capibara.training.base.state import TrainState
 
 pytestmark = pytest.mark.fault(63)
 PARAMS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}

@@ -13,7 +13,7 @@ import pytest
 
 from capibara.checkpoints import manifest, step_folders
 from capibara.jobs import guard
-from capibara.monitoring.trackers import loggers
+from capibara.monitoring.metrics_file import loggers
 
 FLAGS = ("--gin_file=tiny.gin", "--emulate=1", "--gin.Checkpointing.every=3")
 WITHIN_S = 300.0  # for new steps after a kill

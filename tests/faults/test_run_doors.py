@@ -24,9 +24,9 @@ from capibara.cli.composition import run_facts
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs.sweeps.metrics import Metric
-from capibara.monitoring.dashboard.reading import reader
 from capibara.monitoring.dashboard.views import files
-from capibara.training.state import TrainState
+from capibara.monitoring.reading import reader
+from capibara.training.base.state import TrainState
 
 pytestmark = pytest.mark.fault(63)
 SECRET = "hunter2-of-somebody-else"

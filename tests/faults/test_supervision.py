@@ -27,8 +27,8 @@ from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core.types import UserError
 from capibara.jobs import guard, workers
 from capibara.jobs.local import Supervisor
-from capibara.monitoring.trackers import loggers
-from capibara.training.callbacks import RunInfo
+from capibara.monitoring.metrics_file import loggers
+from capibara.training.base.callbacks import RunInfo
 from capibara.training.stability.watchdog import Watch, Watchdog
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]

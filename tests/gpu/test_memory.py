@@ -11,9 +11,9 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
+from capibara.monitoring.metrics_file.loggers import MetricsFile, all_records, metrics_path
 from capibara.monitoring.system import devices
 from capibara.monitoring.system.sampler import SystemMetrics
-from capibara.monitoring.trackers.loggers import MetricsFile, all_records, metrics_path
 from capibara.sharding import Plan
 from capibara.training.stability.device_memory import out_of_memory_explained
 from tests.monitoring.trackers.runs import RUN

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.monitoring.profiling import trace
-from capibara.monitoring.trackers.loggers import read_metrics
 
 # A decoder in bfloat16 that keeps a GPU busy for some milliseconds, so that its attention is cuDNN's.
 WIDE = """

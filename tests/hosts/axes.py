@@ -30,9 +30,9 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import loop
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation, Trainer
 from capibara.training.stability.watchdog import Watch
-from capibara.training.trainer import Evaluation, Trainer
 
 DEVICES = 4
 # The first axis that has more than one device spans two processes of two, and four of one.

@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.models import api
-from capibara.training.state import with_shardings
+from capibara.training.base.state import with_shardings
 
 hosts = sys.modules["of_hosts_conftest"]
 SCRIPT = pathlib.Path(__file__).with_name("axes.py")

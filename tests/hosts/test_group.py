@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from capibara.consensus.voting import Ballot
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
 from capibara.strategies.group.exchange import Exchange, as_json

@@ -13,7 +13,7 @@ import pytest
 
 from capibara.cli import launch
 from capibara.jobs.local import free_address
-from capibara.monitoring.trackers import loggers
+from capibara.monitoring.metrics_file import loggers
 from capibara.multihost import exits
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "jobs" / "systems"))
@@ -42,7 +42,7 @@ Evaluation.every = 0
 SLOW = """
 import time
 from capibara.config import configurable
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 
 @configurable
 class Slow(Callback):

@@ -21,7 +21,7 @@ import pytest
 
 from capibara.cli import launch
 from capibara.jobs import reports
-from capibara.monitoring.trackers import loggers
+from capibara.monitoring.metrics_file import loggers
 
 hosts = sys.modules["of_hosts_conftest"]
 HERE = pathlib.Path(__file__).resolve().parent
@@ -49,7 +49,7 @@ for url in sys.argv[3:-1]:
 SLOW = """
 import time
 from capibara.config import configurable
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 
 @configurable
 class Slow(Callback):

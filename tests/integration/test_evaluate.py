@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 
 RUN = "--model_dir=run"
 TASKS = """

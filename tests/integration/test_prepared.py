@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 
 RUN = """
 include "tiny.gin"

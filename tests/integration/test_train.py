@@ -12,7 +12,7 @@ import pytest
 
 from capibara.data.sources.counts import Counts
 from capibara.jobs.local import free_address
-from capibara.monitoring.trackers.loggers import read_metrics
+from capibara.monitoring.metrics_file.loggers import read_metrics
 
 TRAIN = ("train", "--gin_file=tiny.gin")
 

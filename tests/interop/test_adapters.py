@@ -24,7 +24,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.multihost import exits
 from capibara.training import initialization, run_folder
-from capibara.training import state as states
+from capibara.training.base import state as states
 
 SIZES = dict(vocab_size=272, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
 LLAMA = DecoderConfig(**SIZES, num_kv_heads=2, norm_eps=1e-5, head="separate")

@@ -19,7 +19,7 @@ from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_train_step
 
 safetensors = pytest.importorskip("safetensors.numpy")

@@ -36,7 +36,7 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.objectives.base import Normalization, of_cross_entropy
 from capibara.optim import Adafactor, FactorSchedule, Optimizer
 from capibara.sharding import Plan, RematPolicy
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_train_step
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -30,7 +30,7 @@ from capibara.models.api import Lora
 from capibara.models.parts.config import ComputeDtype
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_train_step
 
 HERE = pathlib.Path(__file__).resolve().parent

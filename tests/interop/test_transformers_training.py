@@ -27,7 +27,7 @@ from capibara.models import api
 from capibara.models.api import Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_train_step
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -25,8 +25,8 @@ from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
-from capibara.training.callbacks import Callback
-from capibara.training.trainer import Evaluation, Trainer
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation, Trainer
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]

@@ -11,7 +11,7 @@ from capibara.cli.composition import training_run
 from capibara.config import written
 from capibara.run.run import Run, emulated, with_plan
 from capibara.sharding import Plan
-from capibara.training.trainer import Trainer
+from capibara.training.base.trainer import Trainer
 
 GIVEN = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2"]
 RUNS = {

@@ -26,9 +26,9 @@ from capibara.sharding import Plan
 from capibara.strategies import rewards
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation, Trainer
 from capibara.training.feed import BatchFeed
-from capibara.training.trainer import Evaluation, Trainer
 
 LENGTH, NEW = 24, 8
 

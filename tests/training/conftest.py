@@ -20,9 +20,9 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation, Trainer
 from capibara.training.evaluation import Evaluator
-from capibara.training.trainer import Evaluation, Trainer
 
 
 @pytest.fixture(scope="session")

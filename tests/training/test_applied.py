@@ -17,7 +17,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.metrics import Meter
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.step import make_train_step

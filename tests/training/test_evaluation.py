@@ -16,9 +16,9 @@ from capibara.data.sources.sources import JsonlSource
 from capibara.models.parts.moe import Hints, Moe
 from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
+from capibara.training.base.trainer import Evaluation
 from capibara.training.evaluation import evaluate
 from capibara.training.setup import set_up
-from capibara.training.trainer import Evaluation
 
 
 def metrics_of(trainer, devices=None):

@@ -24,12 +24,12 @@ from capibara.multihost import hosts
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, setup
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Evaluation
 from capibara.training.evaluation import Evaluator
 from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.watchdog import Watch, Watchdog
-from capibara.training.trainer import Evaluation
 
 
 def assert_equal_states(one, other):

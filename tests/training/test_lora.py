@@ -20,11 +20,11 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import initialization as given
 from capibara.training import run_folder
-from capibara.training import state as states
+from capibara.training.base import state as states
+from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import origin
 from capibara.training.setup import set_up
 from capibara.training.step import make_train_step
-from capibara.training.trainer import Trainer
 
 LORA = Lora(rank=4, targets=("all-linear",))
 CONFIG = DecoderConfig(

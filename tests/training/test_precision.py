@@ -17,7 +17,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.step import accumulate, make_train_step
 

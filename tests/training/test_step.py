@@ -13,7 +13,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 from capibara.training.step import make_node_loss, make_train_step
 
 CONFIG = DecoderConfig(

@@ -23,8 +23,8 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
       folder: the run folder; it may be anyone's.
       roots: the folders that the server shows: an exchange elsewhere is not read.
     """
-    from capibara.monitoring.dashboard.reading.run import Run
     from capibara.monitoring.dashboard.views.consensus import exchange_of
+    from capibara.monitoring.reading.run import Run
     from capibara.strategies.group import reports
     from capibara.strategies.group.exchange import AGREED, Exchange
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from capibara.interop import peft_runs as runs
     from capibara.models.api import Model
     from capibara.run.run import Run
+    from capibara.training.base.trainer import Trainer
     from capibara.training.loop import Outcome
-    from capibara.training.trainer import Trainer
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
     """
     from capibara import config
     from capibara.config import written
-    from capibara.training.trainer import Trainer
+    from capibara.training.base.trainer import Trainer
 
     if type(trainer) is not Trainer:
         raise UserError(
@@ -104,7 +104,7 @@ def _read() -> Run:
     from capibara.monitoring.system.sampler import SystemMetrics
     from capibara.monitoring.trackers.tracking import Tracking
     from capibara.run.run import Run
-    from capibara.training.trainer import Trainer
+    from capibara.training.base.trainer import Trainer
 
     trainer = config.build(Trainer)
     has_tasks = trainer.evaluation.task_metrics  # what is built without need would count as used
@@ -178,8 +178,7 @@ def _on_devices(
     from capibara.core import devices
     from capibara.multihost import channel
     from capibara.run.run import emulated, with_own_tokenizer, with_plan
-    from capibara.training import initialization, run_folder
-    from capibara.training.run_folder import checks
+    from capibara.training import checks, initialization, run_folder
 
     trainer = run.trainer
     checks.installed(trainer)

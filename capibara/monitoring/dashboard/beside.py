@@ -11,7 +11,7 @@ import threading
 
 from capibara.config import written
 from capibara.monitoring.dashboard.settings import DashboardConfig
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.base.callbacks import Callback, RunInfo
 
 _WEBHOOKS = "CAPIBARA_DASHBOARD_WEBHOOKS"
 _ADDRESS = re.compile(r"dashboard: http://\S+")

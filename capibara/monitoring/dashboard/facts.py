@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from capibara.core import limits
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views.names import Json, clean
+from capibara.monitoring.reading.run import Run
 
 Question = Callable[[str], dict[str, Json]]  # a function of a module, with the run folder; raises UserError
 

@@ -19,13 +19,13 @@ import uvicorn
 
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard.alerts import webhooks
+from capibara.monitoring.dashboard.app import app
 from capibara.monitoring.dashboard.facts import Question
 from capibara.monitoring.dashboard.http.access import LOOPBACK, access, check_hosts
-from capibara.monitoring.dashboard.http.app import app
 from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
-from capibara.monitoring.dashboard.reading import large
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.state import Dashboard
+from capibara.monitoring.reading import large
 from capibara.storage import stores
 
 TOKEN = "CAPIBARA_DASHBOARD_TOKEN"

@@ -13,12 +13,12 @@ from capibara.monitoring.dashboard.alerts.rules import Rules
 from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
 from capibara.monitoring.dashboard.facts import Facts, Question
 from capibara.monitoring.dashboard.http.hub import Hub
-from capibara.monitoring.dashboard.reading.reader import Change, Reader
-from capibara.monitoring.dashboard.reading.run import Limits, Run
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.views.names import Json, finite
 from capibara.monitoring.dashboard.views.summary import summary, unreadable
-from capibara.monitoring.progress import printable
+from capibara.monitoring.reading.reader import Change, Reader
+from capibara.monitoring.reading.run import Limits, Run
+from capibara.monitoring.summaries.progress import printable
 from capibara.storage import stores
 
 _BUCKET_POLL_S, _BUCKET_SCAN_S = 15.0, 60.0

@@ -12,7 +12,7 @@ from etils import epath
 from capibara.config import configurable
 from capibara.monitoring.profiling import summary, trace
 from capibara.storage import stores
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 
 
 @configurable

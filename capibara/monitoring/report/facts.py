@@ -17,13 +17,13 @@ from capibara.builders.lineage.nodes import Check
 from capibara.checkpoints import run_manifest
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.monitoring.dashboard.reading import parsing
-from capibara.monitoring.dashboard.reading.run import Run
-from capibara.monitoring.dashboard.reading.tables import View
-from capibara.monitoring.dashboard.reading.whole import whole
-from capibara.monitoring.progress import printable
-from capibara.monitoring.trackers.loggers import AGAIN
-from capibara.monitoring.trackers.redaction import redact
+from capibara.monitoring.metrics_file.loggers import AGAIN
+from capibara.monitoring.metrics_file.redaction import redact
+from capibara.monitoring.reading import parsing
+from capibara.monitoring.reading.run import Run
+from capibara.monitoring.reading.tables import View
+from capibara.monitoring.reading.whole import whole
+from capibara.monitoring.summaries.progress import printable
 from capibara.storage import stores
 
 _SAMPLES = 6  # of a run, the newest

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from capibara.monitoring.curve import smooth
 from capibara.monitoring.report.facts import RunFacts
+from capibara.monitoring.summaries.curve import smooth
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")

@@ -10,10 +10,10 @@ from typing import Any
 
 from capibara import config
 from capibara.core.types import UserError
-from capibara.monitoring.goodput import CATEGORIES
+from capibara.monitoring.metrics_file.goodput import CATEGORIES
+from capibara.monitoring.metrics_file.redaction import encodable, redact, redact_json
 from capibara.monitoring.report import figures
 from capibara.monitoring.report.facts import RunFacts
-from capibara.monitoring.trackers.redaction import encodable, redact, redact_json
 
 _UNKNOWN = "unavailable"
 _MOST_CHARACTERS = 200  # of a figure that is a text

@@ -12,8 +12,8 @@ from typing import Any
 
 import capibara
 from capibara.core import extras
+from capibara.monitoring.metrics_file.redaction import redact
 from capibara.monitoring.system import host
-from capibara.monitoring.trackers.redaction import redact
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "seqio", "tensorflow")
 _GIT_S = 10.0

@@ -19,7 +19,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.system import compiles, devices, facts, host
 from capibara.monitoring.system.tpu import METRICS, TpuReader
 from capibara.storage import stores
-from capibara.training.callbacks import Callback, RunInfo, SystemValue
+from capibara.training.base.callbacks import Callback, RunInfo, SystemValue
 
 _STEPS = 1000  # newest step times of which percentiles are taken
 _PERCENTILES = (50, 90, 99)

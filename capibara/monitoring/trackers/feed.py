@@ -14,11 +14,11 @@ from typing import Any
 
 from capibara.checkpoints import run_manifest
 from capibara.core.types import UserError
+from capibara.monitoring.metrics_file.loggers import AGAIN, metrics_path
+from capibara.monitoring.metrics_file.redaction import encodable, redact, redact_json
 from capibara.monitoring.trackers import lineage, lines, state
 from capibara.monitoring.trackers.lines import Line, Position, Tail
-from capibara.monitoring.trackers.loggers import AGAIN, metrics_path
 from capibara.monitoring.trackers.pictures import Pictures
-from capibara.monitoring.trackers.redaction import encodable, redact, redact_json
 from capibara.monitoring.trackers.skipping import Skipping
 from capibara.monitoring.trackers.state import TrackerState
 from capibara.monitoring.trackers.tracker import Moment, TrackedRun, Tracker

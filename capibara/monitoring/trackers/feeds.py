@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from capibara.monitoring.progress import printable
+from capibara.monitoring.metrics_file.loggers import metrics_path
+from capibara.monitoring.metrics_file.redaction import redact
+from capibara.monitoring.summaries.progress import printable
 from capibara.monitoring.trackers import lines, state
 from capibara.monitoring.trackers.feed import Feed, Hooks
 from capibara.monitoring.trackers.lines import Position, Tail
-from capibara.monitoring.trackers.loggers import metrics_path
-from capibara.monitoring.trackers.redaction import redact
 from capibara.monitoring.trackers.tracker import Tracker
 from capibara.storage import stores
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.loggers import AGAIN, parse
+from capibara.monitoring.metrics_file.loggers import AGAIN, parse
 from capibara.storage import stores
 
 _BLOCK_BYTES = 1 << 20

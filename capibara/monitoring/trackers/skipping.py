@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from capibara.monitoring.trackers.redaction import redact
+from capibara.monitoring.metrics_file.redaction import redact
 from capibara.monitoring.trackers.tracker import Moment, Refused, Tracker
 
 _MOST_IN_A_ROW = 20  # more of them: it is not the lines, but the run or the service

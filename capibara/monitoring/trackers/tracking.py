@@ -20,11 +20,11 @@ from capibara.monitoring.trackers import feeds
 from capibara.monitoring.trackers.feeds import EXIT_REFUSED
 from capibara.monitoring.trackers.tracker import Tracker, addresses
 from capibara.storage import stores
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.base.callbacks import Callback, RunInfo
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 # At the end of the path: before it, what is beside an installed package would hide modules of Python's own.
-_CODE = f"import sys; sys.path.append({_PACKAGE!r}); from capibara.monitoring.trackers import process; process.run()"
+_CODE = f"import sys; sys.path.append({_PACKAGE!r}); from capibara.monitoring import tracker_process as process; process.run()"
 _STATUS_EVERY_S = 5.0
 _LAST_WORDS_S = 2.0  # for lines that the process wrote before it ended
 _RESTART_S, _LONGEST_RESTART_S = 1.0, 300.0

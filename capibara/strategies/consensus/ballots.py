@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from capibara.core.types import Batch, Params
 from capibara.strategies.consensus.agreement import on_each
-from capibara.training.strategy import NodesPrograms
+from capibara.training.base.strategy import NodesPrograms
 
 
 def approvals(

@@ -20,7 +20,7 @@ from capibara.strategies.consensus.fragments import fragments, meeting_in_turn, 
 from capibara.strategies.consensus.hierarchy import check_frozen, group_means, held
 from capibara.strategies.consensus.rounds import Nodes, Verdict, meeting, on_nodes
 from capibara.strategies.consensus.settings import Settings, StrategyName
-from capibara.training.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
+from capibara.training.base.strategy import NodesPrograms, Round, Strategy, StrategyStep, of_all, weight_of
 
 
 @configurable

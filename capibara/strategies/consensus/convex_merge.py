@@ -16,7 +16,7 @@ from capibara.consensus.aggregation import Report
 from capibara.consensus.convex import ConvexMerge
 from capibara.core.types import Batch, Params
 from capibara.strategies.consensus.agreement import Combine, along, distances_from, on_each
-from capibara.training.strategy import NodesPrograms
+from capibara.training.base.strategy import NodesPrograms
 
 _JUDGES = 3  # other nodes on whose rows a node's model is evaluated; the median of them counts
 # A model is far off if its loss is above the median by so many times what the median is above the least, and by more than

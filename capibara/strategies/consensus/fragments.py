@@ -20,7 +20,7 @@ from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.strategies.consensus.agreement import along
 from capibara.strategies.consensus.rounds import Nodes, meeting
 from capibara.strategies.consensus.settings import Settings
-from capibara.training.strategy import NodesPrograms
+from capibara.training.base.strategy import NodesPrograms
 
 
 def fragments(params: Params, count: int) -> list[list[int]]:

@@ -17,8 +17,8 @@ from capibara.strategies.consensus import soup as soups
 from capibara.strategies.consensus.agreement import Combine, Vote, along, quality_of
 from capibara.strategies.consensus.ballots import approvals
 from capibara.strategies.consensus.settings import MergeStrategy, Settings, StrategyName
+from capibara.training.base.strategy import NodesPrograms
 from capibara.training.stability.loss_scale import select
-from capibara.training.strategy import NodesPrograms
 
 
 @jax.tree_util.register_dataclass

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from capibara.core.types import Batch, Params
 from capibara.strategies.consensus.agreement import on_each
+from capibara.training.base.strategy import NodesPrograms
 from capibara.training.stability.loss_scale import select
-from capibara.training.strategy import NodesPrograms
 
 
 def stirred(

@@ -28,8 +28,8 @@ from capibara.strategies.group import arrays
 from capibara.strategies.group.arrays import Arrays, Packed
 from capibara.strategies.group.exchange import Agreed, Exchange, Note, Presence, check_node
 from capibara.strategies.group.voting import Voter
-from capibara.training.group import Adopted, Group, Member, Score
-from capibara.training.strategy import weight_of
+from capibara.training.base.group import Adopted, Group, Member, Score
+from capibara.training.base.strategy import weight_of
 
 
 @configurable

@@ -19,7 +19,7 @@ from capibara.multihost import hosts
 from capibara.objectives.batches import Reporter
 from capibara.strategies.group.arrays import Arrays
 from capibara.strategies.group.exchange import Agreed, Exchange, as_json, fields_of, round_folder
-from capibara.training.group import Score
+from capibara.training.base.group import Score
 
 
 def check(nodes: int, quorum: int | None, faults: int) -> None:

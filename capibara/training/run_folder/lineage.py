@@ -10,7 +10,7 @@ from capibara.builders.lineage.events import Dataset
 from capibara.builders.lineage.recording import Recorder
 from capibara.config import configurable
 from capibara.storage import stores
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.base.callbacks import Callback, RunInfo
 
 
 @configurable

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from capibara.checkpoints import run_manifest
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.storage import stores
-from capibara.training.trainer import Trainer
+from capibara.training.base.trainer import Trainer
 
 FOLDER = tokenizer_files.ORIGIN
 

@@ -26,7 +26,7 @@ from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE
 from capibara.data.tokenizers.vocabulary import OwnFiles
 from capibara.storage import outputs, stores
-from capibara.training.trainer import Trainer
+from capibara.training.base.trainer import Trainer
 
 _T = TypeVar("_T", bound=Dataclass)
 

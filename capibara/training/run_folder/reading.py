@@ -20,8 +20,8 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.sharding import Plan
 from capibara.storage import outputs, stores
-from capibara.training.state import TrainState, with_shardings
-from capibara.training.trainer import Trainer
+from capibara.training.base.state import TrainState, with_shardings
+from capibara.training.base.trainer import Trainer
 
 CONFIG = run_manifest.CONFIG
 _OF_OTHERS = "config.json"  # a folder with this file is a Hugging Face folder, whatever else it contains

@@ -12,8 +12,8 @@ from capibara.checkpoints.manager import Checkpoints
 from capibara.checkpoints.policy import Checkpointing
 from capibara.core.types import Params
 from capibara.storage import stores
+from capibara.training.base.state import TrainState
 from capibara.training.run_folder.reading import CONFIG
-from capibara.training.state import TrainState
 
 
 def save(folder: str, params: Params, gin: str) -> None:

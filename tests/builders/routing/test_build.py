@@ -10,11 +10,11 @@ import sys
 import textwrap
 
 import pytest
-from capibara.builders.files.manifest import read_manifest
 
 from capibara.builders.executions.build import ExecutionLogs
 from capibara.builders.executions.build import build as build_executions
 from capibara.builders.files import reading
+from capibara.builders.files.manifest import read_manifest
 from capibara.builders.files.problems import Problems
 from capibara.builders.playbooks.build import Playbooks
 from capibara.builders.playbooks.build import build as build_playbooks

@@ -30,9 +30,9 @@ from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
+from capibara.training.base.trainer import Evaluation, Trainer
 from capibara.training.profiling.profile import Profile
 from capibara.training.stability.loss_scale import LossScaling
-from capibara.training.trainer import Evaluation, Trainer
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
 TEMPLATE = ChatTemplate(tokenizer="t", template="{{ messages }}")

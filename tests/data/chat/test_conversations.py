@@ -346,7 +346,7 @@ LENGTH = 160
 def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
     """Three steps by the command line; the validation loss is of the answers alone."""
     from capibara.cli import train
-    from capibara.monitoring.trackers.loggers import read_metrics
+    from capibara.monitoring.metrics_file.loggers import read_metrics
     from capibara.multihost import exits
 
     monkeypatch.chdir(tmp_path)
@@ -364,7 +364,7 @@ def check_adapters(arguments, capfd):
     from capibara.cli import infer, train
     from capibara.cli.composition.models import load_run
     from capibara.models import api
-    from capibara.monitoring.trackers.loggers import read_metrics
+    from capibara.monitoring.metrics_file.loggers import read_metrics
     from capibara.multihost import exits
 
     more = [

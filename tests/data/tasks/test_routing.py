@@ -16,8 +16,8 @@ from capibara.data.sources.sources import JsonlSource
 from capibara.data.tasks.routing import MODULE, SCHEMA, RoutingTask, routing_task
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
 from capibara.training import loop
-from capibara.training.callbacks import Callback
-from capibara.training.trainer import Trainer
+from capibara.training.base.callbacks import Callback
+from capibara.training.base.trainer import Trainer
 from tests.builders.routing import data
 
 DOMAINS = ("python", "sql")

@@ -7,8 +7,8 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.jobs.sweeps.metrics import Metric
-from capibara.monitoring.trackers import loggers
-from capibara.training.callbacks import RunInfo
+from capibara.monitoring.metrics_file import loggers
+from capibara.training.base.callbacks import RunInfo
 
 LOSS = Metric.parse("eval/loss")
 RUN = dict(start_step=0, total_steps=4, param_count=1, tokens_per_step=1, flops_per_step=1.0, device_count=1)

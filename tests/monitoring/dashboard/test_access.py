@@ -14,8 +14,8 @@ import pytest
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard import search, server
 from capibara.monitoring.dashboard.http import access
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views import files
+from capibara.monitoring.reading.run import Run
 
 TOKEN = "a-token-of-a-test-0123456789"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)

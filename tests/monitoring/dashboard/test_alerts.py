@@ -17,10 +17,10 @@ from capibara.monitoring.dashboard.alerts import rules, webhooks
 from capibara.monitoring.dashboard.alerts.board import Alert, Board
 from capibara.monitoring.dashboard.alerts.rules import Kind, Rules
 from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
-from capibara.monitoring.dashboard.reading import parsing
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.state import Dashboard
+from capibara.monitoring.reading import parsing
+from capibara.monitoring.reading.run import Run
 
 NOW_S = 1.7e9
 

@@ -15,7 +15,7 @@ from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.dashboard.beside import DashboardProcess
 from capibara.monitoring.dashboard.settings import DashboardConfig
-from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.base.callbacks import Callback, RunInfo
 
 
 class Report(Callback):

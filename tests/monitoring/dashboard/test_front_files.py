@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from capibara.monitoring.dashboard.http import app
+from capibara.monitoring.dashboard import app
 
 STATIC = pathlib.Path(app.__file__).resolve().parent.parent / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))

@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from capibara.monitoring.dashboard.reading import parsing
-from capibara.monitoring.dashboard.reading import run as run_module
-from capibara.monitoring.dashboard.reading.run import Limits, Run, Status, start_value
-from capibara.monitoring.trackers.loggers import all_records, read_metrics
+from capibara.monitoring.metrics_file.loggers import all_records, read_metrics
+from capibara.monitoring.reading import parsing
+from capibara.monitoring.reading import run as run_module
+from capibara.monitoring.reading.run import Limits, Run, Status, start_value
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_samples_are_found_at_their_place(tmp_path, small_blocks):
 
 
 def test_goodput_is_that_of_all_lines(demo_runs):
-    from capibara.monitoring import goodput
+    from capibara.monitoring.metrics_file import goodput
 
     for path in demo_runs.rglob("metrics.jsonl"):
         expected, found = goodput.account(all_records(str(path))), read(path.parent).goodput()

@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from capibara.monitoring.dashboard.reading import folders, large, memory, parsing, preview, reader, tables, thinning
-from capibara.monitoring.dashboard.reading import run as run_module
-from capibara.monitoring.dashboard.reading.reader import Change, Reader
-from capibara.monitoring.dashboard.reading.run import Limits, Run, Status
+from capibara.monitoring.reading import folders, large, memory, parsing, preview, reader, tables, thinning
+from capibara.monitoring.reading import run as run_module
+from capibara.monitoring.reading.reader import Change, Reader
+from capibara.monitoring.reading.run import Limits, Run, Status
 
 
 def line(step, loss=1.0):
@@ -423,7 +423,7 @@ def test_smoothing_starts_without_a_bias():
 
 
 def test_rows_grow_without_a_loss():
-    from capibara.monitoring.dashboard.reading.parsing import rows_of
+    from capibara.monitoring.reading.parsing import rows_of
 
     table = tables.Table()
     for step in range(1, 300):

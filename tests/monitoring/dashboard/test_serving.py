@@ -24,16 +24,17 @@ import pytest
 import uvicorn
 from prometheus_client import parser
 
+from capibara.monitoring.dashboard import app
 from capibara.monitoring.dashboard.alerts.webhooks import Webhooks
-from capibara.monitoring.dashboard.http import app, connections, hub
+from capibara.monitoring.dashboard.http import connections, hub
 from capibara.monitoring.dashboard.http.access import Access
 from capibara.monitoring.dashboard.http.connections import Connection, Room, Server
-from capibara.monitoring.dashboard.reading.parsing import Era, Rows
-from capibara.monitoring.dashboard.reading.reader import Change
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.settings import DashboardConfig
 from capibara.monitoring.dashboard.state import Dashboard
 from capibara.monitoring.dashboard.views import consensus, series
+from capibara.monitoring.reading.parsing import Era, Rows
+from capibara.monitoring.reading.reader import Change
+from capibara.monitoring.reading.run import Run
 from tests.strategies.group.test_coordinator import Play, coordinator, three
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from capibara.core.types import UserError
-from capibara.monitoring import goodput
-from capibara.monitoring.dashboard.reading import parsing
-from capibara.monitoring.dashboard.reading.whole import whole
-from capibara.monitoring.trackers.loggers import all_records, metrics_path, read_metrics
+from capibara.monitoring.metrics_file import goodput
+from capibara.monitoring.metrics_file.loggers import all_records, metrics_path, read_metrics
+from capibara.monitoring.reading import parsing
+from capibara.monitoring.reading.whole import whole
 
 
 @pytest.fixture(params=[True, False], ids=["pyarrow", "plain"])

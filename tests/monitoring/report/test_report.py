@@ -11,7 +11,7 @@ import pytest
 
 from capibara.cli import report as verb
 from capibara.core.types import UserError
-from capibara.monitoring.dashboard.reading import parsing
+from capibara.monitoring.reading import parsing
 from capibara.monitoring.report import facts, figures, page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"

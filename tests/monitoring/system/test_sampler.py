@@ -13,11 +13,11 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
+from capibara.monitoring.metrics_file.loggers import MetricsFile, all_records, metrics_path
 from capibara.monitoring.system import compiles, devices, facts, host, sampler
 from capibara.monitoring.system.sampler import SystemMetrics
 from capibara.monitoring.system.tpu import METRICS, TpuReader
-from capibara.monitoring.trackers.loggers import MetricsFile, all_records, metrics_path
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 from tests.monitoring.trackers.runs import RUN, TOKEN
 
 GIB = 1 << 30

@@ -8,10 +8,10 @@ import time
 
 from capibara.config import configurable
 from capibara.monitoring.defaults import ConfigFile
+from capibara.monitoring.metrics_file.loggers import MetricsFile
 from capibara.monitoring.trackers.feeds import Feeds
-from capibara.monitoring.trackers.loggers import MetricsFile
 from capibara.monitoring.trackers.tracker import Tracker
-from tests.monitoring.trackers.test_loggers import RUN as PLAIN_RUN
+from tests.monitoring.metrics_file.test_loggers import RUN as PLAIN_RUN
 
 TOKEN = "hf_abcdefghijklmnopqrstuv"
 PNG = b"\x89PNG\r\n\x1a\n%bIEND\xaeB`\x82"  # with content between, a file that looks like a picture

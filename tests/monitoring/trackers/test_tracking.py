@@ -16,12 +16,12 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.monitoring.defaults import Monitoring
+from capibara.monitoring.metrics_file.loggers import MetricsFile
 from capibara.monitoring.system.sampler import SystemMetrics
 from capibara.monitoring.trackers import state, tracking
 from capibara.monitoring.trackers.clients.plain import JsonlTracker, PrintTracker
-from capibara.monitoring.trackers.loggers import MetricsFile
 from capibara.monitoring.trackers.tracking import Tracking
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 from tests.monitoring.trackers.runs import RUN, TOKEN, Odd, sent
 
 
@@ -74,7 +74,7 @@ def children():
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline") as command, open(f"/proc/{name}/stat") as stat:
             parent = int(stat.read().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and "trackers import process" in command.read():
+            if parent == os.getpid() and "import tracker_process" in command.read():
                 found.append(int(name))
     return found
 

@@ -21,7 +21,7 @@ from capibara.planner.hardware import slices
 from capibara.planner.model import cost, memory, workload
 from capibara.planner.search import ranking
 from capibara.sharding import Plan
-from capibara.training import state as states
+from capibara.training.base import state as states
 
 QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
 QLORA_EXPERTS = dataclasses.replace(EXPERTS, lora=QLORA.lora)

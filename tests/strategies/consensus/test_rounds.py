@@ -21,10 +21,10 @@ from capibara.models.api import DecoderConfig
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.strategies.consensus.rounds import meeting
-from capibara.training import state as states
-from capibara.training.state import Apart
+from capibara.training.base import state as states
+from capibara.training.base.state import Apart
+from capibara.training.base.strategy import NodesPrograms, of_all
 from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
-from capibara.training.strategy import NodesPrograms, of_all
 
 CONFIG = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=64, dtype="float32"

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.strategies.consensus.soup import stirred
-from capibara.training.strategy import NodesPrograms
+from capibara.training.base.strategy import NodesPrograms
 
 
 def loss(params, batch):

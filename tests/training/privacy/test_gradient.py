@@ -24,12 +24,12 @@ from capibara.models.api import DecoderConfig, Lora, Moe
 from capibara.objectives.base import of_cross_entropy
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
+from capibara.training.base.state import TrainState
+from capibara.training.base.trainer import Evaluation
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient
 from capibara.training.privacy.ledger import Ledger
 from capibara.training.stability.anomalies import Anomalies
-from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
-from capibara.training.trainer import Evaluation
 
 CONFIG = DecoderConfig(
     vocab_size=128, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64, dtype="float32"

@@ -12,7 +12,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.monitoring.profiling import trace
 from capibara.training import loop
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 from capibara.training.profiling import profiler as profiler_module
 from capibara.training.profiling.profile import Profile
 from capibara.training.profiling.profiler import Profiler

@@ -12,7 +12,7 @@ from capibara import sharding
 from capibara.core.types import UserError
 from capibara.sharding import Plan, Remat
 from capibara.training import loop, setup
-from capibara.training.callbacks import Callback
+from capibara.training.base.callbacks import Callback
 from capibara.training.stability.device_memory import explained, out_of_memory_explained
 
 # What libtpu's compiler says, of a program for a v5e.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from capibara.monitoring.dashboard.alerts import rules as alert_rules
 from capibara.monitoring.dashboard.alerts.rules import Found, Kind, Rules
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views.names import Json, clean, finite
+from capibara.monitoring.reading.run import Run
 
 _MOST_ALERTS = 2_000
 _NEWS_S = 900.0  # an older event, found when a run is opened, is no news

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.run import Limits, Run, Status
-from capibara.monitoring.dashboard.reading.tables import View
 from capibara.monitoring.dashboard.views.names import Json
+from capibara.monitoring.reading.run import Limits, Run, Status
+from capibara.monitoring.reading.tables import View
 
 _LEAST_LOSSES = 16  # before a loss is compared with them
 _REJECTED_ROUNDS = 3  # logged rounds in a row without a node

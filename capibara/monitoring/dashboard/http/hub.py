@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from capibara.monitoring.dashboard.http.access import Refusal
 from capibara.monitoring.dashboard.http.answers import json_bytes
-from capibara.monitoring.dashboard.reading.reader import Change
 from capibara.monitoring.dashboard.views.names import Json
+from capibara.monitoring.reading.reader import Change
 
 _MOST_VIEWERS = 1_000
 _MOST_ALERTS, _MOST_BYTES = 64, 1 << 18  # of one event; that wait for one viewer

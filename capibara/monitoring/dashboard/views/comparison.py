@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views.files import bindings, config_text
 from capibara.monitoring.dashboard.views.names import Json, best_of, clean, unit_of
+from capibara.monitoring.reading.run import Run
 
 _MOST_METRICS = 500
 

@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.run import Run
-from capibara.monitoring.dashboard.reading.tables import View
-from capibara.monitoring.dashboard.reading.thinning import averaged
 from capibara.monitoring.dashboard.views.files import bindings, config_text
 from capibara.monitoring.dashboard.views.names import Json, finite
+from capibara.monitoring.reading.run import Run
+from capibara.monitoring.reading.tables import View
+from capibara.monitoring.reading.thinning import averaged
 
 _NODE = re.compile(r"(node_\d{1,9})/(\w+)")
 _EXPERT = re.compile(r"expert_load/(\d{1,9})")

@@ -10,9 +10,9 @@ from capibara import config
 from capibara.checkpoints import run_manifest
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
-from capibara.monitoring.dashboard.reading import parsing
-from capibara.monitoring.dashboard.reading.run import Run
 from capibara.monitoring.dashboard.views.names import Json, clean
+from capibara.monitoring.reading import parsing
+from capibara.monitoring.reading.run import Run
 from capibara.storage import stores
 
 _MOST_CONFIG_BYTES = 1 << 20

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.run import Run
-from capibara.monitoring.dashboard.reading.tables import View
 from capibara.monitoring.dashboard.views.names import Json
+from capibara.monitoring.reading.run import Run
+from capibara.monitoring.reading.tables import View
 
 _RECENT = 200  # training lines
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.run import Run, start_value
-from capibara.monitoring.dashboard.reading.tables import View
-from capibara.monitoring.dashboard.reading.thinning import smoothed, thinned
 from capibara.monitoring.dashboard.views.names import Json, split, unit_of
+from capibara.monitoring.reading.run import Run, start_value
+from capibara.monitoring.reading.tables import View
+from capibara.monitoring.reading.thinning import smoothed, thinned
 
 _SHOWN_NOT_FINITE = 200
 _CSV_ROWS = 5_000  # of one piece of an export

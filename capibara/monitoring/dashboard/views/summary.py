@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from capibara.monitoring.dashboard.reading.parsing import Record
-from capibara.monitoring.dashboard.reading.run import Limits, Run, Status, start_value
-from capibara.monitoring.dashboard.reading.tables import View
 from capibara.monitoring.dashboard.views.consensus import exchange_of
 from capibara.monitoring.dashboard.views.names import Json, best_of, clean, finite, unit_of
-from capibara.monitoring.goodput import CATEGORIES
+from capibara.monitoring.metrics_file.goodput import CATEGORIES
+from capibara.monitoring.reading.parsing import Record
+from capibara.monitoring.reading.run import Limits, Run, Status, start_value
+from capibara.monitoring.reading.tables import View
 
 _SPARK_POINTS = 60
 _SHOWN_EVENTS = 200

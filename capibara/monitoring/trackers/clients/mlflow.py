@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.monitoring.trackers.redaction import redact
+from capibara.monitoring.metrics_file.redaction import redact
 from capibara.monitoring.trackers.tracker import ADDRESS, Moment, Refused, TrackedRun, Tracker, check_address
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request

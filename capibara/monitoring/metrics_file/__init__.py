@@ -1,0 +1,1 @@
+"""The metrics file: how it is written, read and kept free of secrets."""

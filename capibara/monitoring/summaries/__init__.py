@@ -1,0 +1,1 @@
+"""A run in a line, and in a picture."""
