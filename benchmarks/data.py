@@ -26,8 +26,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Document, Packing, empty_batch
 from capibara.data.pipeline.loader import make_loader
+from capibara.data.pipeline.stream import Layout, RowStream
 from capibara.data.sources.sources import StdlibSource
-from capibara.data.sources.stream import Layout, RowStream
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 BATCH_ROWS = 8

@@ -88,7 +88,9 @@ def measured(name: str, folder: pathlib.Path, port: int, windows: int) -> dict[s
     metrics = folder / "metrics.jsonl"
     with tempfile.TemporaryFile() as output, child(command, stdout=output.fileno()) as trainer:
         wait(lambda: metrics.exists() and len(times_of(metrics)) > 200, 300)
-        feeding = next(pid for pid in family(trainer.pid) if b"capibara.monitoring import tracker_process" in line_of(pid))
+        feeding = next(
+            pid for pid in family(trainer.pid) if b"capibara.monitoring import tracker_process" in line_of(pid)
+        )
         return compared({"tracker": feeding}, windows, lambda: times_of(metrics))
 
 

@@ -65,14 +65,14 @@ from capibara.consensus.outer import FedYogi as FedYogi
 from capibara.consensus.outer import OuterSgd as OuterSgd
 from capibara.consensus.privacy import Privacy as Privacy
 from capibara.core.types import UserError as UserError
+from capibara.data.chat.answers import PreferenceJsonlSource as PreferenceJsonlSource
+from capibara.data.chat.answers import PromptJsonlSource as PromptJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource as ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate as ChatTemplate
 from capibara.data.dataset import Dataset as Dataset
 from capibara.data.packing.masking import Masking as Masking
 from capibara.data.packing.masking import SpanCorruption as SpanCorruption
 from capibara.data.shards.source import ShardedSource as ShardedSource
-from capibara.data.sources.answers import PreferenceJsonlSource as PreferenceJsonlSource
-from capibara.data.sources.answers import PromptJsonlSource as PromptJsonlSource
 from capibara.data.sources.hugging_face import HuggingFaceSource as HuggingFaceSource
 from capibara.data.sources.sources import CombinedSource as CombinedSource
 from capibara.data.sources.sources import JsonlSource as JsonlSource

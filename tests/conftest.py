@@ -51,7 +51,7 @@ inference/engine/cache/test_pages models/architectures/test_decoder interop/test
 models/architectures/test_encdec inference/engine/test_engine faults/test_server hosts/test_following optim/test_optim
 slices/test_generation kernels/attention/test_splash planner/compiler/test_compile_cache
 models/adapters/test_lora_experts checkpoints/test_lease kernels/attention/test_sinks hosts/test_bucket
-data/tasks/test_cached faults/test_supervision cli/test_plan training/test_precision training/stability/test_watchdog
+data/pipeline/test_cached faults/test_supervision cli/test_plan training/test_precision training/stability/test_watchdog
 training/base/test_strategy inference/engine/test_beam_search inference/server/test_serve interop/test_peft
 faults/test_kills cli/test_prove training/test_preference faults/test_judge
 """.split()
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config, items):
 _WITH_TENSORFLOW = {
     f"tests/{name}.py"
     for name in """
-data/tasks/test_tasks data/tasks/test_cached data/packing/test_pairs data/packing/test_masking data/test_prefix
+data/tasks/test_tasks data/pipeline/test_cached data/packing/test_pairs data/packing/test_masking data/test_prefix
 data/test_domains data/shards/test_formats data/tasks/test_routing evaluation/test_seqio_tasks
 """.split()
 }

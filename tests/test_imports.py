@@ -154,6 +154,7 @@ def violations(package: pathlib.Path) -> list[str]:
     hidden = [path for path in sorted(package.rglob("*.py")) if path.with_suffix("").is_dir()]
     problems += [f"{path.relative_to(package.parent)}:1: the folder of its name hides it" for path in hidden]
     problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
+    problems += [f"circle of folders: {' -> '.join(cycle)}" for cycle in cycles(folders(edges, modules, package))]
     return problems
 
 
@@ -243,6 +244,20 @@ def _asks_the_parser(name: str, path: pathlib.Path, package: pathlib.Path) -> li
         for node, asked in used
         if asked in PARSER
     ]
+
+
+def folders(edges: dict[str, set[str]], modules: dict[str, pathlib.Path], package: pathlib.Path) -> dict[str, set[str]]:
+    """Folder -> the folders whose modules its own import; without the package's folder, in which the verbs' names are."""
+
+    def folder(module: str) -> str:
+        return modules[module].parent.relative_to(package.parent).as_posix()
+
+    found: dict[str, set[str]] = {}
+    for name, targets in edges.items():
+        for target in targets:
+            if package.name not in (folder(name), folder(target)) and folder(name) != folder(target):
+                found.setdefault(folder(name), set()).add(folder(target))
+    return found
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -394,6 +409,26 @@ def test_a_planted_cycle_is_found(house):
     (house / "data/loader.py").write_text("def f():\n    from house.data import packing")
     (house / "data/packing.py").write_text("from house.data.loader import f")
     assert violations(house) == ["import cycle: house.data.loader -> house.data.packing -> house.data.loader"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "data/text/files.py": "from house.data.rows import pack",
+            "data/rows/shuffle.py": "from house.data.text import ids",
+        },
+        {"data/dataset.py": "from house.data.rows import pack", "data/rows/shuffle.py": "from house.data import kinds"},
+    ],
+    ids=["beside", "parent and child"],
+)
+def test_a_circle_of_folders_without_a_cycle_of_files_is_found(house, files):
+    for file in ("data/rows/pack.py", "data/text/ids.py", "data/kinds.py", *files):
+        (house / file).parent.mkdir(exist_ok=True)
+        ((house / file).parent / "__init__.py").touch()
+        (house / file).write_text(files.get(file, ""))
+    (found,) = violations(house)
+    assert found.startswith("circle of folders: house/data") and "house/data/rows" in found
 
 
 def best_seconds(*command: str) -> float:

@@ -15,8 +15,8 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
-from capibara.data.sources.disk import SPLITS
 from capibara.data.sources.sources import StdlibSource
+from capibara.data.text.disk import SPLITS
 
 _OUTPUT_FEATURES = {"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=True)}
 

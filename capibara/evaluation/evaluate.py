@@ -13,7 +13,7 @@ import jax
 from capibara import __version__, config
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.data.sources import disk
+from capibara.data.text import disk
 from capibara.evaluation import answers, metrics, seqio_tasks, validation
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate

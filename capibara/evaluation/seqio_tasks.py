@@ -14,8 +14,8 @@ from capibara.config import configurable
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
+from capibara.data.pipeline.cached import check_cached
 from capibara.data.tasks import tasks
-from capibara.data.tasks.cached import check_cached
 from capibara.evaluation.answers import Question, Show, ask
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions

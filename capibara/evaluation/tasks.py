@@ -12,7 +12,7 @@ from capibara.config import configurable
 from capibara.core import limits
 from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
-from capibara.data.sources import disk
+from capibara.data.text import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.inference.sampling.sampling import Sampling
 from capibara.storage import packed

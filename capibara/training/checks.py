@@ -21,7 +21,7 @@ from capibara.checkpoints.manager import CheckpointReader, Restored
 from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Loader, check_task_shards
-from capibara.data.sources.counts import Counts
+from capibara.data.text.counts import Counts
 from capibara.data.tokenizers import vocabulary as vocabularies
 from capibara.models.api import Model
 from capibara.training import run_folder

@@ -19,9 +19,9 @@ import pytest
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.data.sources import disk
-from capibara.data.sources.instructions import prepare_instructions
+from capibara.data.chat.instructions import prepare_instructions
 from capibara.data.sources.sources import JsonlSource
+from capibara.data.text import disk
 from capibara.data.tokenizers import limits as tokenizer_limits
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop.gguf import file as gguf_file

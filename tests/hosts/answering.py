@@ -19,9 +19,9 @@ import numpy as np
 
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import evaluate
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.own_chips import Where

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from capibara.data.sources.counts import Counts
+from capibara.data.text.counts import Counts
 from capibara.jobs.local import free_address
 from capibara.monitoring.metrics_file.loggers import read_metrics
 

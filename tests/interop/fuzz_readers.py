@@ -129,7 +129,7 @@ def _lines(path: pathlib.Path) -> None:
 
 
 def _instructions(path: pathlib.Path) -> None:
-    from capibara.data.sources.instructions import prepare_instructions
+    from capibara.data.chat.instructions import prepare_instructions
 
     prepare_instructions([str(path)], str(path.parent / "out"), members=["*.json*"], held_out=0.5, report=len)
 

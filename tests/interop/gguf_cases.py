@@ -15,7 +15,7 @@ import sentencepiece as sentencepiece_library
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from capibara.data.tokenizers import train_vocabulary
+from capibara.data import train_vocabulary
 from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import vocabulary as gguf_vocabulary

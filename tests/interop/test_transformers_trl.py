@@ -23,7 +23,7 @@ from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.packing.examples import Assembler
+from capibara.data.pipeline.examples import Assembler
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop import open_model

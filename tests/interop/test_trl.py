@@ -14,9 +14,9 @@ import pytest
 
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core import tree
+from capibara.data.chat.answers import PreferenceJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.sources.answers import PreferenceJsonlSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop.hf import tables, tensors
 from capibara.models import api

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.sampling.sampling import Sampling

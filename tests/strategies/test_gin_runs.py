@@ -11,7 +11,7 @@ from capibara import config
 from capibara.consensus.aggregation import Aggregation, Krum
 from capibara.consensus.outer import FedAdam, OuterSgd
 from capibara.core.types import UserError
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.objectives.preference import Dpo
 from capibara.training import emulation
 from capibara.training.base.trainer import Trainer

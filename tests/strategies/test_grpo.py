@@ -14,9 +14,9 @@ import pytest
 
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
+from capibara.data.chat.answers import PromptJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.sources.answers import PromptJsonlSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.sampling.sampling import Sampling

@@ -13,9 +13,9 @@ import pytest
 
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
+from capibara.data.chat.answers import PreferenceJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.sources.answers import PreferenceJsonlSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora

@@ -13,7 +13,7 @@ from capibara.builders.files import fingerprints
 from capibara.builders.files.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.data.sources import disk
+from capibara.data.text import disk
 from capibara.storage import packed, stores
 
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")

@@ -10,7 +10,7 @@ from capibara.builders.files import reading
 from capibara.builders.files.problems import Problems
 from capibara.builders.lineage.events import Upstream
 from capibara.core import limits
-from capibara.data.sources import provenance
+from capibara.data.text import provenance
 from capibara.storage import outputs, stores
 
 FILE = "lineage.jsonl"

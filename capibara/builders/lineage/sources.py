@@ -12,7 +12,7 @@ from capibara.builders.files import manifest as manifests
 from capibara.builders.lineage import history
 from capibara.builders.lineage.nodes import DIGITS, Check, Kind, Node, State
 from capibara.core.types import TryAgain, UserError
-from capibara.data.sources import provenance
+from capibara.data.text import provenance
 from capibara.storage import stores
 
 

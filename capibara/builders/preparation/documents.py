@@ -20,7 +20,7 @@ from capibara.builders.files.problems import Kind, Problems
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.parquet import ParquetRows
-from capibara.data.sources import disk, plain
+from capibara.data.text import disk, plain
 from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 

@@ -11,7 +11,7 @@ from capibara.builders.preparation.near import NearDuplicates
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.packing.packing import Packing
-from capibara.data.sources import plain
+from capibara.data.text import plain
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, Vocabulary
 
 

@@ -19,8 +19,8 @@ from capibara.builders.routing.settings import RoutingSet
 from capibara.builders.workers import Workers
 from capibara.builders.writing import Output
 from capibara.core.types import UserError
-from capibara.data.sources import disk
 from capibara.data.tasks.routing import SCHEMA
+from capibara.data.text import disk
 
 KIND = "routing"
 ENDINGS = (".jsonl", ".json")

@@ -22,7 +22,7 @@ from capibara.builders.routing.rows import key_of
 from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import mix
+from capibara.data.packing.shuffle import mix
 from capibara.storage import packed
 
 # In scripts without spaces (Thai, Lao, Tibetan, Burmese, Khmer, Chinese, Japanese) each letter is a word.

@@ -10,7 +10,7 @@ import numpy as np
 from capibara.builders.preparation.near import NearDuplicates
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import mix
+from capibara.data.packing.shuffle import mix
 
 NAMES = ("train", "validation", "test")
 

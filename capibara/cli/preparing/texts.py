@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--sample_megabytes ({args.sample_megabytes}) must be positive")
 
     if args.what == "instructions":
-        from capibara.data.sources.instructions import prepare_instructions
+        from capibara.data.chat.instructions import prepare_instructions
 
         prepare_instructions(args.files, args.output or ".", members=args.members, held_out=args.held_out)
         return 0
 
-    from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
+    from capibara.data.train_vocabulary import train_sentencepiece
 
     documents = _source(args).open("train")
     print(f"data: train: {documents.counts}", flush=True)

@@ -15,8 +15,8 @@ from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, Format, Message, read_conversation
 from capibara.data.chat.mask import assistant_ranges
 from capibara.data.chat.template import ChatTemplate
-from capibara.data.sources import disk
 from capibara.data.sources.sources import Documents, Example, LineDocuments, Source, open_lines
+from capibara.data.text import disk
 from capibara.data.tokenizers.vocabulary import GUARD
 
 _RENDERED_FIRST = 500  # conversations of a split that are rendered before the run starts, to find errors early

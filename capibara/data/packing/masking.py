@@ -9,7 +9,7 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import bits, permutation, uniform
+from capibara.data.packing.shuffle import bits, permutation, uniform
 
 
 @configurable

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core.types import BATCH_KEYS, ENCODER_KEYS, Batch
-from capibara.data.pipeline.shuffle import permutation
+from capibara.data.packing.shuffle import permutation
 
 Piece = tuple[int, int]  # start and stop in the window's tokens
 _PADDED = frozenset(("tokens", "targets", "encoder_tokens"))  # arrays padded with the padding id; the others with 0

@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.core.types import Batch
 from capibara.data.packing.packing import Rows
-from capibara.data.shards.protobuf import Malformed
+from capibara.data.text.protobuf import Malformed
 
 MARK = "packed_ids"  # the feature that only packed rows have
 _BYTES_LIST, _INT64_LIST = 1, 3  # fields of a tf.train.Feature

@@ -12,12 +12,12 @@ from typing import Any
 
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset, Kind
-from capibara.data.packing.examples import Tally
-from capibara.data.sources import provenance
-from capibara.data.sources.counts import Counts
-from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
+from capibara.data.pipeline.examples import Tally
+from capibara.data.pipeline.readers import BlockReader, DocumentReader, Reader
+from capibara.data.pipeline.stream import DocumentRows, Layout, Row, RowStream, State
 from capibara.data.sources.sources import Blocks, CombinedDocuments, DataFormat
-from capibara.data.sources.stream import DocumentRows, Layout, Row, RowStream, State
+from capibara.data.text import provenance
+from capibara.data.text.counts import Counts
 
 _NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
 

@@ -19,9 +19,9 @@ from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline import feeds
 from capibara.data.pipeline.prefetch import Prefetcher
-from capibara.data.sources.counts import Counts
-from capibara.data.sources.disk import SPLITS
-from capibara.data.sources.stream import State
+from capibara.data.pipeline.stream import State
+from capibara.data.text.counts import Counts
+from capibara.data.text.disk import SPLITS
 
 # The public interface of this package for training.
 __all__ = ["Dataset", "Loader", "Position", "make_loader", "merge_states", "unigram_bits_per_byte"]
@@ -129,7 +129,7 @@ def _default_workers() -> int:
 
 
 def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
-    from capibara.data.tasks.feed import TaskFeed
+    from capibara.data.pipeline.task_feed import TaskFeed
 
     return TaskFeed(dataset, share)
 

@@ -20,7 +20,7 @@ from absl import flags
 from capibara.core.types import Batch
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.feeds import Share, SourceFeed, stream_a_row
-from capibara.data.sources.stream import State
+from capibara.data.pipeline.stream import State
 
 
 class RowGroups(grain.IterDataset):

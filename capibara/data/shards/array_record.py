@@ -25,7 +25,7 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
-from capibara.data.shards.protobuf import Malformed, fields, varint
+from capibara.data.text.protobuf import Malformed, fields, varint
 from capibara.storage import stores
 from capibara.storage.store import Entry
 

@@ -12,7 +12,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
-from capibara.data.sources import plain
+from capibara.data.text import plain
 from capibara.storage.store import Entry
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.packing import rows
-from capibara.data.shards import protobuf
 from capibara.data.shards.formats import Record
-from capibara.data.sources import disk
 from capibara.data.sources.sources import LINE_VALUES, Example
+from capibara.data.text import disk, protobuf
 
 
 class RecordFormat(enum.StrEnum):

@@ -15,7 +15,7 @@ import numpy as np
 from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import mix
+from capibara.data.packing.shuffle import mix
 from capibara.data.shards import index as indexes
 from capibara.data.shards.array_record import ArrayRecords
 from capibara.data.shards.formats import ShardFormat
@@ -24,9 +24,9 @@ from capibara.data.shards.lines import JsonLines, TextLines
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.shards.records import Fields, RecordFormat
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources import counts, disk, plain
-from capibara.data.sources.counts import Counts
 from capibara.data.sources.sources import Blocks, Example, Source
+from capibara.data.text import counts, disk, plain
+from capibara.data.text.counts import Counts
 from capibara.storage import copies, packed, stores
 
 _LEAST_BLOCKS = 1024  # blocks of a corpus, if it is large enough: each row of a batch needs its own

@@ -13,10 +13,10 @@ from capibara.config import configurable
 from capibara.core import extras, limits
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import mix
-from capibara.data.sources import counts, disk
-from capibara.data.sources.counts import Counts
+from capibara.data.packing.shuffle import mix
 from capibara.data.sources.sources import Documents, Example, Source, skipped, tell_skipped
+from capibara.data.text import counts, disk
+from capibara.data.text.counts import Counts
 
 
 @configurable

@@ -24,9 +24,9 @@ from capibara.config import configurable
 from capibara.core import limits
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.data.pipeline.shuffle import mix, permutation
-from capibara.data.sources import counts, disk, plain
-from capibara.data.sources.counts import Counts
+from capibara.data.packing.shuffle import mix, permutation
+from capibara.data.text import counts, disk, plain
+from capibara.data.text.counts import Counts
 
 if TYPE_CHECKING:
     from capibara.data.packing.rows import PackedRow

@@ -14,7 +14,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.chat.formats import read_conversation
 from capibara.data.chat.template import ChatTemplate
-from capibara.data.sources import disk
+from capibara.data.text import disk
 from capibara.data.tokenizers.files import TOKENIZER_FILE
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.storage import packed

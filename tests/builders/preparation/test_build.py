@@ -20,8 +20,8 @@ from capibara.core import processes
 from capibara.core.types import TryAgain, UserError
 from capibara.data.packing import rows
 from capibara.data.packing.packing import Packing
-from capibara.data.shards import protobuf
 from capibara.data.shards.array_record import ArrayRecords
+from capibara.data.text import protobuf
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.storage import stores
 from tests.builders.preparation import corpora

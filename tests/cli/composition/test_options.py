@@ -12,12 +12,12 @@ from capibara import config
 from capibara.cli.composition import options
 from capibara.config import search
 from capibara.core.types import UserError
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.packing.masking import Masking, SpanCorruption
 from capibara.data.shards.source import ShardedSource
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.sources.hugging_face import HuggingFaceSource
 from capibara.data.sources.sources import JsonlSource, TextSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary

@@ -16,7 +16,7 @@ from capibara.data.chat.formats import Conversation
 from capibara.data.chat.mask import assistant_ranges
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.packing.examples import Assembler
+from capibara.data.pipeline.examples import Assembler
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import GUARD, TokenizerJsonVocabulary
 

@@ -223,7 +223,7 @@ def test_sentinels_of_sentencepiece_and_seqio(tmp_path):
 
     from capibara.data.sources.sources import StdlibSource
     from capibara.data.tasks.tasks import SeqioVocabulary
-    from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
+    from capibara.data.train_vocabulary import train_sentencepiece
 
     path = str(tmp_path / "a.model")
     train_sentencepiece(StdlibSource().open("validation"), path, size=400, report=lambda line: None)

@@ -7,7 +7,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.packing.packing import Document, Packing, Window, empty_batch
-from capibara.data.sources.stream import Layout, RowStream, State
+from capibara.data.pipeline.stream import Layout, RowStream, State
 
 BOS = 1
 

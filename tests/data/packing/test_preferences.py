@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.formats import read_prompt
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import make_loader
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.sources.sources import CombinedSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 

@@ -6,10 +6,10 @@ import pytest
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing import packing, rows
-from capibara.data.packing.examples import Assembler
 from capibara.data.packing.packing import Document, Packing
-from capibara.data.shards import protobuf
+from capibara.data.pipeline.examples import Assembler
 from capibara.data.shards.source import ShardedSource
+from capibara.data.text import protobuf
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 LENGTH = 16

@@ -14,9 +14,9 @@ from capibara.data.shards import array_record, parquet, tfrecord
 from capibara.data.shards.formats import read
 from capibara.data.shards.index import listed
 from capibara.data.shards.lines import JsonLines
-from capibara.data.shards.protobuf import Malformed, example
 from capibara.data.shards.source import Format, ShardedSource
 from capibara.data.shards.tfrecord import TfRecords
+from capibara.data.text.protobuf import Malformed, example
 from capibara.storage.remote import Entry
 
 from .conftest import FORMATS, shard, texts_of

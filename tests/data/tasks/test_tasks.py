@@ -378,7 +378,7 @@ def test_a_sentencepiece_vocabulary_of_seqio(tmp_path):
     import seqio
 
     from capibara.data.tasks.tasks import SeqioVocabulary
-    from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
+    from capibara.data.train_vocabulary import train_sentencepiece
 
     documents = StdlibSource().open("validation")
     ours = train_sentencepiece(documents, str(tmp_path / "a.model"), size=400, report=lambda line: None)

@@ -16,12 +16,12 @@ from tokenizers import processors
 
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.packing.examples import Assembler
 from capibara.data.packing.packing import Document
+from capibara.data.pipeline.examples import Assembler
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers import model_rows
-from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.data.train_vocabulary import train_sentencepiece
 from tests.data.tokenizers import kinds
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.sources.sources import StdlibSource, TextSource
-from capibara.data.tokenizers.train_vocabulary import train_sentencepiece
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.data.train_vocabulary import train_sentencepiece
 
 CORPUS = "".join(f"def function_{i}(self, value):\n\treturn value * {i}  # naïve café\n\n" for i in range(400))
 

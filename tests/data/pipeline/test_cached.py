@@ -18,11 +18,11 @@ import pytest
 from capibara.core.types import BATCH_KEYS, UserError
 from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.packing.packing import Packing
+from capibara.data.pipeline.cached import CachedBlocks
 from capibara.data.pipeline.loader import make_loader, merge_states
+from capibara.data.pipeline.readers import GROUP
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources.readers import GROUP
 from capibara.data.tasks import tasks
-from capibara.data.tasks.cached import CachedBlocks
 
 EXAMPLES = 240
 

@@ -12,7 +12,7 @@ import pytest
 from capibara.cli import prepare
 from capibara.core.types import UserError
 from capibara.data.chat.formats import read_conversation, read_preference
-from capibara.data.sources.instructions import prepare_instructions
+from capibara.data.chat.instructions import prepare_instructions
 from capibara.multihost import exits
 
 ALPACA = [{"instruction": f"question {i}", "input": "", "output": f"answer {i}"} for i in range(200)]

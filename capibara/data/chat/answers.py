@@ -15,8 +15,8 @@ from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation, Preference, read_preference, read_prompt
 from capibara.data.chat.template import ChatTemplate
-from capibara.data.sources import disk
 from capibara.data.sources.sources import DataFormat, Documents, Example, LineDocuments, Source, open_lines
+from capibara.data.text import disk
 from capibara.data.tokenizers.vocabulary import GUARD
 
 _RENDERED_FIRST = 200  # lines of a split that are rendered before the run starts, to find errors early

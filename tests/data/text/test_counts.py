@@ -13,11 +13,10 @@ import pytest
 import zstandard
 
 from capibara.config import search
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.shards.source import Format, ShardedSource
-from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
-from capibara.data.sources.counts import Counts, total
 from capibara.data.sources.hugging_face import HuggingFaceSource
 from capibara.data.sources.sources import (
     Blocks,
@@ -29,6 +28,7 @@ from capibara.data.sources.sources import (
     StdlibSource,
     TextSource,
 )
+from capibara.data.text.counts import Counts, total
 from tests.data.sources import odd_files
 
 TEXTS = [{"text": f"number {i}"} for i in range(30)]

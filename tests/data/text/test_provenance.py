@@ -9,10 +9,10 @@ import types
 import pytest
 
 from capibara.data.dataset import Dataset
+from capibara.data.pipeline import task_feed as feed
 from capibara.data.pipeline.loader import make_loader
-from capibara.data.sources import provenance
 from capibara.data.sources.sources import CombinedSource, JsonlSource, TextSource
-from capibara.data.tasks import feed
+from capibara.data.text import provenance
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 

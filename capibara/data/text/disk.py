@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
-from capibara.data.sources import plain
+from capibara.data.text import plain
 from capibara.storage import copies, packed, remote, stores
 from capibara.storage.store import Entry
 

@@ -22,14 +22,14 @@ import numpy as np
 
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import CachedOrder, Dataset
-from capibara.data.packing.examples import Assembler
+from capibara.data.pipeline import cached as cached_task
+from capibara.data.pipeline.cached import CachedBlocks, NotInBlocks, check_cached, raise_damage
+from capibara.data.pipeline.examples import Assembler
 from capibara.data.pipeline.feeds import Feed, Share, in_turn, layout_of, round_of
-from capibara.data.sources import provenance
-from capibara.data.sources.readers import GROUP
-from capibara.data.sources.stream import Numbered, Row, RowStream, State
-from capibara.data.tasks import cached as cached_task
+from capibara.data.pipeline.readers import GROUP
+from capibara.data.pipeline.stream import Numbered, Row, RowStream, State
 from capibara.data.tasks import tasks
-from capibara.data.tasks.cached import CachedBlocks, NotInBlocks, check_cached, raise_damage
+from capibara.data.text import provenance
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
 

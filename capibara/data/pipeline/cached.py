@@ -20,10 +20,10 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.pipeline.shuffle import bits, permutation
+from capibara.data.packing.shuffle import bits, permutation
+from capibara.data.pipeline.readers import GROUP, block_pool, position_in_epoch, positions_of
 from capibara.data.shards import index as indexes
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.sources.readers import GROUP, block_pool, position_in_epoch, positions_of
 from capibara.data.tasks import tasks
 from capibara.storage.store import Entry
 

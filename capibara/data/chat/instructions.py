@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, read_conversation, read_preference
-from capibara.data.sources import disk, plain
+from capibara.data.text import disk, plain
 from capibara.storage import outputs, packed
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")

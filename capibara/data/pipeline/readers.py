@@ -16,10 +16,10 @@ from capibara.core import user_modules
 from capibara.core.fields import returned, short
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.packing.examples import Assembler, Tally
-from capibara.data.pipeline.shuffle import epoch_order, permutation
+from capibara.data.packing.shuffle import epoch_order, permutation
+from capibara.data.pipeline.examples import Assembler, Tally
+from capibara.data.pipeline.stream import AnyDocument, Numbered
 from capibara.data.sources.sources import Blocks, Corpus, Documents, Example
-from capibara.data.sources.stream import AnyDocument, Numbered
 
 _READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on batches
 GROUP = 1 << 32  # numbers in a stream that are reserved for a group of blocks; most of them are unused

@@ -1,0 +1,1 @@
+"""Files of text and records: how they are listed, opened, decoded and counted."""
