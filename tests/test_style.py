@@ -98,3 +98,41 @@ def test_classes_functions_files_and_folders_are_short():
     assert {name.split()[0] for name in sizes} == LIMITS.keys()
     above = [f"{name}: {size}" for name, size in sizes.items() if size > LIMITS[name.split()[0]]]
     assert not above, f"divide by concepts what has more than {LIMITS}: {above}"
+
+
+def packed_calls(tree: ast.AST) -> list[int]:
+    """The lines of calls that take their arguments from a tuple which the same function has packed."""
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        inside, waiting = [], list(ast.iter_child_nodes(function))
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inside.append(node)
+                waiting += ast.iter_child_nodes(node)
+        packed = set()
+        for node in inside:
+            if isinstance(node, ast.Assign):
+                target, value = node.targets[0], node.value
+                several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                pairs = zip(target.elts, value.elts) if several else [(target, value)]
+                packed |= {t.id for t, v in pairs if isinstance(t, ast.Name) and isinstance(v, ast.Tuple) and v.elts}
+        calls = [node for node in inside if isinstance(node, ast.Call)]
+        starred = [(call.lineno, arg.value) for call in calls for arg in call.args if isinstance(arg, ast.Starred)]
+        found += [line for line, value in starred if isinstance(value, ast.Name) and value.id in packed]
+    return found
+
+
+def test_no_arguments_are_packed_into_a_tuple_for_a_call():
+    """The call says its arguments in order: a tuple hides which is which."""
+    paths = sorted((ROOT / "capibara").rglob("*.py"))
+    found = {path: packed_calls(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path, lines in found.items() for line in lines]
+
+
+@pytest.mark.parametrize("code", ["of = a, b\n    g(*of)", "x, of = 1, (a, b)\n    y = g(x, *of, z)"])
+def test_packed_arguments_are_found(code):
+    assert len(packed_calls(ast.parse(f"def f(a, b):\n    {code}\n"))) == 1
+    assert not packed_calls(ast.parse("def f(of):\n    h = ()\n    g(*of, *h)\n"))

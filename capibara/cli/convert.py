@@ -66,10 +66,10 @@ def _model(args: argparse.Namespace) -> int:
     from capibara.interop import conversion
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
-    what = (sum_options.from_args(args), args.target, args.format, args.dtype, args.base)
+    source, how, part = sum_options.from_args(args), quantize.from_args(args), submodel.from_args(args)
     reader = ModelReader((args.gin_file, args.gin_bindings, args.gin_search_paths), args.trust_config)
     with StatusLine() as bar:
-        print(conversion.convert(*what, reader, quantize.from_args(args), bar.show, submodel.from_args(args)))
+        print(conversion.convert(source, args.target, args.format, args.dtype, args.base, reader, how, bar.show, part))
     return 0
 
 

@@ -29,13 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_model(parser)
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help="repeatable or comma-separated")
     parser.add_argument("--out", metavar="FILE", help="write the results to this file, as JSON")
-    parser.add_argument(
-        "--predictions", metavar="FILE", help="write the answers to this .jsonl file; resumes from its end"
-    )
+    parser.add_argument("--predictions", metavar="FILE", help="write the answers to this .jsonl; resumes from its end")
     parser.add_argument("--limit", type=int, metavar="N", help="most examples of a task (batches of validation)")
-    parser.add_argument(
-        "--weights", choices=("ema", "raw"), help="of a run; default: its moving averages if it keeps them"
-    )
+    parser.add_argument("--weights", choices=("ema", "raw"), help="of a run; default: its moving averages, if any")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint step of a run; default: the newest")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval, comma-separated, instead of ours")
@@ -75,11 +71,13 @@ def run(args: argparse.Namespace) -> None:
     channel.watch()
     written = [*filter(None, (args.out, args.predictions))]
     hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
-    source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         show = line.show if jax.process_index() == 0 else lambda *_: None
-        show("reading", source[0])
-        subject = models.open_subject(*source, step=args.step, weights=args.weights, trust=args.trust_config)
+        show("reading", path := args.model_dir or args.model)
+        subject = models.open_subject(
+            path, args.gin_file, args.gin_bindings, args.gin_search_paths,
+            step=args.step, weights=args.weights, trust=args.trust_config,
+        )  # fmt: skip
         subject.vocabulary.tell_beginning()
         if args.harness:
             from capibara.evaluation import harness

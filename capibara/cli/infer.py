@@ -52,7 +52,7 @@ def run(args: flags.Arguments) -> None:
     from capibara.cli.composition import models
     from capibara.core import devices
     from capibara.inference import sample, speed
-    from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.interactive import files, terminal
     from capibara.monitoring.status import StatusLine
     from capibara.multihost import channel, hosts
@@ -62,39 +62,37 @@ def run(args: flags.Arguments) -> None:
     if args.out:
         hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
-    source = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    loaded = models.load(*source, trust=args.trust_config, placed=models.on_serving_mesh)
-    loaded = models.with_adapters(loaded, args.adapter)
+    loaded = models.load_served(args)
     data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
-    vocabulary, lengths = loaded.tokenizer, (data.length, data.encoder_length)
-    of, sampling = (loaded.model, loaded.params, vocabulary, lengths[0]), config.build(sample.Sampling)
+    length, encoder_length, sampling = data.length, data.encoder_length, config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), models.chat_of(data) if args.chat else None
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
-        Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters).follow(messages)
+        models.engine_of(loaded, batchings[how]).follow(messages)
         return
     prompts = files.read_prompts(args.prompts, sampling, [*loaded.paths]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
-        engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=loaded.adapters)
+        engine = models.engine_of(loaded, batchings[how])
         engine.lead(send)
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
             text, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
             stream = engine.submit(text, sampling, ends=ends, adapter=names[0])
-            print(files.shown(result := stream.result(), "" if lengths[1] or talk else prompt))
-            print(sample.beyond_length(result, sampling, *lengths), end="", file=sys.stderr)
+            print(files.shown(result := stream.result(), "" if encoder_length or talk else prompt))
+            print(sample.beyond_length(result, sampling, length, encoder_length), end="", file=sys.stderr)
         elif args.benchmark:
-            print(speed.report(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0]))
+            prompt_length, rows = (encoder_length or length) // 2, loaded.tokenizer.size
+            print(speed.report(engine, sampling, prompt_length, rows, names[0]))
         elif args.prompts:
-            about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
+            about |= {"cache_dtype": str(batching.cache_dtype), "length": length, "chat": args.chat}
             with StatusLine() as status:
                 for done in files.complete(engine, prompts, args.out, talk, about):
                     status.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
             print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
         elif talk is not None:
             with engine.start():
-                terminal.Talk(engine, talk, lengths[0], sampling, terminal.write, names[0]).run()
+                terminal.Talk(engine, talk, length, sampling, terminal.write, names[0]).run()

@@ -53,11 +53,11 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.planner.search import automatic
     from capibara.storage import outputs
 
-    of_flag, lengths = None if args.slice is None else slices.parse(args.slice), (args.length, args.encoder_length)
+    of_flag = None if args.slice is None else slices.parse(args.slice)
     read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
         outputs.check_writable(args.json, inputs=read)
-    run = inspected_run.run_of_gin(*lengths)
+    run = inspected_run.run_of_gin(args.length, args.encoder_length)
     slice_ = of_flag or (slices.parse(run.plan.slice) if run.plan.slice else None)
     if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
@@ -77,7 +77,9 @@ def prove(args: argparse.Namespace) -> int:
         proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
         return 0
     topology.check(slice_.name)
-    configuration = proof.Configuration(args.gin_file, args.gin_bindings, args.gin_search_paths, *lengths)
+    configuration = proof.Configuration(
+        args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
+    )
     with StatusLine() as line:
         result = proof.prove(
             run, configuration, slice_, deadline_s=args.deadline, fresh=args.fresh,

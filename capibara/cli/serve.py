@@ -77,24 +77,24 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     """The model with its engine, built alike in all processes, and the server's limits; `first`: it is process 0."""
     from capibara import config
     from capibara.cli.composition import models
-    from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server.service import Served, ServerConfig, check_streams
     from capibara.monitoring.status import StatusLine
 
-    path, gin = args.model_dir or args.model, (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    loaded = models.load(path, *gin, trust=args.trust_config, placed=models.on_serving_mesh)
-    name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
-    loaded = models.with_adapters(loaded, args.adapter, name)
+    path = os.path.normpath(args.model_dir or args.model)
+    name = args.name or os.path.basename(path).removesuffix(".gguf")
+    loaded = models.load_served(args, name)
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data, vocabulary = loaded.dataset, loaded.tokenizer
+    data = loaded.dataset
     talk = chat.of_served(data, models.chat_template(data)) if first else None
     config.check_used()
-    lengths, of = (data.length, data.encoder_length), (loaded.model, loaded.params, vocabulary, data.length)
-    engine = Engine(*of, batching, data.encoder_length, donate=True, adapters=loaded.adapters)
+    engine = models.engine_of(loaded, batching)
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs") if first else None)
-    return Served(engine, vocabulary, talk, *lengths, name, sampling, adapters=engine.adapters), takes
+    length, encoder_length = data.length, data.encoder_length
+    served = Served(engine, loaded.tokenizer, talk, length, encoder_length, name, sampling, adapters=engine.adapters)
+    return served, takes

@@ -48,8 +48,9 @@ def _track(args: flags.Arguments) -> int:
     from capibara.storage import stores
 
     folder = stores.of(args.run).absolute(args.run)
-    configuration = (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    trackers = recorded_trackers.read(folder, *configuration, to=args.to, trust=args.trust_config)
+    trackers = recorded_trackers.read(
+        folder, args.gin_file, args.gin_bindings, args.gin_search_paths, to=args.to, trust=args.trust_config
+    )
     with state.locked(folder, within_s=2.0):
         feeds = Feeds(trackers, folder, lambda line: print(line, flush=True))
         feeds.start()

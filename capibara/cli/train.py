@@ -40,8 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
     if args.profile is not None:
         args.gin_bindings.extend(_profiled(args.profile))
-    files, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), multihost.of(args)
-    outcome = training_run.train_gin(*files, args.emulate, start_over=args.start_over, joined=joined, check=args.check)
+    outcome = training_run.train_gin(
+        args.gin_file,
+        args.gin_bindings,
+        args.gin_search_paths,
+        args.emulate,
+        start_over=args.start_over,
+        joined=multihost.of(args),
+        check=args.check,
+    )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 
 

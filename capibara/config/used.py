@@ -83,10 +83,10 @@ def _add_called_later() -> None:
             continue
         made_by = gin_config._find_class_construction_fn
         called = made_by(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
-        listed = (called, found.allowlist, found.denylist)
         with gin.config_scope(key[0] or None):
             bound = gin_config._get_bindings(found.selector)
-        noted[key] = gin_config._get_default_configurable_parameter_values(*listed) | bound
+        defaults = gin_config._get_default_configurable_parameter_values(called, found.allowlist, found.denylist)
+        noted[key] = defaults | bound
         waiting += gin_config.iterate_references(bound)
 
 

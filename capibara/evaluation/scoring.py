@@ -156,8 +156,8 @@ class Scorer:
                 batch[name] = np.zeros((rows, self._encoder_length), np.int32)
         for row, (context, continuation) in enumerate(pairs):
             if self._encoder_length is not None:
-                encoder = "encoder_tokens", "encoder_segment_ids", "encoder_positions"
-                _fill(batch, row, context[: self._encoder_length], *encoder)
+                ids = context[: self._encoder_length]
+                _fill(batch, row, ids, "encoder_tokens", "encoder_segment_ids", "encoder_positions")
                 whole = [self._pad_id, *continuation]
             else:
                 whole = [*context, *continuation][-(length + 1) :]

@@ -101,8 +101,8 @@ def sampler(
         each = gathered(own_chips.free_bytes())
         known = [one for one in each if one is not None]
         free = min(known) if len(known) == len(each) else None
-        defaults = ServingMesh(), Where.AUTO, of_one_slot(EngineConfig())
-        layout = own_chips.found(model, *defaults, length, encoder_length, free)
+        batching = of_one_slot(EngineConfig())
+        layout = own_chips.found(model, ServingMesh(), Where.AUTO, batching, length, encoder_length, free)
         params = params if layout is None else OwnChips(model, layout, rules)(params)
         own = model if layout is None else model.plain
         generator = Generator(own, get_vocabulary(), length, texts.sampling, encoder_length)

@@ -139,12 +139,12 @@ class Answerer:
         run, grpo = self._run, self._grpo
         dataset, rules = run.dataset, run.plan.rules
         layout = own_chips.found(run.model, grpo.mesh, grpo.where, grpo.engine, dataset.length, free=self._free_bytes())
-        options = (dataset.get_vocabulary(), dataset.length, grpo.engine)
+        vocabulary = dataset.get_vocabulary()
         if layout is None:
-            self._engine = Engine(run.model, params, *options, rules=rules)
+            self._engine = Engine(run.model, params, vocabulary, dataset.length, grpo.engine, rules=rules)
         else:
             self._own = OwnChips(run.model, layout, rules)
-            self._engine = Engine(run.model.plain, self._own(params), *options)
+            self._engine = Engine(run.model.plain, self._own(params), vocabulary, dataset.length, grpo.engine)
 
     @property
     def _loaded(self) -> Engine:

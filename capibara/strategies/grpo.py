@@ -230,8 +230,10 @@ class Grpo(Loss):
 
     def totals(self, log_p_BT: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:
         """The loss as a sum over answers, and the metrics' sums, as `policy_loss`."""
-        limits = self.clip_low, self.clip_high, self.importance_cap
-        return policy_loss(log_p_BT, batch, self.variant, *limits, self.kl, self.sampling.max_new_tokens)
+        return policy_loss(
+            log_p_BT, batch, self.variant, self.clip_low, self.clip_high, self.importance_cap, self.kl,
+            self.sampling.max_new_tokens,
+        )  # fmt: skip
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
         """The advantages of rewards [prompts, group], as `policy_loss.advantages`."""

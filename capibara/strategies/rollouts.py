@@ -120,8 +120,9 @@ class Rollouts(BatchProvider):
         with run.validation() as batches:
             self._answerer.load(params)
             for number, batch in enumerate(batches, 1):
-                arguments = ("validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}")
-                answers += self._answerer.answers(*arguments)
+                answers += self._answerer.answers(
+                    "validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}"
+                )
         if not answers:
             raise UserError("the validation split has no prompt: add data, or set Evaluation.every = 0")
         told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])

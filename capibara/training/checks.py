@@ -184,12 +184,12 @@ def _stretched(trainer: Trainer, step: int) -> list[str]:
     except UserError:  # it does not fit into the steps of before
         return []
     for at in sorted({step, max(step, min(before, now) - 1)}):  # the next update, and the last one of the shorter run
-        rates = float(rates_before(at)), float(rates_now(at))
-        if not math.isclose(*rates, rel_tol=1e-6):
+        rate_before, rate_now = float(rates_before(at)), float(rates_now(at))
+        if not math.isclose(rate_before, rate_now, rel_tol=1e-6):
             verb = "stretches" if now > before else "shortens"
             return [
                 f"Trainer.steps was {before}, is {now}, which {verb} the schedule: the learning rate of step {at + 1} was "
-                f"{rates[0]:.3g}, is {rates[1]:.3g}"
+                f"{rate_before:.3g}, is {rate_now:.3g}"
             ]
     return []
 

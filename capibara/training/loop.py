@@ -102,8 +102,8 @@ def train(
         member = setup.member(reporter)
         profiler = stack.enter_context(Profiler(trainer.profile, trainer.model_dir, setup.last_step))
         profiler.announce(begins + 1, callbacks.on_status)
-        parts = (setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member, profiler)
-        return _Loop(*parts).run(start)
+        loop = _Loop(setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter(), member, profiler)
+        return loop.run(start)
 
 
 def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:

@@ -161,8 +161,18 @@ class Setup:
         judge: Judge | None = None,
     ) -> Evaluator:
         """The evaluator of this run, for the loop."""
-        own = (self.trainer, self.mesh, self.eval_step, self.batch_sharding)
-        return Evaluator(*own, reporter, callbacks, provider, sampler, judge, self.model.layer_metrics)
+        return Evaluator(
+            self.trainer,
+            self.mesh,
+            self.eval_step,
+            self.batch_sharding,
+            reporter,
+            callbacks,
+            provider,
+            sampler,
+            judge,
+            self.model.layer_metrics,
+        )
 
     def meter(self) -> Meter:
         """A meter for the steps from now on."""
@@ -498,8 +508,10 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
     }
     if private is not None:
         batch[NOISE_KEY] = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=key_sharding(mesh))
-    parts = (trainer.model, api.module_of(trainer.model), trainer.loss, trainer.optimizer, trainer.strategy)
-    with user_modules.attributed("the train step", *parts):
+    module = api.module_of(trainer.model)
+    with user_modules.attributed(
+        "the train step", trainer.model, module, trainer.loss, trainer.optimizer, trainer.strategy
+    ):
         lowered = jitted.lower(spec.abstract, batch)
     _check_means(trainer, lowered.out_info[1])
     return lowered

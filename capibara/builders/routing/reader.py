@@ -186,9 +186,18 @@ class _File:
             self._pieces.add(row, key)
         if self._settings.splits.near is not None and len(words(facts.text)) >= self._settings.splits.link_words:
             self._unsigned.append((row, facts.text))
-        numbers = self._numbers[label.domain], list(LabelSource).index(label.source), list(Level).index(level)
-        key = int.from_bytes(content[:8], "little")
-        self._rows.append(Row(source, key, self._offset, line, State.KEPT, *numbers))
+        self._rows.append(
+            Row(
+                source,
+                int.from_bytes(content[:8], "little"),
+                self._offset,
+                line,
+                State.KEPT,
+                self._numbers[label.domain],
+                list(LabelSource).index(label.source),
+                list(Level).index(level),
+            )
+        )
         self._offset += len(encoded)
 
     def _flush(self) -> None:

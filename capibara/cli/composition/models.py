@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
+from capibara.cli.arguments.flags import Arguments
 from capibara.config import written
 from capibara.core.types import Params, PyTree
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
 from capibara.evaluation import subject
-from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
 from capibara.interop.open_model import LoadedModel
@@ -101,6 +102,36 @@ def with_adapters(loaded: LoadedModel, flags: Sequence[str], base: str | None = 
     is_used = bool(configured.paths or flags) and not is_run
     how = config.build(Checkpointing) if is_used else Checkpointing()
     return adapters.beside(loaded, configured, how, flags, base)
+
+
+def load_served(args: Arguments, base: str | None = None) -> LoadedModel:
+    """Loads the model that the flags of infer and serve name, with its adapters, for `engine_of`.
+
+    Args:
+      args: of the command line.
+      base: the name of the model itself in requests; None: it has none.
+
+    Raises:
+      UserError: as in `load` and `with_adapters`.
+    """
+    path = args.model_dir or args.model
+    gin = (args.gin_file, args.gin_bindings, args.gin_search_paths)
+    _, loaded = load_with_run(path, gin, placed=on_serving_mesh, trust=args.trust_config)
+    return with_adapters(loaded, args.adapter, base)
+
+
+def engine_of(loaded: LoadedModel, batching: EngineConfig) -> Engine:
+    """An engine that takes over a model's parameters."""
+    return Engine(
+        loaded.model,
+        loaded.params,
+        loaded.tokenizer,
+        loaded.dataset.length,
+        batching,
+        loaded.dataset.encoder_length,
+        donate=True,
+        adapters=loaded.adapters,
+    )
 
 
 def on_serving_mesh(_: Plan, model: Model) -> PyTree:

@@ -57,8 +57,8 @@ def _is_saved(run: Trainer, step: int) -> bool:
 
 
 def _saves_what_it_evaluates(run: Trainer, own: Any) -> bool:
-    every = own.every, run.evaluation.every
-    return all(every) and math.lcm(*every) <= max(run.steps, *every)
+    saves, evaluates = own.every, run.evaluation.every
+    return bool(saves and evaluates) and math.lcm(saves, evaluates) <= max(run.steps, saves, evaluates)
 
 
 def _holds_out(run: Trainer, own: Any) -> bool:

@@ -149,8 +149,15 @@ def _train(
     record = config.operative(changed)
     _print(run_folder.changes(trainer.model_dir, record))
     options.check(trainer, run.samples)
-    sampled = (dataset.get_vocabulary, dataset.length, run.samples, dataset.encoder_length, trainer.plan.rules)
-    samples = sampler(model, *sampled, gathered=hosts.gathered)
+    samples = sampler(
+        model,
+        dataset.get_vocabulary,
+        dataset.length,
+        run.samples,
+        dataset.encoder_length,
+        trainer.plan.rules,
+        gathered=hosts.gathered,
+    )
     load = lambda path: _loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])

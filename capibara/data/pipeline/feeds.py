@@ -182,8 +182,9 @@ class SourceFeed(Feed):
         documents, dataset, tally, epochs = self.documents, self.dataset, self.tally, self.share.epochs
         need, shuffles = layout_of(dataset, count, None).need, self.shuffles
         if isinstance(documents, Blocks):
-            of_stream = {"index": index, "count": count}
-            return BlockReader(documents, dataset, tally, **of_stream, shuffles=shuffles, epochs=epochs, need=need)
+            return BlockReader(
+                documents, dataset, tally, index=index, count=count, shuffles=shuffles, epochs=epochs, need=need
+            )
         # With privacy a pass begins with a batch: numbers without a document pad the last one.
         rows = self.share.batch_size
         size = None if self.share.privacy is None else math.ceil(len(documents) / rows) * rows

@@ -265,11 +265,12 @@ def _confine(libc: _Libc, options: Options, run: Callable[[Confined], None], roo
 
 def _unshare(libc: _Libc) -> int:
     """Enters new namespaces as far as permitted; returns their flags."""
-    apart, ids = _NEWNET | _NEWPID | _NEWIPC, (os.getuid(), os.getgid())
+    apart = _NEWNET | _NEWPID | _NEWIPC
+    uid, gid = os.getuid(), os.getgid()  # of before: a new user namespace has no names for them
     for flags in (apart | _NEWNS, apart, _NEWUSER | apart | _NEWNS, _NEWUSER | apart, _NEWUSER | _NEWNET):
         if libc.unshare(flags) == 0:
             if flags & _NEWUSER:
-                _keep_ids(*ids)
+                _keep_ids(uid, gid)
             return flags
     return 0
 

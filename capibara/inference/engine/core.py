@@ -78,8 +78,9 @@ class EngineCore:
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
         prefixes = PrefixCache(kept, getattr(model.config, "window", None)) if kept else None
-        of_config = length, config.slots, config.prefill_tokens
-        self.prefill = PrefillQueue(compiled, *of_config, prefixes, self.adapters, whole=whole)
+        self.prefill = PrefillQueue(
+            compiled, length, config.slots, config.prefill_tokens, prefixes, self.adapters, whole=whole
+        )
         self.runner = DecodeRunner(
             compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
         )

@@ -69,10 +69,10 @@ class Engine:
         if longest is not None and length > longest:
             raise UserError(f"the length of rows ({length}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
-        options = params, vocabulary.size, length, config, encoder_length, rules, donate, adapters
-        self._core = EngineCore(model, *options)
-        of_slots = vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters
-        self._inputs = InputProcessor(*of_slots, model.config.vocab_size)
+        self._core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
+        self._inputs = InputProcessor(
+            vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters, model.config.vocab_size
+        )
         self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._probe))
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None

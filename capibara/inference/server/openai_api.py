@@ -297,8 +297,11 @@ def _asks(
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     sampling = _sampling(request, served, config, room)
     seeds = [(sampling.seed + k) % _SEEDS for k in range(request.n or 1)]
-    rest = (ends, request.likeliest, None if request.model == served.name else request.model, spelled)
-    return [RequestedText(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
+    adapter = None if request.model == served.name else request.model
+    return [
+        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, spelled)
+        for seed in seeds
+    ]
 
 
 def _sampling(request: ApiRequest, served: Served, config: ServerConfig, room: int) -> Sampling:

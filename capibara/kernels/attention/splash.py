@@ -266,7 +266,7 @@ def _sees_all(spec: AttentionSpec, T: int, S: int) -> bool:
 
 def _mask(spec: AttentionSpec, row_positions_T: np.ndarray, S: int) -> mask_lib.Mask:
     shape = (len(row_positions_T), S)
-    if _sees_all(spec, *shape):
+    if _sees_all(spec, len(row_positions_T), S):
         return mask_lib.FullMask(shape)
     if spec.window is not None:
         back = spec.window - 1

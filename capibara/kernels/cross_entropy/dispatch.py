@@ -195,8 +195,8 @@ def _log_probabilities(
 def _log_probabilities_forward(
     hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, layout: Layout, softmax: Softmax
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    kept = hidden_BTD, head_VD, targets_BT
-    return _log_probabilities(*kept, layout, softmax), kept
+    log_probabilities_BT = _log_probabilities(hidden_BTD, head_VD, targets_BT, layout, softmax)
+    return log_probabilities_BT, (hidden_BTD, head_VD, targets_BT)
 
 
 def _log_probabilities_backward(

@@ -106,8 +106,9 @@ class ConsensusConfig(Settings, Strategy):
             if self.frozen:
                 own = held(self.frozen, state.params, own)
             state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
-            now = agreed, average, state
-            agreed, average, state = jax.lax.cond(due, lambda: meet(*now, number, batch), lambda: now)
+            agreed, average, state = jax.lax.cond(
+                due, lambda: meet(agreed, average, state, number, batch), lambda: (agreed, average, state)
+            )
             shown = _shown(metrics, state) | {
                 "bytes_sent": sent_bytes(agreed, self.fragments, (number + 1) // self.meets_every)
             }

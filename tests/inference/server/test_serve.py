@@ -156,14 +156,14 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
 @pytest.fixture
 def loaded(monkeypatch):
     """The parameters of every loaded model."""
-    load, found = models.load, []
+    load, found = models.load_with_run, []
 
     def noted(*args, **options):
-        opened = load(*args, **options)
+        run, opened = load(*args, **options)
         found.extend(jax.tree.leaves(opened.params))
-        return opened
+        return run, opened
 
-    monkeypatch.setattr(models, "load", noted)
+    monkeypatch.setattr(models, "load_with_run", noted)
     return found
 
 

@@ -165,8 +165,9 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         state = state | {"cache": paged.with_table(state["cache"], table)}
-        inputs = (settings, index, forced, guesses, counts, alternatives, beside)
-        new, sampled = _verify(model, usable, params, state, *inputs)
+        new, sampled = _verify(
+            model, usable, params, state, settings, index, forced, guesses, counts, alternatives, beside
+        )
         return _laid_out(new | {"cache": paged.without_table(new["cache"])}), replicated(sampled)
 
     def start() -> State:

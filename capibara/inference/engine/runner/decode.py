@@ -125,23 +125,22 @@ class DecodeRunner:
         assert slot is not None, "it was assigned one"
         forced = np.array([request.forced.get(request.requested, -1)], np.int32)
         settings = Settings(*(x[slot : slot + 1] for x in self._settings))
-        inputs = np.int32(slot), settings, np.array([request.requested], np.int32), forced, self._seen(request)
-        alternatives = LIKELIEST if request.likeliest else 0
+        requested, seen = np.array([request.requested], np.int32), self._seen(request)
         with program_of(prefilled.group):
             self._state, sampled = self._programs.admit(
-                self._slots_state, prefilled.row, prefilled.logits, *inputs, self._table, alternatives
-            )
+                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, requested, forced, seen,
+                self._table, LIKELIEST if request.likeliest else 0,
+            )  # fmt: skip
         request.written = True
         return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
-        index, forced, alternatives = self._of_next(active)
+        index, forced, alternatives = _next_of(active, self._slots)
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
-            inputs = params, self._slots_state, self._settings, index, forced, np.int32(count)
-            self._state, sampled = self._programs.step(*inputs, self._table, alternatives, self._batch_adapters)
+            self._state, sampled = self._step(params, index, forced, count, alternatives)
         self.statistics.steps += 1
         return self._request(sampled, active, np.full(self._slots, count), group, at_s)
 
@@ -152,15 +151,14 @@ class DecodeRunner:
 
         Waits for the devices, to know how many these are.
         """
-        index, forced, alternatives = self._of_next(active)
+        index, forced, alternatives = _next_of(active, self._slots)
         guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
         counts = np.zeros(self._slots, np.int32)
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
         group = [request for _, request in active]
         with program_of(group):
-            inputs = params, self._slots_state, self._settings, index, forced, guessed, counts
-            self._state, sampled = self._programs.verify(*inputs, self._table, alternatives, self._batch_adapters)
+            self._state, sampled = self._verify(params, index, forced, guessed, counts, alternatives)
             held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
@@ -188,23 +186,30 @@ class DecodeRunner:
     def warm_up(self, params: Params, alternatives: int) -> None:
         """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
         zeros = np.zeros(self._slots, np.int32)
-        common = self._settings, zeros, zeros
-        self._state, sampled = self._programs.step(
-            params, self._slots_state, *common, np.int32(1), self._table, alternatives, self._batch_adapters
-        )
+        self._state, sampled = self._step(params, zeros, zeros, 1, alternatives)
         if self._draft_tokens:
             guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
-            self._state, sampled = self._programs.verify(
-                params, self._slots_state, *common, guessed, zeros, self._table, alternatives, self._batch_adapters
-            )
+            self._state, sampled = self._verify(params, zeros, zeros, guessed, zeros, alternatives)
         jax.block_until_ready(sampled)
 
-    def _of_next(self, active: Sequence[tuple[int, Request]]) -> tuple[np.ndarray, np.ndarray, int]:
-        """For each slot: the index of its next token in the text, its forced token, and the likeliest to return."""
-        index, forced = np.zeros(self._slots, np.int32), np.full(self._slots, -1, np.int32)
-        for slot, request in active:
-            index[slot], forced[slot] = request.requested, request.forced.get(request.requested, -1)
-        return index, forced, LIKELIEST if any(request.likeliest for _, request in active) else 0
+    def _step(
+        self, params: Params, index: np.ndarray, forced: np.ndarray, count: int, alternatives: int
+    ) -> tuple[State, SampledTokens]:
+        """Runs the program that decodes `count` tokens; index, forced: [slots]."""
+        return self._programs.step(
+            params, self._slots_state, self._settings, index, forced, np.int32(count), self._table, alternatives,
+            self._batch_adapters,
+        )  # fmt: skip
+
+    def _verify(
+        self, params: Params, index: np.ndarray, forced: np.ndarray, guesses: np.ndarray, counts: np.ndarray,
+        alternatives: int,
+    ) -> tuple[State, SampledTokens]:  # fmt: skip
+        """Runs the program that verifies guesses [slots, draft tokens], of which `counts` [slots] are given."""
+        return self._programs.verify(
+            params, self._slots_state, self._settings, index, forced, guesses, counts, self._table, alternatives,
+            self._batch_adapters,
+        )  # fmt: skip
 
     def _request(
         self,
@@ -242,6 +247,14 @@ def _idle(slots: int) -> tuple[Settings, list[int]]:
     return Settings(*(np.repeat(x, slots, axis=0) for x in GREEDY)), [0] * slots
 
 
+def _next_of(active: Sequence[tuple[int, Request]], slots: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """For each slot: the index of its next token in the text, its forced token, and the likeliest to return."""
+    index, forced = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
+    for slot, request in active:
+        index[slot], forced[slot] = request.requested, request.forced.get(request.requested, -1)
+    return index, forced, LIKELIEST if any(request.likeliest for _, request in active) else 0
+
+
 def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:
     """Passes a row's tokens, from arrays on the host, to its request."""
     for step in range(sampled.counts[row]):
@@ -249,5 +262,9 @@ def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:
         named = zip(
             sampled.likeliest[row, step, :count].tolist(), sampled.their_log_probabilities[row, step, :count].tolist()
         )
-        of_one = float(sampled.log_probabilities[row, step]), float(sampled.drawn[row, step])
-        request.receive(int(sampled.tokens[row, step]), *of_one, tuple(named))
+        request.receive(
+            int(sampled.tokens[row, step]),
+            float(sampled.log_probabilities[row, step]),
+            float(sampled.drawn[row, step]),
+            tuple(named),
+        )
