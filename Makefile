@@ -1,14 +1,9 @@
 # make quickstart   set up .venv, then train a small language model on 8 emulated devices
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
-# make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
-# make test-t5x T5X_PYTHON=PATH   training and beam search as in T5X, with T5X itself in the environment of that python
-# make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
-# make test-mergekit MERGEKIT_PYTHON=PATH    merges against mergekit, which is in the environment of that python
-# make test-xmanager XMANAGER_PYTHON=PATH    runs and jobs by XManager, which is in the environment of that python
-# make test-beam BEAM_PYTHON=PATH            corpora by Apache Beam and Dask, which are in the environment of that python
-# make test-trackers TRACKERS_PYTHON=PATH    runs in W&B, MLflow and Comet; that python has capibara and their clients
-# make test-gpu GPU_PYTHON=PATH   runs, memory and traces on one NVIDIA GPU; that python has capibara[gpu] and pytest
+# make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
+#   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI), mergekit, xmanager, beam (and Dask);
+#   trackers (W&B, MLflow, Comet) and gpu (one NVIDIA GPU) need capibara in that environment, too
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
@@ -37,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-mergekit test-xmanager test-beam test-trackers test-gpu test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-peer test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -49,26 +44,23 @@ test: $(STAMP)
 test-heavy: $(STAMP)
 	$(PYTEST) -m heavy $(ARGS)
 
-test-transformers: $(STAMP)
-	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers*.py $(ARGS)
+# For each peer the variable by which its tests find the python, and these tests.
+PEER_transformers := TORCH_PYTHON tests/interop/test_transformers*.py
+PEER_t5x := T5X_PYTHON tests/interop/test_t5x_training.py tests/interop/test_t5x_decoding.py
+PEER_quantized := QUANT_PYTHON tests/interop/test_quantized_folders.py
+PEER_mergekit := MERGEKIT_PYTHON tests/consensus/merging tests/interop/merge
+PEER_xmanager := XMANAGER_PYTHON tests/launch
+PEER_beam := BEAM_PYTHON tests/builders/preparation/test_beam.py
+PEER_trackers := TRACKERS_PYTHON tests/monitoring/trackers
+PEER_gpu := GPU_PYTHON tests/gpu
+PEERS := transformers t5x quantized mergekit xmanager beam trackers gpu
+# The GPU's tests run in its own environment, all others in ours.
+PEER_RUNNER = $(if $(filter gpu,$(PEER)),CAPIBARA_TEST_PLATFORM=cuda $(PEER_PYTHON),$(BIN)/python)
 
-test-t5x: $(STAMP)
-	T5X_PYTHON=$(T5X_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_t5x_training.py tests/interop/test_t5x_decoding.py $(ARGS)
-
-test-quantized: $(STAMP)
-	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)
-
-test-mergekit: $(STAMP)
-	MERGEKIT_PYTHON=$(MERGEKIT_PYTHON) $(BIN)/python -m pytest -q -s tests/consensus/merging tests/interop/merge $(ARGS)
-
-test-xmanager: $(STAMP)
-	XMANAGER_PYTHON=$(XMANAGER_PYTHON) $(BIN)/python -m pytest -q tests/launch $(ARGS)
-
-test-beam: $(STAMP)
-	BEAM_PYTHON=$(BEAM_PYTHON) $(BIN)/python -m pytest -q tests/builders/preparation/test_beam.py $(ARGS)
-
-test-trackers: $(STAMP)
-	TRACKERS_PYTHON=$(TRACKERS_PYTHON) $(BIN)/python -m pytest -q tests/monitoring/trackers $(ARGS)
+test-peer: $(if $(filter $(filter-out gpu,$(PEERS)),$(PEER)),$(STAMP))
+	@test -n "$(filter $(PEERS),$(PEER))" || { echo "error: PEER ($(PEER)) must be one of: $(PEERS)" >&2; exit 2; }
+	@test -n "$(PEER_PYTHON)" || { echo "error: PEER_PYTHON is not set: name the python of an environment with $(PEER)" >&2; exit 2; }
+	$(firstword $(PEER_$(PEER)))=$(PEER_PYTHON) $(PEER_RUNNER) -m pytest -q -s $(wordlist 2,9,$(PEER_$(PEER))) $(ARGS)
 
 test-hosts: $(STAMP)
 	$(PYTEST) tests/hosts tests/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
@@ -76,9 +68,6 @@ test-hosts: $(STAMP)
 
 test-slices: $(STAMP)
 	$(PYTEST) --dist=load tests/slices $(ARGS)
-
-test-gpu:
-	CAPIBARA_TEST_PLATFORM=cuda $(GPU_PYTHON) -m pytest -q -s tests/gpu $(ARGS)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)

@@ -12,7 +12,9 @@ import sys
 
 # All of this is read when JAX starts, so it is set before any test module imports it; child processes inherit it.
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
-os.environ["JAX_PLATFORMS"] = os.environ.get("CAPIBARA_TEST_PLATFORM", "cpu")  # another in make test-gpu alone
+os.environ["JAX_PLATFORMS"] = os.environ.get(
+    "CAPIBARA_TEST_PLATFORM", "cpu"
+)  # another in make test-peer PEER=gpu alone
 # One thread per XLA operation: the workers of pytest-xdist share the cores, and 8 emulated devices already do. Programs
 # are small and run a few times, so most of the time would go into compiling them well.
 _XLA_FLAGS = (

@@ -1,4 +1,4 @@
-"""One GPU, and a tiny run as a user has it; where JAX has no GPU all of these are skipped. `make test-gpu` uses one."""
+"""One GPU, and a tiny run as a user has it; where JAX has no GPU all of these are skipped. `make test-peer PEER=gpu` uses one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USERS = {"JAX_PLATFORMS": "", "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 def gpu():
     """The GPU."""
     if jax.default_backend() != "gpu":
-        pytest.skip("JAX has no GPU here: make test-gpu GPU_PYTHON=PATH runs these on one")
+        pytest.skip("JAX has no GPU here: make test-peer PEER=gpu PEER_PYTHON=PATH runs these on one")
     return jax.local_devices()[0]
 
 

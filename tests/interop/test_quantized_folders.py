@@ -1,6 +1,6 @@
 """Other programs read and pack folders in 4 bits; needs an environment with torch and these:
 
-make test-quantized QUANT_PYTHON=PATH/bin/python    (pip install torch transformers optimum onnx-ir onnxruntime-genai gptqmodel)
+make test-peer PEER=quantized PEER_PYTHON=PATH/bin/python    (pip install torch transformers optimum onnx-ir onnxruntime-genai gptqmodel)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 t5x_decoding.json holds T5X's own results (t5x_decoding_peer.py wrote it):
 
-make test-t5x T5X_PYTHON=PATH/bin/python    makes it anew and compares (T5X is github.com/google-research/t5x)
+make test-peer PEER=t5x PEER_PYTHON=PATH/bin/python    makes it anew and compares (T5X is github.com/google-research/t5x)
 """
 
 import json

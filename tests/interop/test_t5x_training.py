@@ -2,7 +2,7 @@
 
 t5x.json holds T5X's own results (t5x_peer.py wrote it). Where T5X is installed everything is compared:
 
-make test-t5x T5X_PYTHON=PATH/bin/python    (T5X is github.com/google-research/t5x)
+make test-peer PEER=t5x PEER_PYTHON=PATH/bin/python    (T5X is github.com/google-research/t5x)
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Every family against transformers itself, in both directions; needs an environment with torch:
 
-make test-transformers TORCH_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" peft safetensors)
+make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" peft safetensors)
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Every key of a config.json means what transformers says: one key at a time, of every family, by logits.
 
-make test-transformers TORCH_PYTHON=PATH/bin/python runs the sweep (about 6,000 configurations, an hour on two cores);
+make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python runs the sweep (about 6,000 configurations, an hour on two cores);
 CONFIG_FAMILIES="llama t5" takes some families. `make test` compares what was recorded of it: config_keys.json.
     TORCH_PYTHON=PATH/bin/python python tests/interop/test_transformers_config_keys.py FOLDER    records it from a sweep
 """

@@ -1,6 +1,6 @@
 """Adapters of PEFT with fields at random answer as there, and what we write of the embedding and the head answers there.
 
-Needs an environment with torch, transformers and peft: make test-transformers TORCH_PYTHON=PATH/bin/python.
+Needs an environment with torch, transformers and peft: make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python.
 """
 
 from __future__ import annotations

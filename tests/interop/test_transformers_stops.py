@@ -1,7 +1,7 @@
 """Chat models' folders, converted to a run folder and back, stop in transformers where they stop here.
 
 Each has the end tokens of a published model, in the same one of config.json and generation_config.json, and weights
-that produce each of them in turn. Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python.
+that produce each of them in turn. Needs an environment with torch: make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python.
 """
 
 import json

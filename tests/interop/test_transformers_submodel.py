@@ -1,6 +1,6 @@
 """A part of a Gemma 3n made by `capibara convert` answers in transformers and here like one that torch makes.
 
-Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python.
+Needs an environment with torch: make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In float32, as users train, and in float64 on both sides, where only the arithmetic can differ.
 
-Needs an environment with torch: make test-transformers TORCH_PYTHON=PATH/bin/python, which prints the table of the
+Needs an environment with torch: make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python, which prints the table of the
 differences.
 """
 

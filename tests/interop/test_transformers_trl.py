@@ -1,6 +1,6 @@
 """Preference training, and masks of answers, as in TRL.
 
-Needs an environment with torch and trl: make test-transformers TORCH_PYTHON=PATH/bin/python
+Needs an environment with torch and trl: make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python
 """
 
 import datetime

@@ -1,6 +1,6 @@
 """The trackers of W&B, MLflow and Comet: with stand-ins for their clients here, with the real ones in TRACKERS_PYTHON.
 
-`make test-trackers TRACKERS_PYTHON=PATH`, where PATH is a python with capibara, wandb, mlflow and comet_ml.
+`make test-peer PEER=trackers PEER_PYTHON=PATH`, where PATH is a python with capibara, wandb, mlflow and comet_ml.
 """
 
 import collections
