@@ -15,7 +15,7 @@ examples:
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
   python -m capibara.train --gin_file=my_run.gin --profile=100:102
-  python -m capibara.train --gin_file=my_run.gin --check
+  python -m capibara.train --gin_file=my_run.gin --check --explain
 
 exit codes: 0 finished, 1 a crash, corruption or silent corruption, 2 invalid input, 75 hung, or to be run again,
 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="only check what the run is given, and say so: nothing is compiled or written",
     )
+    parser.add_argument("--explain", action="store_true", help="say where each value comes from that is no default")
     parser.add_argument(
         "--profile", metavar="START:STOP", help="trace these steps into MODEL_DIR/profile, and print a summary"
     )
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_over=args.start_over,
         joined=multihost.of(args),
         check=args.check,
+        explain=args.explain,
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 

@@ -149,6 +149,17 @@ def place_of_user(places: Sequence[str]) -> str | None:
     return theirs[0] if theirs else None if places else ""
 
 
+def shown_place(place: str) -> str:
+    """A place for people: files of capibara by their names in gin/, others from the working directory, flags without their text."""
+    if place.startswith("command line"):
+        return "command line"
+    path = pathlib.Path(place)
+    for folder in (search_folders()[-1], pathlib.Path.cwd()):
+        if path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return place
+
+
 def other_owner(cls: object, name: str, known: Iterable[str]) -> str:
     """The end of an error about a parameter that a class does not have: its own near ones, or a part of it that has it.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin
 from capibara.config import record as gin_record
 from capibara.config import search as gin_search
+from capibara.config.bound import value_of
 from capibara.config.registry import MACRO, bound_at, macro_name, minimal
 from capibara.config.written import Difference
 from gin import config as gin_config
@@ -45,20 +46,60 @@ def operative(changed: Sequence[Difference] = ()) -> str:
     return gin_record.of(text, modules)
 
 
+def origins(changed: Sequence[Difference] = (), by: str = "") -> dict[str, tuple[str, str]]:
+    """Where the values come from that objects have used and that are no defaults.
+
+    Args:
+      changed: as for `operative`, which is called first.
+      by: what has changed these fields, such as "--emulate=8".
+
+    Returns:
+      {"Trainer.steps": ("20", "command line")}: a value as Gin text, and its file and line, its flag, or `by` with these.
+    """
+    replaced = {(key, field) for key, field, _ in _places(changed)}
+    found = {}
+    for (scope, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
+        if selector == MACRO:
+            continue
+        for name, value in parameters.items():
+            where = _bound_in(scope, selector, name)
+            if ((scope, selector), name) in replaced:
+                where = f"{by} (was set: {where})" if where else by
+            if where:
+                found[f"{minimal(scope, selector)}.{name}"] = (repr(_resolved(value)), where)
+    return found
+
+
+def _bound_in(scope: str, selector: str, parameter: str) -> str:
+    """Where the binding is that counts in a scope, an outer one included; "" if there is none."""
+    parts = scope.split("/") if scope else []
+    for count in range(len(parts), -1, -1):
+        _, where = value_of("/".join(parts[:count]), selector, parameter)
+        if where:
+            return gin_search.shown_place(where)
+    return ""
+
+
 def _change(changed: Sequence[Difference]) -> None:
     """Replaces what objects have used by values that they have now, and drops macros that nothing uses any more."""
     noted = gin_config._OPERATIVE_CONFIG
-    for one in changed:
-        key = ("", gin_config._INVERSE_REGISTRY[one.path[0][0]].selector)
-        for _, field in one.path[:-1]:
-            reference = _resolved(noted[key][field])
-            key = ("/".join(reference.scopes) or key[0], reference.configurable.selector)
-        noted[key][one.path[-1][1]] = one.literal
+    for key, field, value in _places(changed):
+        noted[key][field] = value
     if changed:
         used = {macro_name(one) for one in gin_config.iterate_references(noted)}
         for scope, selector in [*noted]:
             if selector == MACRO and scope not in used:
                 del noted[scope, selector]
+
+
+def _places(changed: Sequence[Difference]) -> Iterator[tuple[tuple[str, str], str, object]]:
+    """For each field that has changed: the scope and selector of its object, its name, and its value."""
+    for one in changed:
+        key = ("", gin_config._INVERSE_REGISTRY[one.path[0][0]].selector)
+        for _, field in one.path[:-1]:
+            reference = _resolved(gin_config._OPERATIVE_CONFIG[key][field])
+            key = ("/".join(reference.scopes) or key[0], reference.configurable.selector)
+        yield key, one.path[-1][1], one.literal
 
 
 def _resolved(value: Any) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from capibara import config
+from capibara.cli import train
 from capibara.cli.composition import training_run
 from capibara.config import written
 from capibara.run.run import Run, emulated, with_plan
@@ -71,6 +72,47 @@ def test_the_record_of_a_planned_run_is_what_was_trained():
 def test_a_run_without_a_slice_is_the_same_run():
     run = read(*OPEN)
     assert with_plan(run) == (run, "")
+
+
+def test_origins_name_the_file_and_line_the_flag_or_what_has_changed_a_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gin").write_text(
+        'include "base_v5e64.gin"\nTrainer.model = @wide/DecoderConfig()\nwide/DecoderConfig.embed_dim = 1536\n'
+    )
+    run = read(["mine.gin"], ["Trainer.seed = 3", "TRAIN_STEPS = 7", "Plan.slice = None"])
+    small, _ = emulated(run, 8)
+    changed = written.differences(run.trainer, small.trainer)
+    config.operative(changed)
+    found = config.origins(changed, "--emulate=8")
+    assert found["Trainer.model"] == ("@wide/DecoderConfig()", "mine.gin:2")
+    assert found["wide/DecoderConfig.embed_dim"] == ("128", "--emulate=8 (was set: mine.gin:3)")
+    assert found["wide/DecoderConfig.num_heads"] == ("12", "models/base.gin:5")  # outside of the scope
+    assert found["wide/DecoderConfig.head_dim"] == ("8", "--emulate=8")
+    assert found["Trainer.steps"] == ("7", "command line")  # of a macro
+    assert found["Trainer.seed"] == ("3", "command line") and found["Plan.fsdp"] == ("-1", "base_v5e64.gin:18")
+    assert "Trainer.log_every" not in found  # a default
+
+
+def test_the_planner_is_an_origin():
+    run = read(OPEN[0], [*OPEN[1], "Plan.slice = 'v5e-64'"])
+    planned, _ = with_plan(run)
+    changed = written.differences(run.trainer, planned.trainer)
+    config.operative(changed)
+    found = config.origins(changed, "the planner")
+    assert found["Plan.fsdp"] == (str(planned.trainer.plan.fsdp), "the planner")
+    assert found["Plan.batch_size"] == ("128", "command line") and found["Plan.slice"] == ("'v5e-64'", "command line")
+
+
+def test_train_explains_its_values(tmp_path, capsys):
+    argv = ["--gin_file=base_v5e64.gin", f"--gin.MODEL_DIR={tmp_path}/run", "--emulate=8", "--check", "--explain"]
+    assert train.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    explained = [line for line in lines if line.startswith(("Plan.", "Trainer.steps"))]
+    assert [" ".join(line.split()) for line in explained][:2] == [
+        "Plan.batch_size = 8 --emulate=8 (was set: base_v5e64.gin:12)",
+        "Plan.fsdp = -1 base_v5e64.gin:18",
+    ]
+    assert any(line.split() == ["Trainer.steps", "=", "20000", "base_v5e64.gin:11"] for line in explained)
 
 
 def test_differences_name_the_fields_of_one_class_and_replace_others():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from capibara.core.limits import shortened
 from capibara.core.types import Dataclass, UserError
 from capibara.multihost import joining
 
@@ -77,12 +78,14 @@ def train_gin(
     start_over: bool = False,
     joined: joining.Joining = joining.Joining(),
     check: bool = False,
+    explain: bool = False,
 ) -> Outcome:
     """Trains the run that Gin files and bindings describe.
 
     Args:
       gin_files, bindings, search_paths, emulate, start_over, joined: as in config.parse and `train`.
       check: only check what was given, and print what was checked: nothing is compiled or written.
+      explain: print where each value comes from that is no default.
 
     Raises:
       UserError: the run cannot be trained as described.
@@ -90,7 +93,8 @@ def train_gin(
     from capibara import config
 
     config.parse(gin_files, bindings, search_paths)
-    return _train(_read(), emulate, start_over=start_over and not check, joined=joined, check=check)
+    run = _read()
+    return _train(run, emulate, start_over=start_over and not check, joined=joined, check=check, explain=explain)
 
 
 def _read() -> Run:
@@ -128,6 +132,7 @@ def _train(
     joined: joining.Joining,
     notes: Sequence[str] = (),
     check: bool = False,
+    explain: bool = False,
 ) -> Outcome:
     """Trains a run that was read; prints the notes first."""
     import jax
@@ -147,6 +152,8 @@ def _train(
     callbacks, judge = run.callbacks(dashboard=trainer.dashboard and not check), run.judge(model)
     _print([f"note: {line}" for line in (*notes, *config.check_used(trainer.later), *_beginning(dataset))])
     record = config.operative(changed)
+    if explain:
+        _print(_origins(config.origins(changed, "the planner" if emulate is None else f"--emulate={emulate}")))
     _print(run_folder.changes(trainer.model_dir, record))
     options.check(trainer, run.samples)
     samples = sampler(
@@ -204,6 +211,13 @@ def _on_devices(
     changed = written.differences(run.trainer, fitted.trainer)
     _print(["\n  ".join([title, *(one.line for one in changed)])] if title else [])
     return fitted, changed
+
+
+def _origins(origins: Mapping[str, tuple[str, str]]) -> list[str]:
+    """A line for each value with its origin, in columns."""
+    bindings = {name: f"{name} = {shortened(value, 60)[1:-1]}" for name, (value, _) in origins.items()}
+    width = max(map(len, bindings.values()), default=0)
+    return [f"{bindings[name]:<{width}}  {where}" for name, (_, where) in sorted(origins.items())]
 
 
 def _print(lines: Sequence[str]) -> None:
