@@ -93,7 +93,7 @@ class TestGinIsTheLibrary:
         assert not done.stdout.startswith(str(CHECKOUT / "gin"))
 
     def test_from_the_checkout_first_on_the_path_twice(self):
-        code = "import sys; sys.path.insert(0, sys.path[0]); from capibara import config; print(config.gin.__file__)"
+        code = "import sys; sys.path.insert(0, sys.path[0]); from capibara.config import registry; print(registry.gin.__file__)"
         done = python("-c", code, cwd=CHECKOUT, PYTHONPATH=str(CHECKOUT))
         assert done.returncode == 0, done.stderr
 

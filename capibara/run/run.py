@@ -56,8 +56,12 @@ class Run:
         """The judge of the SeqIO tasks during training; None: Evaluation.task_metrics is not set."""
         if not self.trainer.evaluation.task_metrics:
             return None
-        tasks = dataclasses.replace(self.tasks, use_cached=True) if self.trainer.dataset.use_cached else self.tasks
-        return TaskJudge(self.trainer, model, tasks, self.batching)
+        return TaskJudge(self.trainer, model, self.tasks_as_read, self.batching)
+
+    @property
+    def tasks_as_read(self) -> SeqioEvaluation:
+        """`tasks`; they are read from the cache if the training data is."""
+        return dataclasses.replace(self.tasks, use_cached=True) if self.trainer.dataset.use_cached else self.tasks
 
 
 def with_own_tokenizer(run: Run) -> Run:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 
 from capibara import config
+from capibara.checkpoints import run_manifest
 from capibara.checkpoints.policy import Verify
 from capibara.cli.composition import models
 from capibara.core.types import UserError
@@ -20,6 +21,8 @@ from capibara.interop.hf import config as hf_config
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.training import run_folder
+from capibara.training.base.trainer import Trainer
+from capibara.training.run_folder import own_tokenizer
 
 CONFIG = DecoderConfig(
     vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128
@@ -58,6 +61,20 @@ def test_all_forms_are_one_model(forms, form, step, weights):
     vocabulary = opened.tokenizer
     assert vocabulary.decode(vocabulary.encode("Grüße, a b")) == "Grüße, a b" and vocabulary.size == 258
     assert opened.dataset.length == 64 and opened.model.config.dtype == "float32"
+
+
+def test_a_run_that_was_moved_is_loaded_with_its_own_tokenizer(forms, tmp_path):
+    shutil.copytree(forms[0] / "run", tmp_path / "run")
+    text = gin_of.run(CONFIG, str(tmp_path / "tokenizer"), {"tokenizer.json": b""})
+    shutil.copytree(forms[0] / "hf", tmp_path / "tokenizer")
+    config.parse((), [line for line in text.split("\n") if line and not line.startswith("#")])
+    trainer = config.build(Trainer)
+    own_tokenizer.keep(trainer.dataset, str(tmp_path / "run"))
+    run_manifest.replace(run_manifest.folder_of(str(tmp_path / "run")), {"config.gin": text.encode()})
+    shutil.rmtree(tmp_path / "tokenizer")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    opened = models.load(str(tmp_path / "moved"), bindings=OURS)
+    assert opened.tokenizer.path == str(tmp_path / "moved/tokenizer") and opened.tokenizer.decode([1, 2]) != ""
 
 
 def test_a_folder_is_loaded_with_the_tokens_that_its_files_name(forms, tmp_path):

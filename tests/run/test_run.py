@@ -115,6 +115,12 @@ def test_train_explains_its_values(tmp_path, capsys):
     assert any(line.split() == ["Trainer.steps", "=", "20000", "base_v5e64.gin:11"] for line in explained)
 
 
+@pytest.mark.parametrize("use_cached", [False, True])
+def test_tasks_are_judged_from_the_cache_if_the_data_is_read_from_it(use_cached):
+    run = read(["base_v5e64.gin"], [f"Dataset.use_cached = {use_cached}", "Evaluation.task_metrics = True"])
+    assert run.tasks_as_read.use_cached is use_cached and not run.tasks.use_cached
+
+
 def test_differences_name_the_fields_of_one_class_and_replace_others():
     run = read(*OPEN).trainer
     other = dataclasses.replace(run, seed=7, plan=dataclasses.replace(run.plan, remat="full"), loss=None)

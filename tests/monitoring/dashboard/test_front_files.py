@@ -11,7 +11,7 @@ import pytest
 
 from capibara.monitoring.dashboard import app
 
-STATIC = pathlib.Path(app.__file__).resolve().parent.parent / "static"
+STATIC = pathlib.Path(app.__file__).resolve().parent / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))
 SHEETS = sorted(STATIC.glob("*.css"))
 SERVED = re.compile(r"[a-z0-9_.-]+\.(html|css|js|svg)")

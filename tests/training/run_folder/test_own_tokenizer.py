@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from capibara.cli import train
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.formats import Conversation
@@ -82,6 +83,16 @@ def test_a_moved_run_has_its_tokenizer_and_template(folder, run, kind):
     assert (own.vocabulary.fingerprint(), own.source.template.fingerprint()) == prints  # a resume finds no difference
     other = chats(folder / "another")  # what the user names now, and is not there, is not the run's
     assert moved(other, run) == other
+
+
+def test_train_reads_the_copy_if_the_original_is_gone(folder, run, capsys):
+    own_tokenizer.keep(texts(TokenizerJsonVocabulary(path=str(folder))), run)
+    shutil.rmtree(folder)
+    bindings = {"Dataset.vocabulary": "@TokenizerJsonVocabulary()", "TokenizerJsonVocabulary.path": repr(str(folder))}
+    argv = [f"--gin_file={file}" for file in ("models/tiny.gin", "tasks/stdlib.gin", "runs/pretrain.gin")]
+    argv += [f"--gin.MODEL_DIR={run}", "--gin.TRAIN_STEPS=1", "--emulate=8", "--check"]
+    assert train.main([*argv, *(f"--gin.{name}={value}" for name, value in bindings.items())]) == 0
+    assert "checked data: first batch made" in capsys.readouterr().out
 
 
 def test_a_run_folder_is_a_tokenizer(folder, run):
