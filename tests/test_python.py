@@ -196,6 +196,12 @@ def test_mistakes_are_user_errors(corpus, tmp_path):
         cb.train(trainer(tmp_path / "run", corpus), cb.Plan(batch_size=4))
     with pytest.raises(cb.UserError, match="SpanCorruption.noise_density is bound but nothing uses it"):
         cb.train(trainer(tmp_path / "run", corpus), cb.SpanCorruption(noise_density=0.3))
+    for unused, name in (
+        (cb.EngineConfig(slots=4), "EngineConfig.slots"),
+        (cb.DashboardConfig(port=1), "DashboardConfig.port"),
+    ):
+        with pytest.raises(cb.UserError, match=f"{name} is bound but nothing uses it"):
+            cb.train(trainer(tmp_path / "run", corpus), unused)
     for wrong, name in (("runs/x", "str"), (cb.Trainer, "type"), (cb.Plan(batch_size=8), "Plan"), (None, "NoneType")):
         with pytest.raises(cb.UserError, match=f"cb.train is given a {name}, must be given a cb.Trainer"):
             cb.train(wrong)

@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> None:
     """Evaluates as the flags say."""
     import jax
 
-    from capibara import config
     from capibara.cli.composition import evaluation_tasks, models
     from capibara.core import devices
     from capibara.evaluation import evaluate as evaluation
@@ -82,12 +81,11 @@ def run(args: argparse.Namespace) -> None:
         if args.harness:
             from capibara.evaluation import harness
 
-            options, names = config.build(harness.Harness), args.harness.split(",")
-            config.check_used()
-            found = harness.evaluate(subject, names, options, args.harness_path, args.limit)
+            options = evaluation_tasks.harness_options(subject)
+            found = harness.evaluate(subject, args.harness.split(","), options, args.harness_path, args.limit)
             lines = harness.table(found)
         else:
-            tasks = evaluation_tasks.select(args.task, args.limit)
+            tasks = evaluation_tasks.select(args.task, args.limit, subject)
             hosts.of_first(lambda: outputs.check_writable(*written, inputs=evaluation.files_of(tasks)))
             found = evaluation.evaluate(subject, tasks, limit=args.limit, predictions=args.predictions, show=show)
             lines = evaluation.table(found)

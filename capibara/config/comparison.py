@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 
 from capibara.config.literals import Literals
+from capibara.config.moved import selector_now
 from capibara.config.registry import minimal
 from capibara.config.search import without_macros
 from capibara.core.types import AUTO
@@ -50,7 +51,7 @@ def _values(text: str) -> Mapping[str, str]:
     values = {}
     for statement in statements:
         if statement.arg_name:
-            matches = gin_config._REGISTRY.matching_selectors(statement.selector)
+            matches = gin_config._REGISTRY.matching_selectors(selector_now(statement.selector))
             selector = minimal("", matches[0]) if len(matches) == 1 else statement.selector
             name = f"{'/'.join(filter(None, (statement.scope, selector)))}.{statement.arg_name}"
             value = without_macros(statement.value, macros)

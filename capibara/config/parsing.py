@@ -18,6 +18,7 @@ from capibara.config import search as gin_search
 from capibara.config import t5x_macros
 from capibara.config.bound import value_of
 from capibara.config.literals import Literals, quoted
+from capibara.config.moved import selector_now
 from capibara.config.registry import MACRO, MODULE, bound_at, macro_name, registered, reset
 from capibara.config.search import defining_modules, find_file, search_folders
 from capibara.core import fields, user_modules
@@ -151,8 +152,14 @@ class _References(gin_config.ParserDelegate):
         self._lookup = lookup
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        self._lookup(scoped_configurable_name.rpartition("/")[2], f"@{scoped_configurable_name}")
-        return super().configurable_reference(scoped_configurable_name, evaluate)
+        scope, slash, selector = scoped_configurable_name.rpartition("/")
+        found = self._lookup(selector, f"@{scoped_configurable_name}")
+        return super().configurable_reference(f"{scope}{slash}{_known(selector, found)}", evaluate)
+
+
+def _known(selector: str, found: gin_config.Configurable) -> str:
+    """The selector of a configurable by which Gin knows it: as it is written, or complete if it names an old module."""
+    return selector if gin_config._parse_context().get_configurable(selector) is not None else found.selector
 
 
 def _lookup(selector: str, shown: str) -> gin_config.Configurable:
@@ -167,6 +174,8 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
         raise UserError(f"{shown} may be any of {', '.join(matches)}: write the full name") from None
     except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
         raise UserError(f"{shown}: {error}") from None
+    if found is None and (now := selector_now(selector)) != selector:
+        return _lookup(now, shown)
     if found is None:
         if (where := user_modules.defined_in(selector)) is not None:
             raise UserError(f"{shown} is in {where}: mark it with @capibara.config.configurable")
@@ -304,7 +313,8 @@ class _Parsing:
             if known is not None and statement.arg_name not in known:
                 hint = gin_search.other_owner(found.wrapped, statement.arg_name, known)
                 raise UserError(f"{where}: {found.name} has no parameter {statement.arg_name}{hint}")
-            bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
+            written = _known(statement.selector, found)
+            bind(statement.scope, found.selector, statement.arg_name, statement.value, where, written)
 
     def check_macros(self, from_files: set[str]) -> None:
         """Checks that each macro in use is defined, and each macro of the command line is used or defined in a file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from capibara.config import search as gin_search
 from capibara.config.bound import value_of
 from capibara.config.registry import MACRO, bound_at, macro_name, minimal
 from capibara.config.written import Difference
+from capibara.core.types import UserError
 from gin import config as gin_config
 
 
@@ -66,7 +68,7 @@ def origins(changed: Sequence[Difference] = (), by: str = "") -> dict[str, tuple
             if ((scope, selector), name) in replaced:
                 where = f"{by} (was set: {where})" if where else by
             if where:
-                found[f"{minimal(scope, selector)}.{name}"] = (repr(_resolved(value)), where)
+                found[f"{minimal(scope, selector)}.{name}"] = (repr(_resolved(value)[0]), where)
     return found
 
 
@@ -85,27 +87,44 @@ def _change(changed: Sequence[Difference]) -> None:
     noted = gin_config._OPERATIVE_CONFIG
     for key, field, value in _places(changed):
         noted[key][field] = value
-    if changed:
+    while changed:  # a macro may be used by another alone
         used = {macro_name(one) for one in gin_config.iterate_references(noted)}
-        for scope, selector in [*noted]:
-            if selector == MACRO and scope not in used:
-                del noted[scope, selector]
+        dropped = [key for key in noted if key[1] == MACRO and key[0] not in used]
+        for key in dropped:
+            del noted[key]
+        if not dropped:
+            break
 
 
 def _places(changed: Sequence[Difference]) -> Iterator[tuple[tuple[str, str], str, object]]:
-    """For each field that has changed: the scope and selector of its object, its name, and its value."""
+    """For each field that has changed: the scope and selector of its object, its name, and its value.
+
+    Raises:
+      UserError: a function of the user's makes the object.
+    """
     for one in changed:
         key = ("", gin_config._INVERSE_REGISTRY[one.path[0][0]].selector)
-        for _, field in one.path[:-1]:
-            reference = _resolved(gin_config._OPERATIVE_CONFIG[key][field])
-            key = ("/".join(reference.scopes) or key[0], reference.configurable.selector)
+        for (owner, field), (inner, _) in itertools.pairwise(one.path):
+            reference, macro = _resolved(gin_config._OPERATIVE_CONFIG[key].get(field))
+            made_by = getattr(reference, "configurable", None)
+            if made_by is None or made_by.wrapped is not inner:
+                what = f"made by {made_by.name}()" if made_by else "a default"
+                raise UserError(
+                    f"{owner.__name__}.{field} is {what}, so that neither --emulate nor the planner can change it: bind "
+                    f"@{inner.__name__}() and its fields"
+                )
+            # Gin makes the value of a macro in a scope of its name.
+            key = ("/".join(reference.scopes) or macro or key[0], made_by.selector)
         yield key, one.path[-1][1], one.literal
 
 
-def _resolved(value: Any) -> Any:
+def _resolved(value: Any) -> tuple[Any, str]:
+    """The value behind macros, and the name of the last of them; "" if there is none."""
+    last = ""
     while macro := macro_name(value):
+        last = macro
         value = gin_config._CONFIG[macro, MACRO]["value"]
-    return value
+    return value, last
 
 
 def imported_modules() -> set[str]:

@@ -65,7 +65,7 @@ def evaluate(
 
     Args:
       subject: the model.
-      tasks: the tasks.
+      tasks: are evaluated in this order.
       limit: the largest number of examples of a task, and of batches of the validation split.
       predictions: a file for the answers; answers that it already has are reused.
       show: called with the progress.

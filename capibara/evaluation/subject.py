@@ -39,14 +39,16 @@ class Subject:
       model: the model, with adapters merged.
       params: its parameters, on the mesh.
       mesh: the mesh of all devices.
+      template: the chat template, if the run has none; None: the one beside the tokenizer.
     """
 
     def __init__(
         self, model: Model, params: Params, about: Mapping[str, Any], trainer: Trainer, mesh: Mesh,
-        batching: EngineConfig, serving: ServingMesh, template: ChatTemplate | None = None,
+        batching: EngineConfig, serving: ServingMesh,
     ):  # fmt: skip
         self.trainer, self.model, self.params, self.mesh = trainer, model, params, mesh
-        self._about, self._batching, self._serving, self._template = dict(about), batching, serving, template
+        self._about, self._batching, self._serving = dict(about), batching, serving
+        self.template: ChatTemplate | None = None
 
     @property
     def about(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class Subject:
     @functools.cached_property
     def chat(self) -> chat.Chat:
         flag = "EvalTask.format = 'chat' (or Harness.chat)"
-        return chat.of_run(self.trainer.dataset, flag, template=self._template)
+        return chat.of_run(self.trainer.dataset, flag, template=self.template)
 
     @functools.cached_property
     def _layout(self) -> PyTree | None:
@@ -159,7 +161,6 @@ def of_model(
     *,
     batching: EngineConfig,
     serving: ServingMesh,
-    template: ChatTemplate | None = None,
 ) -> Subject:
     """A loaded model that is to be evaluated.
 
@@ -168,7 +169,6 @@ def of_model(
       run: its run.
       layout: how it lies on the devices.
       batching, serving: how its answers are generated.
-      template: the chat template, if the run has none; None: the one beside the tokenizer.
 
     Raises:
       UserError: its tokenizer has ids beyond its rows.
@@ -178,4 +178,4 @@ def of_model(
     plan, mesh = layout.of(run.plan)
     # An evaluation has one model; a strategy is for training several.
     trainer = dataclasses.replace(run, plan=plan, strategy=run.strategy if plan.node > 1 else None)
-    return Subject(loaded.model, loaded.params, loaded.about, trainer, mesh, batching, serving, template)
+    return Subject(loaded.model, loaded.params, loaded.about, trainer, mesh, batching, serving)

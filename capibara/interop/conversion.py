@@ -77,11 +77,10 @@ class ModelReader(Protocol):
     def completes(self) -> bool:
         """Whether the user sets anything of a foreign model's configuration."""
 
-    def completed(self, config: api.TransformerConfig, path: str) -> api.TransformerConfig:
-        """The configuration of a foreign model, as the user completes it."""
-
-    def sentencepiece(self) -> SentencePieceVocabulary | None:
-        """The tokenizer that the user names for the model that was completed last; None: its own."""
+    def completed(
+        self, model: api.TransformerConfig, path: str
+    ) -> tuple[api.TransformerConfig, SentencePieceVocabulary | None]:
+        """The configuration of a foreign model, as the user completes it, and the tokenizer that is named; None: its own."""
 
     def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
         """The newest step of a run and its optimizer's state; None: there is none."""
@@ -377,9 +376,9 @@ def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | N
 def _foreign(path: str, reader: ModelReader) -> ForeignModel:
     foreign = open_model.open_model(path)
     if reader.completes:
-        completed = reader.completed(hf_config.from_hf(foreign.config), path)
+        completed, vocabulary = reader.completed(hf_config.from_hf(foreign.config), path)
         foreign.config = hf_config.to_hf(completed, foreign.config)
-        if (vocabulary := reader.sentencepiece()) is not None:
+        if vocabulary is not None:
             vocabulary.processor.get_piece_size()  # raises if the file is missing or invalid
             content = {"spiece.model": limits.read(vocabulary.file)}
             vars(foreign).update(tokenizer=foreign.tokenizer | content)  # overrides a cached property

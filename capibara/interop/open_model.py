@@ -97,7 +97,7 @@ class LoadedModel:
     """A model that is ready for inference or conversion, loaded from a run folder or a foreign format.
 
     Attributes:
-      model: with its configuration (`config`); its adapters are merged, except for conversion (loading.RunFolders).
+      model: with its configuration (`config`); its adapters are merged, except for conversion (conversion.ModelReader).
       params: its parameters.
       dataset: its tokenizer, chat template and row lengths.
       path: where it was loaded from.

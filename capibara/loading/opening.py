@@ -58,24 +58,20 @@ class Opened:
 
         Args:
           trainer: what `record` configures, with what the user set.
-          step: a checkpoint step of a run; None: the newest.
-          weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
+          step, weights: as for `open_path`.
           placed: shardings of the parameters.
 
         Raises:
-          UserError: it is incomplete, has no tokenizer, or has no such step or weights.
+          UserError: it is incomplete, or has no such step or weights.
         """
         if self.foreign is None:
             average = None if weights is None else weights == "ema"
             run = run_folder.load(self.path, trainer, step=step, average=average, placed=placed)
             return of_run(run, self.path)
-        for flag, value in (("--step", step), ("--weights", weights)):
-            if value is not None:
-                raise UserError(f"{flag}={value} is only for run folders, and {self.path} is none: leave it out")
         return dataclasses.replace(_foreign(self.foreign, self.record.where, trainer, placed), path=self.path)
 
 
-def open_path(path: str, *, trust: bool = False) -> Opened:
+def open_path(path: str, *, step: int | None = None, weights: str | None = None, trust: bool = False) -> Opened:
     """Opens a run folder or a foreign model.
 
     A foreign model's configuration is similar to that of `convert --format=capibara`, with the standard library as data;
@@ -83,10 +79,12 @@ def open_path(path: str, *, trust: bool = False) -> Opened:
 
     Args:
       path: path of the model.
+      step: a checkpoint step of a run; None: the newest.
+      weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
       trust: whether to import the modules that a run's configuration names.
 
     Raises:
-      UserError: it is not a model, or has no tokenizer.
+      UserError: it is not a model, has no tokenizer, or is no run and has no steps and weights to choose from.
     """
     path = in_home(path)
     if is_run(path):
@@ -102,6 +100,9 @@ def open_path(path: str, *, trust: bool = False) -> Opened:
         )
     if os.path.isdir(local) and not any(os.path.exists(os.path.join(local, name)) for name in known):
         raise UserError(f"{local} is neither a run folder (config.gin) nor a Hugging Face folder (config.json)")
+    for flag, value in (("--step", step), ("--weights", weights)):
+        if value is not None:
+            raise UserError(f"{flag}={value} is only for run folders, and {local} is none: leave it out")
     foreign = open_model.open_model(local)
     return Opened(path, _record(foreign, local), foreign)
 

@@ -369,6 +369,27 @@ class TestFiles:
         assert folder == CHECKOUT / "gin"
 
 
+class TestMoved:
+    """Classes that have moved are known by their old modules, in files and in records."""
+
+    @pytest.mark.parametrize(
+        "name",
+        ["capibara.training.trainer.Trainer", "trainer.Trainer", "capibara.training.base.trainer.Trainer", "Trainer"],
+    )
+    @pytest.mark.parametrize("is_recorded", [False, True])
+    def test_a_class_is_known_by_its_old_module(self, name, is_recorded):
+        lines = [f"{name}.seed = 3", "qa/capibara.sharding.Plan.tensor = 2", f"Dataset.source = @x/{name}()"]
+        recorded = config.Recorded("\n".join(lines) + "\n", "config.gin")
+        config.parse((), *((), (), recorded) if is_recorded else (lines,))
+        assert config.values_of("Trainer.seed") == [3] and config.scopes("Plan.tensor") == ["qa"]
+        changes = config.changes("capibara.sharding.Plan.tensor = 2", "Plan.tensor = 2")
+        assert changes == {}
+
+    def test_others_are_not(self):
+        with pytest.raises(UserError, match="no configurable named capibara.optim.Plan"):
+            config.parse((), ["capibara.optim.Plan.tensor = 2"])
+
+
 class TestOperative:
     TEXT = """
         N = 3

@@ -17,6 +17,7 @@ from capibara.evaluation.tasks import EvalTask
 from capibara.models import api
 from capibara.run.run import Run, emulated
 from capibara.strategies.group.coordinator import Coordinator
+from capibara.training.base.trainer import Trainer
 from capibara.training.setup import lower_step
 
 GIN = pathlib.Path(__file__).resolve().parents[2] / "gin"
@@ -80,7 +81,7 @@ def parts(run: Run) -> list:
 def through_text(run: Run) -> Run:
     """What Python's door makes of a run."""
     config.parse((), written.text_of(*parts(run)).split("\n"))
-    return training_run._read()
+    return Run(**training_run._read(config.build(Trainer)))
 
 
 def is_run(name: str) -> bool:
@@ -90,7 +91,7 @@ def is_run(name: str) -> bool:
 @pytest.mark.parametrize("name", filter(is_run, FILES))
 def test_a_run_is_what_its_text_describes(name):
     parse(files_of(name))
-    run = training_run._read()
+    run = Run(**training_run._read(config.build(Trainer)))
     again = through_text(run)
     for part, other in zip(parts(run), parts(again), strict=True):
         written.check_same(other, part)
@@ -124,5 +125,5 @@ LOWERED = [name for name in FILES if is_run(name) and not name.startswith(("slic
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.heavy) for n in LOWERED])
 def test_both_doors_lower_one_program(name):
     parse(files_of(name))
-    run = training_run._read()
+    run = Run(**training_run._read(config.build(Trainer)))
     assert program(run) == program(through_text(run))

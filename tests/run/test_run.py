@@ -10,6 +10,7 @@ from capibara import config
 from capibara.cli import train
 from capibara.cli.composition import training_run
 from capibara.config import written
+from capibara.core.types import UserError
 from capibara.run.run import Run, emulated, with_plan
 from capibara.sharding import Plan
 from capibara.training.base.trainer import Trainer
@@ -23,6 +24,16 @@ RUNS = {
         ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", *GIVEN],
     ),
     "encoder-decoder": (["runs/pretrain_t5.gin", "models/t5_1_1_xl.gin", "tasks/stdlib.gin"], GIVEN),
+    "a macro": (["base_v5e64.gin"], ["MODEL = @DecoderConfig()", "Trainer.model = %MODEL"]),
+    "macros": (
+        ["base_v5e64.gin"],
+        [
+            "INNER = @wide/DecoderConfig()",
+            "MODEL = %INNER",
+            "Trainer.model = %MODEL",
+            "wide/DecoderConfig.embed_dim = 1536",
+        ],
+    ),
     "windows": (["runs/pretrain.gin", "models/gemma3_4b.gin", "tasks/stdlib.gin"], ["LENGTH = 8192", *GIVEN]),
 }
 OPEN = (["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/stdlib.gin"], [*GIVEN, "BATCH_SIZE = 128"])
@@ -30,7 +41,7 @@ OPEN = (["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/stdlib.gin"], [*G
 
 def read(files, bindings) -> Run:
     config.parse(files, bindings)
-    return training_run._read()
+    return Run(**training_run._read(config.build(Trainer)))
 
 
 def recorded(run: Run, changed: Run) -> tuple[str, Trainer]:
@@ -47,16 +58,43 @@ def test_the_record_of_an_emulated_run_is_what_was_trained(name):
     assert small.trainer.model.embed_dim == 128 < run.trainer.model.embed_dim and line.startswith("--emulate=8: ")
     text, trainer = recorded(run, small)
     written.check_same(trainer, small.trainer)
-    assert ("wide/DecoderConfig.embed_dim = 128" in text) == (name == "a scope")
+    assert ("wide/DecoderConfig.embed_dim = 128" in text) == (name in ("a scope", "macros"))
     assert emulated(small, 8) == (small, "")
 
 
-def test_a_macro_that_nothing_uses_any_more_is_not_recorded():
-    run = read(*RUNS["windows"])
+def test_macros_that_nothing_uses_any_more_are_not_recorded():
+    files, bindings = RUNS["windows"]
+    run = read(files, ["LONG = 8192", *bindings, "LENGTH = %LONG"])
     small, _ = emulated(run, 8)
-    assert "LENGTH = 8192" in config.operative()
+    assert "LENGTH = %LONG" in config.operative()
     text, _ = recorded(run, small)
-    assert "LENGTH" not in text and "TRAIN_STEPS = 2" in text and "Dataset.length = 128" in text
+    assert "LONG" not in text and "LENGTH" not in text
+    assert "TRAIN_STEPS = 2" in text and "Dataset.length = 128" in text
+
+
+def test_an_object_that_a_function_makes_cannot_be_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_models_of_functions.py").write_text(
+        "import capibara as cb\nfrom capibara.config import configurable\n\n@configurable\ndef my_model(layers=6):\n"
+        "    return cb.DecoderConfig(vocab_size=384, embed_dim=512, num_layers=layers, num_heads=4, mlp_dim=512)\n"
+    )
+    (tmp_path / "mine.gin").write_text(
+        'include "base_v5e64.gin"\nimport my_models_of_functions\nTrainer.model = @my_model()\n'
+    )
+    run = read(["mine.gin"], [])
+    small, _ = emulated(run, 8)
+    with pytest.raises(
+        UserError, match=r"^Trainer.model is made by my_model\(\), so that neither --emulate nor the planner can"
+    ):
+        config.operative(written.differences(run.trainer, small.trainer))
+
+
+def test_a_plan_of_a_macro_is_planned():
+    run = read(OPEN[0], [*OPEN[1], "Plan.slice = 'v5e-64'", "PLAN = @Plan()", "Trainer.plan = %PLAN"])
+    planned, _ = with_plan(run)
+    text, trainer = recorded(run, planned)
+    written.check_same(trainer, planned.trainer)
+    assert "PLAN/Plan.fsdp" in text
 
 
 def test_the_record_of_a_planned_run_is_what_was_trained():

@@ -204,7 +204,7 @@ class Abstract:
 def test_every_program_of_the_engine_compiles_for_the_slice(slice_name, sizes, name, cache, tell):
     engine = Abstract(slice_name, sizes, name, cache)
     with running(
-        "inference/engine/runner/programs.py on_mesh.active",
+        "inference/engine/programs/programs.py on_mesh.active",
         *(site for site, of in WITHIN.items() if of == (name, cache)),
     ):
         state = engine.all()

@@ -15,10 +15,10 @@ from capibara.inference.engine.programs.programs import Programs
 JITS = ("jit", "pjit", "pmap", "xmap")
 BY_HAND = ("shard_map", "pallas_call")
 
-ENGINE = "inference/engine/runner/programs.py on_mesh"
+ENGINE = "inference/engine/programs/programs.py on_mesh"
 COVERED = {ENGINE, test_consensus.START, *(program.site for program in test_training.PROGRAMS.values())}
 ON_ONE_DEVICE = {
-    "interop/peft/runs.py merged": "convert has all of a model on one device",
+    "interop/peft_runs.py merged": "convert has all of a model on one device",
     "interop/quantize/awq.py _loss": "convert rounds a layer at a time, on one device",
     "interop/conversion.py _merged": "convert has all of a model on one device",
     "interop/quantize/grid.py _fit": "convert rounds a layer at a time, on one device",

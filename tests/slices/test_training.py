@@ -131,7 +131,7 @@ class Program(NamedTuple):
 STEP, START, MERGE = (
     "training/setup.py lower_step",
     "training/setup.py StateSpec.init",
-    "training/run_folder/__init__.py merger",
+    "training/run_folder/reading.py merger",
 )
 OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
 ANSWERS, LOG_P = "objectives/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"

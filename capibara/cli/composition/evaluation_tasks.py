@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from capibara import config
+from capibara.cli.composition import models
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.evaluation import metrics, seqio_tasks, validation
 from capibara.evaluation.evaluate import Ours, Seqio, Task, Validation
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
-from capibara.evaluation.tasks import EvalTask, read_items
+from capibara.evaluation.subject import Subject
+from capibara.evaluation.tasks import EvalTask, PromptFormat, read_items
+
+if TYPE_CHECKING:
+    from capibara.evaluation.harness import Harness
 
 
-def select(names: Sequence[str], limit: int | None) -> list[Task]:
+def harness_options(subject: Subject) -> Harness:
+    """How the harness's tasks are asked; a chat gets the template that Gin sets.
+
+    Raises:
+      UserError: a flag binds a value that nothing uses.
+    """
+    from capibara.evaluation.harness import Harness  # needs lm-eval
+
+    options = config.build(Harness)
+    if options.chat:
+        subject.template = models.chat_template(subject.trainer.dataset)
+    config.check_used()
+    return options
+
+
+def select(names: Sequence[str], limit: int | None, subject: Subject | None = None) -> list[Task]:
     """Reads and checks the tasks of these names.
 
     Args:
       names: names of tasks, each or several with commas between; empty: all tasks of the Gin files, or the validation split if there are none.
       limit: the largest number of examples of a task.
+      subject: the model, which gets the template that Gin sets if a task is a chat.
 
     Raises:
       UserError: there is no such task, or it is invalid, or a flag binds a value that nothing uses.
@@ -43,5 +65,7 @@ def select(names: Sequence[str], limit: int | None) -> list[Task]:
                 f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "
                 f"a Gin file; for a SeqIO task write seqio:{name})"
             )
+    if subject is not None and any(isinstance(one, Ours) and one.task.format is PromptFormat.CHAT for one in found):
+        subject.template = models.chat_template(subject.trainer.dataset)
     config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
     return found

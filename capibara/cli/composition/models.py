@@ -70,7 +70,7 @@ def load_with_run(
     """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
     gin_files, _, search_paths = gin
     config.load_modules(gin_files, search_paths)
-    opened = opening.open_path(path, trust=trust)
+    opened = opening.open_path(path, step=step, weights=weights, trust=trust)
     config.parse(*gin, opened.record)
     trainer = config.build(Trainer)
     if opened.foreign is None:
@@ -175,7 +175,6 @@ def open_subject(
         layout,
         batching=config.build(EngineConfig),
         serving=config.build(ServingMesh),
-        template=chat_template(run.dataset),
     )
 
 
@@ -215,14 +214,18 @@ class ModelReader:
         gin_files, bindings, _ = self.gin
         return bool(gin_files or bindings)
 
-    def completed(self, own: TransformerConfig, path: str) -> TransformerConfig:
-        """The configuration of a foreign model, as Gin completes it; `path` is of the model, for errors."""
-        config.parse(*self.gin, config.Recorded("\n".join(written.bindings(own)) + "\n", path))
-        return config.build(type(own))
+    def completed(
+        self, model: TransformerConfig, path: str
+    ) -> tuple[TransformerConfig, SentencePieceVocabulary | None]:
+        """The configuration of a foreign model, as Gin completes it, and the tokenizer that Gin names; None: its own.
 
-    def sentencepiece(self) -> SentencePieceVocabulary | None:
-        """The tokenizer that Gin names for the model that was completed last; None: its own."""
-        return config.build(SentencePieceVocabulary) if config.is_bound("SentencePieceVocabulary.path") else None
+        Args:
+          model: its own configuration.
+          path: of the model, for errors.
+        """
+        config.parse(*self.gin, config.Recorded("\n".join(written.bindings(model)) + "\n", path))
+        has_tokenizer = config.is_bound("SentencePieceVocabulary.path")
+        return config.build(type(model)), config.build(SentencePieceVocabulary) if has_tokenizer else None
 
     def optimizer(self, loaded: LoadedModel) -> tuple[int, PyTree] | None:
         """Like `run_folder.newest_optimizer`; None for a foreign model, too."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capibara.core.limits import shortened
 from capibara.core.types import Dataclass, UserError
@@ -47,6 +46,7 @@ def train(
     """
     from capibara import config
     from capibara.config import written
+    from capibara.run.run import Run
     from capibara.training.base.trainer import Trainer
 
     if type(trainer) is not Trainer:
@@ -56,17 +56,17 @@ def train(
     if emulate is not None and type(emulate) is not int:
         raise UserError(f"emulate is {emulate!r}, must be a number of devices, or None: try 8")
     config.parse((), written.text_of(trainer, *others).split("\n"))
-    read, given = _read(), {type(part): part for part in (trainer, *others)}
-    parts = {}
-    for field in dataclasses.fields(read):
-        built = getattr(read, field.name)
-        parts[field.name] = given.get(type(built), built)
-        written.check_same(built, parts[field.name])
+    built = config.build(Trainer)
+    _join(built, emulate, joined)
+    read, given = _read(built), {type(part): part for part in (trainer, *others)}
+    parts = {name: given.get(type(part), part) for name, part in read.items()}
+    for name, part in parts.items():
+        written.check_same(read[name], part)
     notes = [
         f"{name} is of this script: only this process can read the run folder, unless a module of yours defines it"
         for name in written.unnamed(trainer, *others)
     ]
-    return _train(dataclasses.replace(read, **parts), emulate, start_over=start_over, joined=joined, notes=notes)
+    return _train(Run(**parts), emulate, start_over=start_over, notes=notes)
 
 
 def train_gin(
@@ -91,14 +91,17 @@ def train_gin(
       UserError: the run cannot be trained as described.
     """
     from capibara import config
+    from capibara.run.run import Run
+    from capibara.training.base.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
-    run = _read()
-    return _train(run, emulate, start_over=start_over and not check, joined=joined, check=check, explain=explain)
+    trainer = config.build(Trainer)
+    _join(trainer, emulate, joined)
+    return _train(Run(**_read(trainer)), emulate, start_over=start_over and not check, check=check, explain=explain)
 
 
-def _read() -> Run:
-    """The run that the parsed Gin files and bindings describe."""
+def _read(trainer: Trainer) -> dict[str, Any]:
+    """The parts of a run that the parsed configuration describes; what has no effect is not built, so that it is told."""
     from capibara import config
     from capibara.evaluation.seqio_tasks import SeqioEvaluation
     from capibara.inference.engine.engine import EngineConfig
@@ -107,21 +110,18 @@ def _read() -> Run:
     from capibara.monitoring.defaults import Monitoring
     from capibara.monitoring.system.sampler import SystemMetrics
     from capibara.monitoring.trackers.tracking import Tracking
-    from capibara.run.run import Run
-    from capibara.training.base.trainer import Trainer
 
-    trainer = config.build(Trainer)
-    has_tasks = trainer.evaluation.task_metrics  # what is built without need would count as used
-    return Run(
-        trainer=trainer,
-        samples=config.build(SampleText),
-        monitoring=config.build(Monitoring),
-        system=config.build(SystemMetrics),
-        tracking=config.build(Tracking),
-        dashboard=config.build(DashboardConfig) if trainer.dashboard else DashboardConfig(),
-        tasks=config.build(SeqioEvaluation) if has_tasks else SeqioEvaluation(),
-        batching=config.build(EngineConfig) if has_tasks else EngineConfig(),
-    )
+    kinds: dict[str, type] = {
+        "samples": SampleText,
+        "monitoring": Monitoring,
+        "system": SystemMetrics,
+        "tracking": Tracking,
+    }
+    if trainer.dashboard:
+        kinds["dashboard"] = DashboardConfig
+    if trainer.evaluation.task_metrics:
+        kinds |= {"tasks": SeqioEvaluation, "batching": EngineConfig}
+    return {"trainer": trainer} | {name: config.build(kind) for name, kind in kinds.items()}
 
 
 def _train(
@@ -129,7 +129,6 @@ def _train(
     emulate: int | None,
     *,
     start_over: bool,
-    joined: joining.Joining,
     notes: Sequence[str] = (),
     check: bool = False,
     explain: bool = False,
@@ -145,7 +144,7 @@ def _train(
     from capibara.planner.hardware import chips, xla_flags
     from capibara.training import loop, run_folder, setup
 
-    run, changed = _on_devices(run, emulate, start_over=start_over, joined=joined)
+    run, changed = _on_devices(run, emulate, start_over=start_over)
     trainer, dataset, chip = run.trainer, run.trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     model = api.build(trainer.model)
@@ -181,25 +180,29 @@ def _train(
     )
 
 
-def _on_devices(
-    run: Run, emulate: int | None, *, start_over: bool, joined: joining.Joining
-) -> tuple[Run, list[Difference]]:
-    """Joins this process with the others, and fits the run to their devices; returns what that changed, too."""
-    import jax
-
+def _join(trainer: Trainer, emulate: int | None, joined: joining.Joining) -> None:
+    """Starts this process's devices, and joins it with the others, whose runs must have the same configuration."""
     from capibara import config
-    from capibara.config import written
     from capibara.core import devices
     from capibara.multihost import channel
+    from capibara.training import checks
+
+    checks.installed(trainer)
+    devices.start(emulate)
+    facts = {"configuration": config.operative()}  # of the trainer: processes may be watched in different ways
+    joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    channel.watch()
+
+
+def _on_devices(run: Run, emulate: int | None, *, start_over: bool) -> tuple[Run, list[Difference]]:
+    """Checks the run folder, and fits the run to the devices; returns what that changed, too."""
+    import jax
+
+    from capibara.config import written
     from capibara.run.run import emulated, with_own_tokenizer, with_plan
     from capibara.training import checks, initialization, run_folder
 
     trainer = run.trainer
-    checks.installed(trainer)
-    devices.start(emulate)
-    facts = {"configuration": config.operative()}
-    joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
-    channel.watch()
     if start_over:
         run_folder.start_over(trainer.model_dir)
     if jax.process_index() == 0:

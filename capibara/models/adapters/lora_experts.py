@@ -1,7 +1,7 @@
 """Frozen weights of experts, in their storage format, and the adapters beside them.
 
 This code runs on a device's own experts, inside shard_map if there is a mesh. Shape letters as in
-models/moe/dispatch.py: M rows, G experts of the device, K inputs and N outputs of a weight, R rank.
+models/parts/dispatch.py: M rows, G experts of the device, K inputs and N outputs of a weight, R rank.
 """
 
 from __future__ import annotations

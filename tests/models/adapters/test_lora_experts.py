@@ -23,7 +23,7 @@ from capibara.models.parts import dispatch
 from capibara.models.parts.moe import Moe, MoeMLP
 from capibara.sharding import Plan
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "moe"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "parts"))
 from test_moe import ragged_all_to_all  # noqa: E402
 
 CONFIG = DecoderConfig(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32")
