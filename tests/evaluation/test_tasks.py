@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 
 from capibara import config
 from capibara.cli.composition import evaluation_tasks
 from capibara.core.types import UserError
+from capibara.data.dataset import Dataset
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.evaluation import evaluate
 from capibara.evaluation.metrics import choice_accuracy, exact_match
 from capibara.evaluation.programs import PassAtK
@@ -125,6 +129,26 @@ def test_tasks_are_scopes(lines):
     assert evaluation_tasks.select([], None) == [evaluate.Validation()]
     with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
+
+
+@pytest.mark.parametrize("form", ["plain", "chat"])
+def test_a_template_that_gin_sets_is_of_chats(lines, tmp_path, form):
+    dataset = Dataset(source=StdlibSource(), vocabulary=TokenizerJsonVocabulary(path=str(tmp_path)), length=64)
+    subject = types.SimpleNamespace(trainer=types.SimpleNamespace(dataset=dataset), template=None)
+    path = lines({"prompt": "?", "target": "!"})
+    task = [
+        f"qa/EvalTask.files = ('{path}',)",
+        "qa/EvalTask.metrics = (@exact_match,)",
+        f"qa/EvalTask.format = '{form}'",
+    ]
+    config.parse([], [*task, "ChatTemplate.date = '2030-01-02'"])
+    if form == "plain":
+        with pytest.raises(UserError, match="ChatTemplate.date is bound but nothing uses it"):
+            evaluation_tasks.select([], None, subject)
+        assert subject.template is None
+    else:
+        evaluation_tasks.select([], None, subject)
+        assert (subject.template.date, subject.template.tokenizer) == ("2030-01-02", str(tmp_path))
 
 
 @pytest.mark.parametrize("metric, package", [("bleu", "sacrebleu"), ("rouge", "rouge_score")])
