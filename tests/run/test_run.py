@@ -23,6 +23,11 @@ RUNS = {
         ["runs/pretrain.gin", "models/qwen3_8b.gin", "tasks/stdlib.gin"],
         ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", *GIVEN],
     ),
+    "experts of a macro": (
+        ["runs/pretrain.gin", "models/qwen3_8b.gin", "tasks/stdlib.gin"],
+        ["MODEL = @DecoderConfig()", "Trainer.model = %MODEL", "DecoderConfig.moe = @Moe()", "Moe.num_experts = 8"]
+        + ["Moe.expert_dim = 1536", "MODEL/Moe.shared_experts = 1", *GIVEN],
+    ),
     "encoder-decoder": (["runs/pretrain_t5.gin", "models/t5_1_1_xl.gin", "tasks/stdlib.gin"], GIVEN),
     "a macro": (["base_v5e64.gin"], ["MODEL = @DecoderConfig()", "Trainer.model = %MODEL"]),
     "macros": (
