@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.multihost import peers, roll_call
 
@@ -118,8 +118,8 @@ def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) ->
 def _versions() -> dict[str, str]:
     found = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[f"version of {name}"] = importlib.metadata.version(name)
+        if (version := extras.version(name)) is not None:
+            found[f"version of {name}"] = version
     return found
 
 

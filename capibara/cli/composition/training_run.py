@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara.core.limits import shortened
 from capibara.core.types import Dataclass, UserError
 from capibara.multihost import joining
 
@@ -218,6 +217,8 @@ def _on_devices(run: Run, emulate: int | None, *, start_over: bool) -> tuple[Run
 
 def _origins(origins: Mapping[str, tuple[str, str]]) -> list[str]:
     """A line for each value with its origin, in columns."""
+    from capibara.core.limits import shortened
+
     bindings = {name: f"{name} = {shortened(value, 60)[1:-1]}" for name, (value, _) in origins.items()}
     width = max(map(len, bindings.values()), default=0)
     return [f"{bindings[name]:<{width}}  {where}" for name, (_, where) in sorted(origins.items())]
