@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import resource
 import subprocess
@@ -106,27 +107,41 @@ def modules_of(package: pathlib.Path) -> dict[str, pathlib.Path]:
     return modules
 
 
-def imports_of(name: str, path: pathlib.Path, modules: dict[str, pathlib.Path]) -> list[Import]:
+class Source:
+    """A module's code, read and parsed once for all rules."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path, self.text = path, path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text)
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return [*ast.walk(self.tree)]
+
+    @functools.cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return [node for node in self.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def imports_of(name: str, source: Source, modules: dict[str, pathlib.Path]) -> list[Import]:
     """All imports of a module, inside functions and TYPE_CHECKING blocks too, each resolved to a module."""
-    found = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = {inner for function in functions for inner in ast.walk(function)}
+    found, path = [], source.path
+    lines = {line for function in source.functions for line in range(function.lineno, function.end_lineno + 1)}
 
     def add(module: str, node: ast.AST) -> None:
-        found.append(Import(name, module, node.lineno, node in inside))
+        found.append(Import(name, module, node.lineno, node.lineno in lines))
 
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 add(alias.name, node)
         elif isinstance(node, ast.ImportFrom):
             parent = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
             base = ".".join([*parent[: len(parent) - node.level + 1], node.module or ""]).strip(".")
-            source = base if node.level else node.module
+            outer = base if node.level else node.module
             for alias in node.names:
-                inner = f"{source}.{alias.name}"
-                add(inner if inner in modules else source, node)
+                inner = f"{outer}.{alias.name}"
+                add(inner if inner in modules else outer, node)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module" and node.args:
             if isinstance(node.args[0], ast.Constant):
                 add(node.args[0].value, node)
@@ -143,14 +158,15 @@ def violations(package: pathlib.Path) -> list[str]:
     modules = modules_of(package)
     problems, edges = [], {}
     for name, path in modules.items():
-        for imported in imports_of(name, path, modules):
+        source = Source(path)
+        for imported in imports_of(name, source, modules):
             reason = _forbidden(imported, package.name)
             if reason:
                 problems.append(f"{path.relative_to(package.parent)}:{imported.line}: {reason}")
             if imported.module in modules and imported.module != name:
                 edges.setdefault(name, set()).add(imported.module)
-        problems += _too_long(path, package) + _asks_for_the_platform(name, path, package)
-        problems += _writes_temporary_gin(path, package) + _asks_the_parser(name, path, package)
+        problems += _too_long(source, package) + _asks_for_the_platform(name, source, package)
+        problems += _writes_temporary_gin(source, package) + _asks_the_parser(name, source, package)
     hidden = [path for path in sorted(package.rglob("*.py")) if path.with_suffix("").is_dir()]
     problems += [f"{path.relative_to(package.parent)}:1: the folder of its name hides it" for path in hidden]
     problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
@@ -193,12 +209,12 @@ def _forbidden(imported: Import, package: str) -> str | None:
     return f"{room} must not import {inner}"
 
 
-def _asks_for_the_platform(name: str, path: pathlib.Path, package: pathlib.Path) -> list[str]:
+def _asks_for_the_platform(name: str, source: Source, package: pathlib.Path) -> list[str]:
     """Attributes and imported names of PLATFORM_NAMES in a room that does without."""
     if room_of(name, package.name) != PLATFORM_FREE:
         return []
-    problems = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    problems, path = [], source.path
+    for node in source.nodes:
         names = [node.attr] if isinstance(node, ast.Attribute) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         asked = [asked for asked in names if asked in PLATFORM_NAMES]
@@ -209,23 +225,22 @@ def _asks_for_the_platform(name: str, path: pathlib.Path, package: pathlib.Path)
     return problems
 
 
-def _writes_temporary_gin(path: pathlib.Path, package: pathlib.Path) -> list[str]:
+def _writes_temporary_gin(source: Source, package: pathlib.Path) -> list[str]:
     """Temporary files that are to be parsed as Gin: text is parsed as it is."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
     return [
-        f"{path.relative_to(package.parent)}:{call.lineno}: write no temporary Gin file: config.parse takes a Recorded"
+        f"{source.path.relative_to(package.parent)}:{call.lineno}: write no temporary Gin file: config.parse takes a Recorded"
         for call in calls
         for keyword in call.keywords
         if keyword.arg == "suffix" and getattr(keyword.value, "value", None) == ".gin"
     ]
 
 
-def _asks_the_parser(name: str, path: pathlib.Path, package: pathlib.Path) -> list[str]:
+def _asks_the_parser(name: str, source: Source, package: pathlib.Path) -> list[str]:
     """Uses of PARSER outside PARSER_ROOMS, under whatever names a module imports them."""
     if room_of(name, package.name) in PARSER_ROOMS:
         return []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in source.nodes if isinstance(node, ast.ImportFrom)]
     parsers = {
         alias.asname or alias.name
         for node in imports
@@ -236,11 +251,11 @@ def _asks_the_parser(name: str, path: pathlib.Path, package: pathlib.Path) -> li
     used = [(node, alias.name) for node in imports if node.module == f"{package.name}.config" for alias in node.names]
     used += [
         (node, node.attr)
-        for node in ast.walk(tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in parsers
     ]
     return [
-        f"{path.relative_to(package.parent)}:{node.lineno}: only {' and '.join(PARSER_ROOMS)} may use config.{asked}"
+        f"{source.path.relative_to(package.parent)}:{node.lineno}: only {' and '.join(PARSER_ROOMS)} may use config.{asked}"
         for node, asked in used
         if asked in PARSER
     ]
@@ -281,8 +296,8 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def _too_long(path: pathlib.Path, package: pathlib.Path) -> list[str]:
-    text = path.read_text(encoding="utf-8")
+def _too_long(source: Source, package: pathlib.Path) -> list[str]:
+    path, text = source.path, source.text
     shown = path.relative_to(package.parent)
     lines = len(text.splitlines())
     problems = []
@@ -290,17 +305,16 @@ def _too_long(path: pathlib.Path, package: pathlib.Path) -> list[str]:
         if lines > LONGEST_INIT:
             problems.append(f"{shown}: {lines} lines, an __init__ has at most {LONGEST_INIT}")
         kinds = (ast.FunctionDef, ast.ClassDef)
-        defined = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+        defined = [node for node in source.tree.body if isinstance(node, kinds)]
         problems += [f"{shown}:{node.lineno}: an __init__ defines nothing: move {node.name}" for node in defined]
     if lines >= LONGEST_FILE:
         problems.append(f"{shown}: {lines} lines, must be under {LONGEST_FILE}")
     if path.parent == package / "cli" and path.stem in VERBS and lines > LONGEST_VERB:
         problems.append(f"{shown}: {lines} lines, a verb has at most {LONGEST_VERB}")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = node.end_lineno - node.lineno + 1
-            if length >= LONGEST_FUNCTION:
-                problems.append(f"{shown}:{node.lineno}: {node.name} has {length} lines, must be under 60")
+    for node in source.functions:
+        length = node.end_lineno - node.lineno + 1
+        if length >= LONGEST_FUNCTION:
+            problems.append(f"{shown}:{node.lineno}: {node.name} has {length} lines, must be under 60")
     return problems
 
 

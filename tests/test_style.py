@@ -1,6 +1,7 @@
 """No name that is not there, used before it is set, or never used; one layout: `make format` mends it."""
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -40,19 +41,27 @@ GIVEN_UP = {
 }
 
 
-@pytest.mark.parametrize("pattern", GIVEN_UP)
-def test_a_word_that_was_given_up_is_said_nowhere(pattern):
+@pytest.fixture(scope="module")
+def texts():
+    """File -> what is written in it, of all but this one."""
     files = [
         path
         for folder in ("capibara", "tests", "benchmarks", "docs", "examples", "gin", "launch")
         for path in (ROOT / folder).rglob("*")
     ]
+    files = [
+        path for path in files if path.suffix in (".py", ".md", ".gin") and path != pathlib.Path(__file__).resolve()
+    ]
+    return {path: path.read_text(encoding="utf-8") for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]}
+
+
+@pytest.mark.parametrize("pattern", GIVEN_UP)
+def test_a_word_that_was_given_up_is_said_nowhere(pattern, texts):
+    given_up = re.compile(pattern, re.IGNORECASE)
     found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-        if path.suffix in (".py", ".md", ".gin") and path != pathlib.Path(__file__).resolve()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if re.search(pattern, line, re.IGNORECASE)
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, said.start()) + 1}"
+        for path, text in texts.items()
+        for said in given_up.finditer(text)
     ]
     assert not found, f"say {GIVEN_UP[pattern]}: {', '.join(found)}"
 
@@ -73,11 +82,19 @@ def test_the_glossary_names_places_that_are_there():
 LIMITS = {"class": 200, "function": 60, "file": 700, "folder": 14}
 
 
-def sizes_of(path: pathlib.Path) -> dict[str, int]:
+@functools.cache
+def read(path: pathlib.Path) -> tuple[dict[str, int], list[int]]:
+    """What the tests below ask of a file of the package, which is parsed once: see sizes_of and packed_calls."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    return sizes_of(path, text, tree), packed_calls(tree)
+
+
+def sizes_of(path: pathlib.Path, text: str, tree: ast.AST) -> dict[str, int]:
     """Of a file and all that it defines: the kind, where it is and its name -> its lines."""
-    text, where = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+    where = path.relative_to(ROOT)
     found = {f"file {where}": text.count("\n")}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
             name = f"{kind} {where} {node.name}"
@@ -87,7 +104,7 @@ def sizes_of(path: pathlib.Path) -> dict[str, int]:
 
 def test_classes_functions_files_and_folders_are_short():
     paths = sorted((ROOT / "capibara").rglob("*.py"))
-    sizes = {name: lines for path in paths for name, lines in sizes_of(path).items()}
+    sizes = {name: lines for path in paths for name, lines in read(path)[0].items()}
     for path in (path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")):
         sizes[f"file {path.relative_to(ROOT)}"] = path.read_text(encoding="utf-8").count("\n")
     verbs = {f"{verb.replace('-', '_')}.py" for verb in VERBS}  # a module each, however many there are
@@ -128,7 +145,7 @@ def packed_calls(tree: ast.AST) -> list[int]:
 def test_no_arguments_are_packed_into_a_tuple_for_a_call():
     """The call says its arguments in order: a tuple hides which is which."""
     paths = sorted((ROOT / "capibara").rglob("*.py"))
-    found = {path: packed_calls(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+    found = {path: read(path)[1] for path in paths}
     assert not [f"{path.relative_to(ROOT)}:{line}" for path, lines in found.items() for line in lines]
 
 
