@@ -60,7 +60,25 @@ def assert_found_and_learned_alike(done, folder, alone):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.heavy)])
+def test_two_processes_find_each_other_and_learn_as_one(cluster, shell, nursery):
+    """By the metadata server; the processes are forked, so that they need not import what the first has."""
+    joined, folders = cluster("GCE", 2), [shell.folder / name for name in ("apart", "together")]
+    environment = {**hosts.plain_environment(), "TPU_SKIP_MDS_QUERY": "1"}
+    asked = [*TRAIN, "--emulate=2", f"--gin.MODEL_DIR='{folders[0]}'"]
+    [alone] = hosts.ends([nursery.start("train", asked, shell.folder, environment)])
+    assert alone.code == 0, alone.err
+    done = joined.run("train", *TRAIN, f"--gin.MODEL_DIR='{folders[1]}'")
+    assert [one.code for one in done] == [0, 0], [one.err[-2000:] for one in done]
+    assert "joined 2 processes on 1 host: 2 devices" in done[0].out and "on 2 x cpu" in done[0].out
+    assert [line for line in done[1].out.splitlines() if "[Gloo]" not in line] == []
+    assert all("agent-worker-number" in server.asked for server in joined.servers)
+    apart, together = map(losses, folders)
+    assert together.keys() == apart.keys() == {1, 2, 3, 4}
+    np.testing.assert_allclose([together[step] for step in apart], [*apart.values()], rtol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("count", [2, 4])
 def test_processes_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone, count):
     """By the metadata server; the processes are forked, so that they need not import what the first has.
 
@@ -189,11 +207,11 @@ def test_what_is_wrong_with_a_host_is_one_line_on_every_host(cluster, shell):
         two.start(index, "train", *TRAIN, f"--gin.Trainer.seed={index}", "--gin.MODEL_DIR=no") for index in range(2)
     ]
     missing = cluster("flags", 3)
-    absent = [missing.start(index, "train", *TRAIN, "--join_timeout=10", "--gin.MODEL_DIR=no") for index in (0, 2)]
+    absent = [missing.start(index, "train", *TRAIN, "--join_timeout=4", "--gin.MODEL_DIR=no") for index in (0, 2)]
     for one in hosts.ends(seeds):
         assert one.code == 2 and one.err.count("\n") == 1, one.err
         assert "has another configuration than process 0" in one.err and "'Trainer.seed = 1'" in one.err
     for one in hosts.ends(absent):
         assert one.code == 75 and one.err.count("\n") == 1, one.err
-        assert "process 1 of 3 did not connect within 10 s" in one.err
+        assert "process 1 of 3 did not connect within 4 s" in one.err
     assert not (shell.folder / "no").exists()

@@ -251,6 +251,17 @@ def until(slice_: Slice, started: list[subprocess.Popen], pattern: str) -> list[
     return found
 
 
+def test_a_vm_installs_the_wheel_and_trains(vms, staged, shell):
+    """Of a slice of one host, which joins nobody."""
+    (shell.folder / "small.gin").write_text(SMALL)
+    script, slice_ = staged("small.gin", "--slice=v4-8", "--gin.TRAIN_STEPS=2"), vms(1)
+    slice_.end(slice_.boot(script))
+    assert slice_.package(0).is_relative_to(slice_.home(0))
+    assert_succeeded("small", 1)
+    assert sorted(losses("gs://bucket/runs/small")) == [1, 2]
+
+
+@pytest.mark.heavy
 def test_two_vms_install_the_wheel_and_train_as_one_machine(vms, staged, shell, alone):
     (shell.folder / "small.gin").write_text(SMALL)
     script, slice_ = staged("small.gin", "--slice=v4-16"), vms(2)
