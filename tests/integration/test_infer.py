@@ -36,16 +36,19 @@ def test_it_continues_the_prompt_and_greedy_is_one_text(infer):
     assert len({infer(f"--gin.Sampling.seed={seed}", "--gin.Sampling.temperature=2.0").out for seed in range(4)}) > 1
 
 
-def test_a_process_of_its_own_reads_the_prompt_from_standard_input(trained):
-    for tokens, note in (
-        (8, ""),
+@pytest.mark.parametrize(
+    ("tokens", "note"),
+    [
+        pytest.param(8, "", marks=pytest.mark.heavy),
         (128, "those beyond Dataset.length (64) were chosen after the last 64 tokens alone\n"),
-    ):
-        flags = ["--prompt=river gr", "--gin.Sampling.temperature=0", f"--gin.Sampling.max_new_tokens={tokens}"]
-        process = trained.start("infer", RUN, *flags)
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0 and out.startswith("river gr")
-        assert err.endswith(note) and bool(err) == bool(note)
+    ],
+)
+def test_a_process_of_its_own_says_what_it_has_written(trained, tokens, note):
+    flags = ["--prompt=river gr", "--gin.Sampling.temperature=0", f"--gin.Sampling.max_new_tokens={tokens}"]
+    process = trained.start("infer", RUN, *flags)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and out.startswith("river gr")
+    assert err.endswith(note) and bool(err) == bool(note)
 
 
 def test_standard_input_must_be_text(trained, here, monkeypatch):
