@@ -235,11 +235,11 @@ class Adapter(nnx.Module):
         else:
             self.scale = scales[0]
         bound = math.prod(shape[stacked:split]) ** -0.5
-        self.a = nnx.Param(_drawn(rngs.params(), shape[:split], ranks, bound), axes=(*axes[:split], None))
+        self.a = nnx.Param(_drawn(layers.next_key(rngs), shape[:split], ranks, bound), axes=(*axes[:split], None))
         b = jnp.zeros((*shape[:stacked], max(ranks), *shape[split:]), jnp.float32)
         self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
         # One seed per layer and expert, since a scan runs the same program for all of them.
-        seed = jax.random.bits(rngs.params(), shape[:stacked], jnp.uint32) if lora.dropout else None
+        seed = jax.random.bits(layers.next_key(rngs), shape[:stacked], jnp.uint32) if lora.dropout else None
         self.seed = None if seed is None else nnx.Param(seed, axes=axes[:stacked])
         if first is not None:
             _check_fused(name, self.a, first.a)

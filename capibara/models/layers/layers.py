@@ -22,11 +22,21 @@ from capibara.models.layers.quantized_weights import Blocks, Whole, frozen_matmu
 Initializer = Callable[..., jax.Array]
 
 
+def next_key(rngs: nnx.Rngs) -> jax.Array:
+    """The key that `rngs.params()` gives, counted alike.
+
+    That compares the shardings of the old and the new count, and of tracers JAX writes a long message that there is none.
+    """
+    key, count = rngs.params.key.get_value(), rngs.params.count.get_value()
+    rngs.params.count.set_value(count + 1)
+    return jax.random.fold_in(key, count)
+
+
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
     """A float32 parameter with a logical axis name for each dimension."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length: give one axis name per dimension")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+    return nnx.Param(init(next_key(rngs), shape, jnp.float32), axes=axes)
 
 
 def projection(rngs: nnx.Rngs, declared: Projection, shape: tuple[int, ...], scale: float = 1.0) -> nnx.Param:

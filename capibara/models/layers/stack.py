@@ -15,6 +15,7 @@ from capibara.core import projections
 from capibara.core.types import Params, PyTree, UserError
 from capibara.kernels.gradients import gradients_together
 from capibara.models.layers import pipeline
+from capibara.models.layers.layers import next_key
 from capibara.models.layers.quantized_weights import Frozen
 from capibara.sharding import Remat, RematPolicy
 
@@ -39,7 +40,7 @@ def stacked(make: Callable[[nnx.Rngs], _Layer], rngs: nnx.Rngs, num_layers: int)
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key))))
 
-    values = jax.vmap(init)(jax.random.split(rngs.params(), num_layers))
+    values = jax.vmap(init)(jax.random.split(next_key(rngs), num_layers))
     leaves = jax.tree.leaves(values)
     variables = jax.tree.leaves(template, is_leaf=lambda x: isinstance(x, nnx.Variable))
     stacked_variables = [
