@@ -41,21 +41,23 @@ os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with 
 # The files that take longest, begun first: else one worker is still at such a file when the others have nothing left.
 # Those of tests/hosts, which start up to four processes each, stand apart from each other.
 _LONGEST = """
-data/tasks/test_tasks hosts/test_joining examples/test_extend slices/test_training training/test_loop
-hosts/test_ssh faults/test_launched hosts/test_startup cli/test_launch_sweep faults/test_manager jobs/managing/test_manager
-cli/test_launched_jobs jobs/systems/test_ssh cli/test_launch
-kernels/cross_entropy/test_cross_entropy integration/test_infer hosts/test_axes training/base/test_group
-models/parts/test_moe checkpoints/test_bucket test_types training/test_parallelism faults/test_trust
-strategies/test_grpo interop/test_t5x_training inference/server/test_server interop/test_t5x
-models/cache/test_cache faults/test_numbers training/test_step slices/test_consensus hosts/test_group
-models/adapters/test_lora integration/test_train optim/test_state_dtypes planner/model/test_memory
-inference/engine/cache/test_pages models/architectures/test_decoder interop/test_quantization training/test_lora
-models/architectures/test_encdec inference/engine/test_engine faults/test_server hosts/test_following optim/test_optim
-slices/test_generation kernels/attention/test_splash planner/compiler/test_compile_cache
-models/adapters/test_lora_experts checkpoints/test_lease kernels/attention/test_sinks hosts/test_bucket
-data/pipeline/test_cached faults/test_supervision cli/test_plan training/test_precision training/stability/test_watchdog
-training/base/test_strategy inference/engine/test_beam_search inference/server/test_serve interop/test_peft
-faults/test_kills cli/test_prove training/test_preference faults/test_judge
+data/tasks/test_tasks examples/test_extend training/test_loop faults/test_manager training/privacy/test_gradient
+run/test_presets cli/test_prove faults/test_launched hosts/test_joining cli/test_launch_sweep hosts/test_startup
+strategies/consensus/test_rounds integration/test_mistakes monitoring/dashboard/test_serving jobs/systems/test_ssh
+inference/server/test_server jobs/sweeps/test_jobs test_dead_code jobs/systems/test_slurm integration/test_infer
+hosts/test_ssh faults/test_kills faults/test_trust models/parts/test_moe training/profiling/test_profiler
+faults/test_server integration/test_evaluate inference/engine/test_recovery faults/test_builders faults/test_runs
+jobs/systems/test_gce inference/server/test_floods training/base/test_strategy test_python
+builders/preparation/test_build builders/redaction/test_redaction monitoring/trackers/test_tracking
+models/test_families planner/compiler/test_compile_cache test_style inference/server/test_serve interop/test_folders
+faults/test_numbers test_imports jobs/managing/test_manager training/test_evaluation strategies/group/test_coordinator
+inference/test_sample kernels/cross_entropy/test_cross_entropy cli/test_launch test_types
+monitoring/dashboard/test_access faults/test_supervision monitoring/dashboard/test_reader faults/test_judge
+models/architectures/test_encdec cli/test_launched_jobs interop/test_gguf faults/test_options
+inference/engine/cache/test_pages jobs/test_local cli/test_plan interop/test_adapters planner/model/test_memory
+jobs/backends/test_scripts hosts/test_group interop/test_fuzz_readers models/adapters/test_lora
+integration/test_prepared hosts/test_bucket integration/test_train launch/test_xmanager strategies/test_grpo
+interop/test_t5x
 """.split()
 
 

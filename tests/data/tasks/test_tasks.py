@@ -44,11 +44,15 @@ def assert_same(first, second) -> None:
             np.testing.assert_array_equal(one[key], other[key])
 
 
-def test_same_documents_as_the_direct_feed():
+@pytest.mark.parametrize("most", [40, pytest.param(None, marks=pytest.mark.heavy)])
+def test_same_documents_as_the_direct_feed(most):
     task = make_dataset(shuffle=False)
     direct = Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), length=512, window_rows=8, window_documents=8)
-    batches = [list(make_loader(d, split="validation", batch_size=4, epochs=1)) for d in (task, direct)]
-    assert len(batches[0]) > 100
+    loaders = [make_loader(d, split="validation", batch_size=4, epochs=1) for d in (task, direct)]
+    batches = [list(itertools.islice(loader, most)) for loader in loaders]
+    assert len(batches[0]) == most if most else len(batches[0]) > 100
+    for loader in loaders:
+        loader.close()
     assert_same(*batches)
 
 
