@@ -129,7 +129,10 @@ def test_what_was_staged_runs_on_a_host(cwd, tmp_path_factory, capsys):
     ended = subprocess.run(
         ["bash", "-c", f"PYTHONPATH={checkout} JAX_PLATFORMS=cpu {command}"],
         cwd=elsewhere,
-        env={**os.environ, "XLA_FLAGS": re.sub("--xla_force_host_platform_device_count=8", "", os.environ["XLA_FLAGS"])},
+        env={
+            **os.environ,
+            "XLA_FLAGS": re.sub("--xla_force_host_platform_device_count=8", "", os.environ["XLA_FLAGS"]),
+        },
         capture_output=True,
         text=True,
         timeout=400,
