@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Model
-from capibara.objectives.base import Objective
+from capibara.objectives.base import Normalization, Objective
 from capibara.objectives.batches import BatchProvider, LoaderBatches, RunParts
 
 
@@ -29,6 +29,14 @@ class ResidentArrays(NamedTuple):
     name: str
     bytes: int
     spread_as: tuple[Params, Params] | None = None
+
+
+class CrossEntropyOptions(TypedDict):
+    """The fields of Trainer that only the cross entropy reads."""
+
+    z_loss: float
+    label_smoothing: float
+    loss_normalization: Normalization | float
 
 
 class Loss(abc.ABC):
@@ -56,6 +64,20 @@ class Loss(abc.ABC):
         """The arrays that training keeps on the devices beside the state, also between steps."""
         del model, dataset
         return ()
+
+    def check_options(self, options: CrossEntropyOptions, unigram_batches: int) -> None:
+        """Raises UserError for options of the cross entropy, and Evaluation.unigram_batches: another loss has none."""
+        name = f"Trainer.loss (@{type(self).__name__}())"
+        if options["z_loss"]:
+            raise UserError(f"Trainer.z_loss is {options['z_loss']}, and {name} has none: leave it out")
+        if options["label_smoothing"]:
+            raise UserError(f"Trainer.label_smoothing is of the cross entropy, not of {name}: leave it out")
+        if options["loss_normalization"] is not Normalization.TOKENS:
+            raise UserError(f"Trainer.loss_normalization is of the cross entropy, not of {name}: leave it out")
+        if unigram_batches:
+            raise UserError(
+                f"Evaluation.unigram_batches is {unigram_batches}, and there are no bits per byte with {name}: leave it out"
+            )
 
     def check(self, dataset: Dataset, batch_size: int) -> None:
         """Raises UserError if the loss does not support this data or batch size."""
