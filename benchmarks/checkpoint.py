@@ -278,9 +278,10 @@ def training(rounds: int, folder: str) -> dict:
 
     from capibara import config
     from capibara.core import allocator
-    from capibara.training.base.trainer import Trainer
+    from capibara.training import assembly
     from capibara.training.feed import BatchFeed
     from capibara.training.setup import set_up
+    from capibara.training.trainer import Trainer
 
     allocator.keep_freed_memory()  # as train does on CPUs
     logging.disable(logging.WARNING)
@@ -291,8 +292,12 @@ def training(rounds: int, folder: str) -> dict:
     try:
         run, initial = set_up(config.build(Trainer), jax.devices()[:1])
         with run:
-            start, metrics = run.begin(initial), {}
-            state, step, feed = start.state, start.step, BatchFeed(run.batches, run.batch_sharding, None)
+            start, metrics = assembly.begin(run, initial), {}
+            state, step, feed = (
+                start.state,
+                start.step,
+                BatchFeed(run.batches, run.batch_sharding, None, run.trainer.batch_spec),
+            )
             for block in range(2 * rounds + 1):
                 name = "saves" if block % 2 else "never"
                 begin_s = time.perf_counter()

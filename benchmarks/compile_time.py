@@ -32,7 +32,7 @@ def compile_once(layers: int, target: str) -> dict[str, float]:
     from capibara.models import api
     from capibara.optim import Optimizer, Schedule
     from capibara.training import setup
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     devices = jax.devices()
     if target == "tpu":

@@ -61,9 +61,9 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.training.base import state as states
-from capibara.training.base.state import Apart
 from capibara.training.evaluation import evaluate, make_eval_step
-from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
+from capibara.training.methods.nodes import Nodes, make_node_loss, make_nodes_step
+from capibara.training.step import make_train_step
 
 ROWS, LENGTH = 8, 128  # of a node and step
 MODEL = DecoderConfig(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=176, dtype="float32")
@@ -187,14 +187,14 @@ def train(texts, steps, strategy=None, base=None, learning_rate=1e-3, first_row=
     model, optimizer = api.build(MODEL), Optimizer(schedule=Schedule(learning_rate=learning_rate, warmup_steps=20))
     plan = Plan(batch_size=NODES * ROWS, **({"data": NODES} if strategy is None else {"node": NODES}), fsdp=1)
     mesh, tx = sharding.make_mesh(plan), optimizer.transformation(steps, model.trained(model.axes))
-    apart, ema = (None, False) if strategy is None else (Apart(strategy, NODES), strategy.averages)
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, apart=apart)
+    opt_part, ema = (None, False) if strategy is None else (Nodes(strategy).opt_part(plan), strategy.averages)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, opt_part=opt_part)
     step = make_train_step(model, tx, optimizer.schedule.learning_rates(steps), plan, mesh)
     if strategy is not None:
         strategy.check(plan)
         step = make_nodes_step(step, make_node_loss(model, plan, mesh), model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    init = functools.partial(states.init_state, model, tx, ema=ema, apart=apart)
+    init = functools.partial(states.init_state, model, tx, ema=ema, opt_part=opt_part)
     state = jax.device_put(jax.jit(init)(jax.random.key(0), pretrained=base), shardings)
     placed = sharding.batch_sharding(mesh, plan.rules)
     for index in range(steps):

@@ -90,7 +90,7 @@ def losses(adapted: pathlib.Path) -> tuple[float, float]:
 def trainer_of(adapted: pathlib.Path) -> Any:
     """The run as it was configured, a Trainer."""
     from capibara import config
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     config.parse([str(adapted / "config.gin")], [])
     return config.build(Trainer)

@@ -119,7 +119,7 @@ def compile_ours(row: Row, options: dict[str, str] | None) -> dict[str, Any]:
     from capibara.planner.compiler import compile as planner
     from capibara.planner.hardware import topology, xla_flags
     from capibara.training import setup
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     if row.loss == "whole logits":
         base.cross_entropy = _whole_logits

@@ -141,12 +141,12 @@ from capibara.strategies.grpo import Grpo as Grpo
 from capibara.strategies.rewards import exact_answer as exact_answer
 from capibara.strategies.rewards import matches_pattern as matches_pattern
 from capibara.strategies.rewards import numeric_answer as numeric_answer
-from capibara.training.base.trainer import Evaluation as Evaluation
-from capibara.training.base.trainer import Trainer as Trainer
+from capibara.training.base.options import Evaluation as Evaluation
 from capibara.training.profiling.profile import Profile as Profile
 from capibara.training.run_folder.lineage import LineageFile as LineageFile
 from capibara.training.stability.anomalies import Anomalies as Anomalies
 from capibara.training.stability.loss_scale import LossScaling as LossScaling
 from capibara.training.stability.watchdog import Watch as Watch
+from capibara.training.trainer import Trainer as Trainer
 
 __version__: str

@@ -17,7 +17,7 @@ from capibara.config import search
 from capibara.core import fields
 from capibara.core.fields import FilePath
 from capibara.data.sources.sources import JsonlSource
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 CLI = pathlib.Path(__file__).resolve().parents[1] / "capibara"
 # Texts of configurations whose names sound like a path.

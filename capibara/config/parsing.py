@@ -342,7 +342,7 @@ class _Parsing:
     def _take(self, macro: str) -> None:
         """Binds the field that a macro of T5X stands for, unless a file uses the macro."""
         value, where = value_of(macro, MACRO, "value")
-        model, _ = value_of("", "capibara.training.base.trainer.Trainer", "model")
+        model, _ = value_of("", "capibara.training.trainer.Trainer", "model")
         name = model.configurable.name if isinstance(model, gin_config.ConfigurableReference) else None
         follows = {key: macro_name(gin_config._CONFIG.get(key[:2], {}).get(key[2])) for key in bound_at}
         bound = t5x_macros.last_bindings(bound_at, follows)

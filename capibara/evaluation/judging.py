@@ -20,7 +20,7 @@ from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models.api import Model
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 
 class TaskJudge:

@@ -24,7 +24,7 @@ from capibara.evaluation.subject import Subject
 from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling, changed
 from capibara.models.api import Model
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 PREFIX = "seqio:"
 

@@ -25,7 +25,7 @@ from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Model
 from capibara.multihost import hosts
 from capibara.sharding import MESH_AXES, NODE_AXIS, Plan
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 S = TypeVar("S")
 T = TypeVar("T")

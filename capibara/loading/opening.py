@@ -23,8 +23,8 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.open_model import ForeignModel, LoadedModel, Training
 from capibara.models import api
 from capibara.training import run_folder
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import Placed, TrainedRun, origin
+from capibara.training.trainer import Trainer
 
 # A foreign model may support much longer rows, but the cache of each row needs memory for its whole length.
 _LENGTHS: Mapping[type[api.TransformerConfig], int] = {api.EncoderDecoderConfig: 512}

@@ -16,8 +16,8 @@ from capibara.monitoring.trackers.tracking import Tracking
 from capibara.planner.search import automatic
 from capibara.training import emulation
 from capibara.training.base.callbacks import Callbacks
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import own_tokenizer
+from capibara.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,12 @@ from capibara.data.tokenizers import vocabulary as vocabularies
 from capibara.models.api import Model
 from capibara.training import run_folder
 from capibara.training.base.state import TrainState
-from capibara.training.base.trainer import Trainer
 from capibara.training.feed import open_loader, validation_loader
 from capibara.training.initialization import Read, check_params
+from capibara.training.methods.hooks import Hooks
 from capibara.training.metrics import EarlyStopping
-from capibara.training.privacy.ledger import Ledger
 from capibara.training.run_folder import own_tokenizer
+from capibara.training.trainer import Trainer
 
 _DATA_S = 2.0  # for the first batch of a split: where documents take longer, they are read on while the step compiles
 _LAUNCHER = "CAPIBARA_BEAT"  # set for what a launcher has started: see jobs/workers.py
@@ -59,8 +59,7 @@ def options(trainer: Trainer, mesh: Mesh) -> None:
     """Raises UserError if a run's options do not fit its mesh, or its tokenizer is not there or too large for the model."""
     _check_evaluation(trainer, mesh)
     check_rows(trainer, mesh)
-    if trainer.group is not None:
-        trainer.group.check()
+    trainer.training_method.check_start()
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
@@ -74,7 +73,7 @@ def given(
     mesh: Mesh,
     target: TrainState,
     read: Read | None,
-    ledger: Ledger | None,
+    hooks: Hooks,
     *,
     whole: bool = False,
 ) -> Given:
@@ -84,7 +83,7 @@ def given(
       trainer, model, mesh: of the run.
       target: shapes and shardings of its state.
       read: reads the initial weights, if they are a foreign model's.
-      ledger: of its privacy.
+      hooks: of its method.
       whole: wait for the first batch however long it takes, a SeqIO task's included, whose import takes seconds.
 
     Returns:
@@ -93,7 +92,7 @@ def given(
     Raises:
       UserError: the run cannot begin or resume, or has ended.
     """
-    resumes = _resumes(trainer, target, ledger)
+    resumes = _resumes(trainer, target, hooks)
     if resumes is None:
         check_params(trainer, model, mesh, read, target)
     own_tokenizer.check(trainer.dataset, trainer.model_dir)
@@ -144,33 +143,26 @@ def _lines(
     ]
 
 
-def _resumes(trainer: Trainer, target: TrainState, ledger: Ledger | None) -> Restored | None:
+def _resumes(trainer: Trainer, target: TrainState, hooks: Hooks) -> Restored | None:
     """The step from which the run resumes; raises UserError if it cannot, or has ended."""
     with CheckpointReader(trainer.model_dir, trainer.saves) as checkpoints:
         restored = checkpoints.newest_progress()
         if restored is None:
             return None
         checkpoints.check_state(restored, target)
-    if ledger is not None:
-        ledger.check_resumed(restored.step)
+    hooks.check_resumed(restored.step)
     # A launcher starts a run again that was stopped just after its last step: its callbacks must still hear of the end.
     is_launched = _LAUNCHER in os.environ
-    if not is_launched and trainer.group is None and not restored.progress.get("owes_evaluation", False):
-        _check_ended(trainer, restored, ledger)
+    if not is_launched and not hooks.resumes_at_end and not restored.progress.get("owes_evaluation", False):
+        _check_ended(trainer, restored, hooks)
     return restored
 
 
-def _check_ended(trainer: Trainer, restored: Restored, ledger: Ledger | None) -> None:
-    step, last = restored.step, trainer.steps if ledger is None else min(trainer.steps, ledger.last_step)
+def _check_ended(trainer: Trainer, restored: Restored, hooks: Hooks) -> None:
     if EarlyStopping(trainer.evaluation.patience, restored.progress.get("early_stopping")).stop:
-        raise UserError(f"the run stopped early at step {step}: raise Evaluation.patience to continue")
-    if step < last:
-        return
-    if last < trainer.steps:
-        raise UserError(f"the privacy budget is spent at step {step}: raise Privacy.budget to continue")
-    raise UserError(
-        f"the run is at step {step} of {trainer.steps} already: raise TRAIN_STEPS (--gin.TRAIN_STEPS=...) to continue",
-    )
+        raise UserError(f"the run stopped early at step {restored.step}: raise Evaluation.patience to continue")
+    if restored.step >= hooks.last_step:
+        raise UserError(hooks.ended(restored.step))
 
 
 def _stretched(trainer: Trainer, step: int) -> list[str]:

@@ -12,7 +12,7 @@ from capibara import sharding
 from capibara.data.dataset import TooLong
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import TransformerConfig
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 RULE = (
     "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths and head_dim by the same factor (to "

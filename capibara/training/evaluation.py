@@ -26,9 +26,9 @@ from capibara.multihost import hosts
 from capibara.objectives.batches import BatchProvider, Reporter
 from capibara.sharding import Plan
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Trainer
 from capibara.training.feed import each_task, open_loader, validation_batches, validation_loader
 from capibara.training.metrics import evaluation_metrics
+from capibara.training.trainer import Trainer
 
 _AHEAD = 8  # batches that may be queued on the devices
 _ASK_EVERY = 8  # batches between two exchanges of whether to stop, with several hosts

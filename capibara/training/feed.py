@@ -19,7 +19,7 @@ from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_s
 from capibara.data.sources.sources import CombinedSource, Rows
 from capibara.multihost import hosts
 from capibara.objectives.batches import BatchProvider
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 
 class BatchFeed:
@@ -111,13 +111,11 @@ def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int
     """This process's part of a split, in global batches of `rows` rows."""
     shards = sharding.host_shards(mesh, trainer.plan.rules)
     open_one = make_loader if trainer.loss is None else trainer.loss.open
-    privacy = trainer.privacy
-    if privacy is not None and epochs is None:
-        promised = {"clip_norm": privacy.clip_norm, "noise_multiplier": privacy.noise_multiplier}
-        open_one = functools.partial(make_loader, privacy=promised)
-    source = trainer.dataset.source
-    if isinstance(source, CombinedSource) and source.rows is Rows.APART and trainer.loss is None and epochs is None:
-        open_one = functools.partial(make_loader, places=sharding.row_places(mesh, trainer.plan.rules, rows))
+    if trainer.loss is None and epochs is None:
+        options, source = trainer.training_method.loader_options(), trainer.dataset.source
+        if isinstance(source, CombinedSource) and source.rows is Rows.APART:
+            options["places"] = sharding.row_places(mesh, trainer.plan.rules, rows)
+        open_one = functools.partial(make_loader, **options)
     return open_one(
         trainer.dataset,
         split=split,

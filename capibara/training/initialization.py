@@ -24,8 +24,9 @@ from capibara.models.api import Lora, Model
 from capibara.storage import stores
 from capibara.training import run_folder
 from capibara.training.base import state as states
+from capibara.training.base.options import InitWith
 from capibara.training.base.state import TrainState
-from capibara.training.base.trainer import InitWith, Trainer
+from capibara.training.trainer import Trainer
 
 
 @runtime_checkable
@@ -99,7 +100,7 @@ def _resumes(trainer: Trainer) -> bool:
 
 
 def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tuple[Callable[[], Params], ...]:
-    """Functions that load the nodes' own initial weights (Trainer.strategy.starts), the trained part; a run that resumes has none.
+    """Functions that load the initial weights of the method's own, the trained part; a run that resumes has none.
 
     Foreign models are checked now; their parameters, and run folders, are read when a function is called.
 
@@ -110,10 +111,10 @@ def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tup
     Raises:
       UserError: there is no model, or another one.
     """
-    if trainer.strategy is None or _resumes(trainer):
+    name, paths = trainer.training_method.own_weights
+    if not paths or _resumes(trainer):
         return ()
-    name = f"{type(trainer.strategy).__name__}.init_from"
-    each = [dataclasses.replace(trainer, init_from=path) for path in trainer.strategy.starts]
+    each = [dataclasses.replace(trainer, init_from=path) for path in paths]
     with _named(name):
         reads = [reader_again(of_one, load) for of_one in each]
 
@@ -175,7 +176,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
 
 
 def check_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None, target: TrainState) -> None:
-    """Checks what `load_params` and `load_optimizer` would load for a new run, and its nodes, from run folders; reads no array.
+    """Checks what `load_params`, `load_optimizer` and `starts` would load for a new run from run folders; reads no array.
 
     Args:
       trainer, model, mesh, read: as for `load_params`; a foreign model was checked by its `reader`.
@@ -190,10 +191,9 @@ def check_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None, 
         _check_run(trainer, model, mesh)
         if trainer.init_with is InitWith.STATE:
             _check_continues(trainer, _newest(trainer, dataclasses.replace(target, ema=None, losses=None)).step)
-    if trainer.strategy is None:
-        return
-    with _named(f"{type(trainer.strategy).__name__}.init_from"):
-        for path in trainer.strategy.starts:
+    name, paths = trainer.training_method.own_weights
+    with _named(name):
+        for path in paths:
             if step_folders.folder_of(path).exists():
                 _check_run(dataclasses.replace(trainer, init_from=path), model, mesh)
 

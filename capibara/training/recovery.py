@@ -18,10 +18,10 @@ from capibara.data.pipeline.loader import Loader, Position
 from capibara.multihost import hosts
 from capibara.training.base import state as states
 from capibara.training.base.state import TrainState
-from capibara.training.base.trainer import Trainer
 from capibara.training.feed import BatchFeed
 from capibara.training.metrics import EarlyStopping
 from capibara.training.stability.bad_batches import BadBatches
+from capibara.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Initial:
       checkpoint: the newest valid step and its state; None: the run does not resume.
       params: pretrained parameters of the model without adapters, and of adapters that are trained further.
       optimizer: the step and the optimizer's state (Trainer.init_with = "state").
-      starts: functions that load the nodes' own initial weights, which nodes take in turn; empty: they have none.
+      starts: functions that load the initial weights of the method's own; empty: it has none.
     """
 
     checkpoint: tuple[Restored, TrainState] | None = None
@@ -156,7 +156,7 @@ class Recovery:
 
     def _check_worth(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         trainer = self._trainer
-        if not metrics:  # no step since the start: a group's model, which is finite
+        if not metrics:  # no step since the start: an adopted model, which is finite
             return
         if metrics.get("skipped", 0.0):
             if metrics.get("loss_scale", math.inf) <= trainer.loss_scaling.minimum:

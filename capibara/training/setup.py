@@ -7,45 +7,38 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import optim, sharding
 from capibara.checkpoints import manifest
 from capibara.checkpoints.manager import CheckpointReader, Checkpoints
-from capibara.core import processes, tree, user_modules
-from capibara.core.fields import did_you_mean, returned
-from capibara.core.types import Batch, Params, PyTree, UserError
-from capibara.data.dataset import Dataset
+from capibara.core import processes, user_modules
+from capibara.core.fields import did_you_mean
+from capibara.core.types import Batch, Params, UserError
 from capibara.data.pipeline.loader import Loader, Position, merge_states
 from capibara.models import api
 from capibara.multihost import hosts
-from capibara.objectives.base import Metrics, Objective, of_cross_entropy
-from capibara.objectives.batches import BatchProvider, Reporter, RunParts
+from capibara.objectives.base import Metrics
 from capibara.sharding.replicas import ReplicaCheck
-from capibara.training import checks, evaluation
+from capibara.training import checks
 from capibara.training.base import state as states
-from capibara.training.base.callbacks import Callback, RunInfo
-from capibara.training.base.group import Alone, Member
-from capibara.training.base.state import Apart, TrainState
-from capibara.training.base.trainer import Trainer
-from capibara.training.evaluation import EvalStep, Evaluator, Judge, Sampler, is_due, make_eval_step
-from capibara.training.feed import open_loader
-from capibara.training.initialization import Load, Read, initial_params, load_optimizer, load_params, reader, starts
-from capibara.training.metrics import Meter
-from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient, noise_key
-from capibara.training.privacy.ledger import Ledger
-from capibara.training.recovery import Initial, Recovery, Start
+from capibara.training.base.state import OptStatePart, Step, TrainState
+from capibara.training.evaluation import EvalStep, is_due, make_eval_step
+from capibara.training.initialization import Load, Read, load_optimizer, load_params, reader, starts
+from capibara.training.methods.hooks import Hooks
+from capibara.training.methods.method import StepParts
+from capibara.training.recovery import Initial, Recovery
 from capibara.training.run_folder import origin, own_tokenizer
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.device_memory import out_of_memory_explained
 from capibara.training.stability.loss_scale import LossScaling
-from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
+from capibara.training.step import make_train_step
+from capibara.training.trainer import Trainer
 
 _RESTORE_S = 2.0  # to wait for a checkpoint before the compile begins beside it
 
@@ -65,9 +58,10 @@ class Setup:
       batches: the training split.
       checkpoints: of the run folder.
       recovery: saves checkpoints, and rolls back.
+      replicas: compares the replicas of the parameters.
+      hooks: of its training method.
       load: checks a foreign model at `trainer.init_from`.
       spent: seconds by cause.
-      ledger: of the run's privacy; None: it has none.
       data: the counts of each split, as JSON.
     """
 
@@ -76,15 +70,16 @@ class Setup:
     model: api.Model
     spec: StateSpec
     batch_sharding: NamedSharding
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    train_step: Step
     step_temp_bytes: int
     eval_step: EvalStep
     batches: Loader
     checkpoints: Checkpoints
     recovery: Recovery
+    replicas: ReplicaCheck
+    hooks: Hooks
     load: Load | None
     spent: Mapping[str, float]
-    ledger: Ledger | None
     data: Mapping[str, Mapping[str, Any]]
 
     def __enter__(self) -> Setup:
@@ -96,38 +91,6 @@ class Setup:
             self.batches.close()
         finally:
             self.checkpoints.__exit__(kind, error, trace)
-
-    def begin(self, initial: Initial) -> Start:
-        """Makes the initial state of the run, on the mesh."""
-        init = self.spec.init(self.model)
-
-        def new(key: jax.Array, pretrained: Params | None) -> TrainState:
-            return self.spec.with_starts(init(key, pretrained=pretrained), initial.starts)
-
-        return self.recovery.begin(initial, new)
-
-    @property
-    def last_step(self) -> int:
-        """The step at which the run ends, unless it is stopped earlier."""
-        return self.trainer.steps if self.ledger is None else min(self.trainer.steps, self.ledger.last_step)
-
-    def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
-        """The batch provider of the loss; None: batches come from the data alone."""
-        loss = self.trainer.loss
-        if loss is None:
-            return None
-        return returned(
-            loss.batch_provider(self._parts(reporter)), BatchProvider, f"{type(loss).__name__}.batch_provider"
-        )
-
-    @functools.cached_property
-    def constants(self) -> dict[str, jax.Array]:
-        """Arrays that every batch of this start has besides those of the data."""
-        return {} if self.ledger is None else {NOISE_KEY: noise_key(self.mesh)}
-
-    def spent_privacy(self, step: int) -> dict[str, float]:
-        """The epsilon so far, if the run has privacy, as a metric."""
-        return {} if self.ledger is None else self.ledger.metrics(step)
 
     def step(self, step: int, state: TrainState, batch: Batch, position: Position) -> tuple[TrainState, Metrics]:
         """Runs a train step, with implicit transfers to and from the devices forbidden.
@@ -144,94 +107,9 @@ class Setup:
         with jax.transfer_guard("disallow"):
             state, metrics = self.train_step(state, batch)
         self.recovery.watch(step, position, metrics)
-        if is_due(step, self.trainer.replica_check_every) and self._replicas.copies > 1:
-            self._replicas.check(state.params)
+        if is_due(step, self.trainer.replica_check_every) and self.replicas.copies > 1:
+            self.replicas.check(state.params)
         return state, metrics
-
-    @functools.cached_property
-    def _replicas(self) -> ReplicaCheck:
-        return ReplicaCheck(self.spec.abstract.params, self.mesh)
-
-    def evaluator(
-        self,
-        reporter: Reporter,
-        provider: BatchProvider | None = None,
-        callbacks: Callback = Callback(),
-        sampler: Sampler | None = None,
-        judge: Judge | None = None,
-    ) -> Evaluator:
-        """The evaluator of this run, for the loop."""
-        return Evaluator(
-            self.trainer,
-            self.mesh,
-            self.eval_step,
-            self.batch_sharding,
-            reporter,
-            callbacks,
-            provider,
-            sampler,
-            judge,
-            self.model.layer_metrics,
-        )
-
-    def meter(self) -> Meter:
-        """A meter for the steps from now on."""
-        trainer = self.trainer
-        means = trainer.loss.means if trainer.loss else ()
-        return Meter(trainer.plan.batch_size * trainer.dataset.length, means)
-
-    def member(self, reporter: Reporter) -> Member:
-        """This run's part in its group, for the loop."""
-        group = self.trainer.group
-        return Alone() if group is None else group.join(self.model.trained(self.spec.abstract.params), reporter)
-
-    def _parts(self, reporter: Reporter) -> RunParts:
-        trainer, mesh = self.trainer, self.mesh
-
-        def open_once(dataset: Dataset, split: str, rows: int) -> Loader:
-            return open_loader(dataclasses.replace(trainer, dataset=dataset), mesh, split, rows, epochs=1)
-
-        return RunParts(
-            model_dir=trainer.model_dir,
-            seed=trainer.seed,
-            init_from=trainer.init_from,
-            model=self.model,
-            dataset=trainer.dataset,
-            plan=trainer.plan,
-            mesh=mesh,
-            batch_sharding=self.batch_sharding,
-            batches=self.batches,
-            step_temp_bytes=self.step_temp_bytes,
-            evaluates=bool(trainer.evaluation.every),
-            open_once=open_once,
-            validation=functools.partial(evaluation.validation, trainer, mesh, reporter),
-            initial_params=functools.partial(
-                initial_params, trainer, self.model, mesh, self.load, self.spec.init(self.model)
-            ),
-            reporter=reporter,
-        )
-
-    def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
-        """The facts about the run for callbacks."""
-        dataset = self.trainer.dataset
-        tokens = self.trainer.plan.batch_size * dataset.length
-        return RunInfo(
-            model_dir=self.trainer.model_dir,
-            start_step=start_step,
-            total_steps=self.trainer.steps,
-            param_count=self.model.param_count,
-            tokens_per_step=tokens,
-            flops_per_step=self.model.flops_per_token(dataset.length, dataset.encoder_length) * tokens,
-            device_count=self.mesh.size,
-            device_kind=self.mesh.devices.flat[0].device_kind,
-            peak_flops=peak_flops,
-            config=config,
-            arrays={
-                name: (leaf.shape, str(leaf.dtype))
-                for name, leaf in zip(tree.path_names(self.spec.abstract), jax.tree.leaves(self.spec.abstract))
-            },
-            data=self.data,
-        )
 
 
 def set_up(
@@ -255,7 +133,7 @@ def set_up(
       The set-up for the loop, and the checkpoint or pretrained weights from which the run starts.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
-    mesh, model, spec, ledger, read, own, batches, given = _check(trainer, devices, status, load)
+    mesh, model, spec, hooks, read, own, batches, given = _check(trainer, devices, status, load)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
         checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
@@ -269,8 +147,7 @@ def set_up(
             initial = dataclasses.replace(loading.result(), starts=own)
         if (restored := initial.checkpoint) is not None:
             spent["restore"] = time.perf_counter() - compiled_s
-            if ledger is not None:
-                ledger.check_resumed(restored[0].step)
+            hooks.check_resumed(restored[0].step)
             if given.resumes is None or given.resumes.step != restored[0].step:  # the newest one was corrupt
                 batches.set_state(restored[0].data)
                 batches.start()
@@ -287,9 +164,10 @@ def set_up(
         batches=batches,
         checkpoints=checkpoints,
         recovery=Recovery(trainer, checkpoints, batches, spec.abstract),
+        replicas=ReplicaCheck(spec.abstract.params, mesh),
+        hooks=hooks,
         load=load,
         spent=spent,
-        ledger=ledger,
         data={split: counts.as_json() for split, counts in given.counts.items()},
     )
     return setup, initial
@@ -301,7 +179,7 @@ class _Checked(NamedTuple):
     mesh: Mesh
     model: api.Model
     spec: StateSpec
-    ledger: Ledger | None
+    hooks: Hooks
     read: Read | None
     starts: tuple[Callable[[], Params], ...]
     batches: Loader
@@ -320,16 +198,17 @@ def _check(
     mesh = sharding.make_mesh(trainer.plan, devices)
     checks.options(trainer, mesh)
     model = api.build(trainer.model)
-    spec, ledger = describe_state(trainer, model, mesh), _ledger(trainer, model, status)
+    spec = describe_state(trainer, model, mesh)
+    hooks = trainer.training_method.hooks(trainer, model.trained(model.abstract_params), status)
     trainer.optimizer.schedule.learning_rates(trainer.steps)
-    _objective(trainer, model)
+    trainer.training_loss.checked_objective(model, trainer.dataset)
     read, own = reader(trainer, load), starts(trainer, model, mesh, load)
-    given = checks.given(trainer, model, mesh, spec.abstract, read, ledger, whole=whole)
+    given = checks.given(trainer, model, mesh, spec.abstract, read, hooks, whole=whole)
     for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
         status(note)
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
-    return _Checked(mesh, model, spec, ledger, read, own, given.batches, given)
+    return _Checked(mesh, model, spec, hooks, read, own, given.batches, given)
 
 
 def check(trainer: Trainer, load: Load | None = None) -> list[str]:
@@ -367,17 +246,6 @@ def _compiled(
     return train_step
 
 
-def _ledger(trainer: Trainer, model: api.Model, status: Callable[[str], None]) -> Ledger | None:
-    """The ledger of the run's privacy, after it has told what a user should know; None: it has none."""
-    if trainer.privacy is None:
-        return None
-    ledger = Ledger.of(trainer.privacy, trainer.dataset, trainer.plan.batch_size)
-    params = sum(x.size for x in jax.tree.leaves(model.trained(model.abstract_params)))
-    for line in ledger.remarks(trainer.steps, params):
-        status(line)
-    return ledger
-
-
 def _temp_bytes(program: jax.stages.Compiled) -> int:
     """Temporary memory of a program on a device, beside its arguments; 0: the back end does not report it."""
     memory = program.memory_analysis()
@@ -401,7 +269,7 @@ class StateOptions(TypedDict):
     ema: bool
     loss_scaling: LossScaling | None
     anomalies: Anomalies
-    apart: Apart | None
+    opt_part: OptStatePart | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,38 +288,14 @@ class StateSpec:
         donated = () if in_blocks else "pretrained"  # a quantized parameter cannot reuse the buffer
         return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
 
-    def begun(self) -> Callable[..., PyTree]:
-        """A jitted function (nodes, index of a node, trained parameters) -> the nodes, of which one begins with these."""
-        apart = self.options["apart"]
-        assert apart is not None, "only a strategy has nodes"
-        return jax.jit(apart.strategy.begun, donate_argnums=0, out_shardings=self.shardings.opt_state)
-
-    def with_starts(self, state: TrainState, loads: Sequence[Callable[[], Params]]) -> TrainState:
-        """A new state whose nodes have initial weights of their own.
-
-        Args:
-          state: its arrays may be used only once.
-          loads: each loads the trained parameters of a model; the nodes take them in turn.
-        """
-        apart, nodes = self.options["apart"], state.opt_state
-        if apart is None or not loads:
-            return state
-        begun = self.begun()
-        for index, load in enumerate(loads):
-            params = load()
-            for node in range(index, apart.nodes, len(loads)):
-                nodes = begun(nodes, jnp.int32(node), params)
-            del params  # before the next one comes
-        return dataclasses.replace(state, opt_state=nodes)
-
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
     """Specifies the train state from shapes only; nothing is allocated."""
     options: StateOptions = {
-        "ema": trainer.ema_decay is not None or (trainer.strategy is not None and trainer.strategy.averages),
+        "ema": trainer.ema_decay is not None or trainer.training_method.averages,
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
-        "apart": None if trainer.strategy is None else Apart(trainer.strategy, trainer.plan.node),
+        "opt_part": trainer.training_method.opt_part(trainer.plan),
     }
     tx = trainer.optimizer.transformation(trainer.steps, model.trained(model.axes))
     if (own := user_modules.own_class(trainer.optimizer)) is not None:
@@ -459,12 +303,6 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
             optim.check_updates(tx, model.trained(model.abstract_params), own)
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
-
-
-def _objective(trainer: Trainer, model: api.Model) -> Objective:
-    if trainer.loss is not None:
-        return trainer.loss.checked_objective(model, trainer.dataset)
-    return of_cross_entropy(model, trainer.z_loss, trainer.label_smoothing, trainer.loss_normalization)
 
 
 def compile_step(
@@ -482,9 +320,9 @@ def compile_step(
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec | None = None) -> jax.stages.Lowered:
     """Lowers the train step without compiling it, for the devices of any mesh."""
     checks.check_rows(trainer, mesh)
-    plan, spec = trainer.plan, spec or describe_state(trainer, model, mesh)
-    batch_sharding, objective = sharding.batch_sharding(mesh, plan.rules), _objective(trainer, model)
-    private = None if trainer.privacy is None else make_private_gradient(objective, plan, mesh, trainer.privacy)
+    plan, method, spec = trainer.plan, trainer.training_method, spec or describe_state(trainer, model, mesh)
+    objective = trainer.training_loss.checked_objective(model, trainer.dataset)
+    parts = StepParts(model, plan, mesh, objective, spec.shardings)
     step = make_train_step(
         model,
         spec.tx,
@@ -495,22 +333,18 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
         loss_scaling=spec.options["loss_scaling"],
         anomalies=trainer.anomalies,
         objective=objective,
-        private=private,
+        gradient=method.gradient(parts),
     )
-    if trainer.strategy is not None:
-        step = make_nodes_step(
-            step, make_node_loss(model, plan, mesh, objective), model, trainer.strategy, spec.shardings
-        )
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(spec.shardings, None))
+    jitted = jax.jit(method.step(parts, step), donate_argnums=0, out_shardings=(spec.shardings, None))
+    batch_sharding = sharding.batch_sharding(mesh, plan.rules)
     batch = {
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
         for key, (shape, dtype) in trainer.batch_spec.items()
     }
-    if private is not None:
-        batch[NOISE_KEY] = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=key_sharding(mesh))
+    batch |= method.batch_spec(mesh)
     module = api.module_of(trainer.model)
     with user_modules.attributed(
-        "the train step", trainer.model, module, trainer.loss, trainer.optimizer, trainer.strategy
+        "the train step", trainer.model, module, trainer.loss, trainer.optimizer, method.configured
     ):
         lowered = jitted.lower(spec.abstract, batch)
     _check_means(trainer, lowered.out_info[1])

@@ -180,7 +180,7 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training.run_folder import own_tokenizer
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 from capibara.core.types import UserError
 
 path, run = sys.argv[1], "gs://bucket/chats"

@@ -8,9 +8,9 @@ from capibara import config
 from capibara.cli import train as verb
 from capibara.cli.composition import training_run
 from capibara.core.types import UserError
-from capibara.training.base.trainer import Trainer
 from capibara.training.loop import Outcome
 from capibara.training.profiling.profile import Profile
+from capibara.training.trainer import Trainer
 
 
 def test_profile_binds_the_steps(monkeypatch, tmp_path):

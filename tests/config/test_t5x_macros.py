@@ -5,7 +5,7 @@ import pytest
 from capibara import config
 from capibara.config import t5x_macros
 from capibara.core.types import UserError
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 RUN = """
 include "runs/pretrain.gin"

@@ -14,7 +14,7 @@ import pytest
 from capibara import config
 from capibara.config import written
 from capibara.core.types import UserError
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 
 class Season(enum.StrEnum):

@@ -32,9 +32,10 @@ from capibara.run.run import Run
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.evaluation import evaluate, make_eval_step, with_tasks
 from capibara.training.feed import validation_loader
+from capibara.training.trainer import Trainer
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 OPTIONS = SeqioEvaluation(task_module="seqio_task", sampling=GREEDY)

@@ -39,8 +39,9 @@ from capibara.strategies.answering import Answerer
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.evaluation import Judge
+from capibara.training.trainer import Trainer
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
 ROWS, GROUP, PROMPTS = 16, 4, 26

@@ -31,8 +31,9 @@ from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.stability.watchdog import Watch
+from capibara.training.trainer import Trainer
 
 DEVICES = 4
 # The first axis that has more than one device spans two processes of two, and four of one.

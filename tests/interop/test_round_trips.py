@@ -27,8 +27,8 @@ from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.multihost import exits
 from capibara.training import run_folder
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import origin, own_tokenizer
+from capibara.training.trainer import Trainer
 
 HERE = pathlib.Path(__file__).resolve().parent
 FOLDERS = json.loads((HERE / "folders.json").read_text())

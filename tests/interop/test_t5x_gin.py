@@ -11,7 +11,7 @@ from capibara.inference.sample import SampleText
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.interop.t5x import gin as t5x_gin
 from capibara.multihost import exits
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 BASE = """
 from __gin__ import dynamic_registration

@@ -21,8 +21,8 @@ from capibara.interop.hf import config as hf_config
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.training import run_folder
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import own_tokenizer
+from capibara.training.trainer import Trainer
 
 CONFIG = DecoderConfig(
     vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128

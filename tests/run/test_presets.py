@@ -17,8 +17,8 @@ from capibara.evaluation.tasks import EvalTask
 from capibara.models import api
 from capibara.run.run import Run, emulated
 from capibara.strategies.group.coordinator import Coordinator
-from capibara.training.base.trainer import Trainer
 from capibara.training.setup import lower_step
+from capibara.training.trainer import Trainer
 
 GIN = pathlib.Path(__file__).resolve().parents[2] / "gin"
 FILES = sorted(str(path.relative_to(GIN)) for path in GIN.rglob("*.gin"))

@@ -13,7 +13,7 @@ from capibara.config import written
 from capibara.core.types import UserError
 from capibara.run.run import Run, emulated, with_plan
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 GIVEN = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2"]
 RUNS = {

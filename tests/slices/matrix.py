@@ -30,7 +30,7 @@ from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
 from capibara.training import setup
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 ROWS, LENGTH = 16, 256
 SIZES = dict(vocab_size=512, embed_dim=256, num_layers=2, num_heads=8, head_dim=128, mlp_dim=512, dtype="bfloat16")

@@ -34,7 +34,7 @@ from capibara.strategies.consensus import ConsensusConfig, StrategyName
 from capibara.training import setup
 
 SITE = "consensus/aggregation/sharded.py make.aggregate"
-OF_STEPS = "training/step.py make_nodes_step.by_node", "strategies/consensus/rounds.py _received"
+OF_STEPS = "training/methods/nodes.py make_nodes_step.by_node", "strategies/consensus/rounds.py _received"
 GROUPS = "strategies/consensus/hierarchy.py group_means"
 # What partitions by hand -> the aggregation, or the model of a step, that has it.
 WITHIN = {SITE: "geometric median after NNM"} | dict.fromkeys((*OF_STEPS, GROUPS), "decoder")
@@ -47,7 +47,7 @@ AGGREGATIONS = {
     "SMEA": Aggregation(rule=Smea(), faults=1),
     "centred clipping": Aggregation(rule=CenteredClipping(), faults=1),
 }
-START = "training/setup.py StateSpec.begun"
+START = "training/methods/nodes.py Nodes.begun"
 SIZES = {"node": 4, "fsdp": 2}
 SHAPES = {"kernel": ((1024, 2048), PartitionSpec(None, "fsdp")), "norm": ((1000,), PartitionSpec())}
 
@@ -124,9 +124,8 @@ def test_the_initial_weights_of_a_node_compile_for_the_slice(model, tell):
     everywhere = NamedSharding(case.mesh, PartitionSpec())
     node = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     abstract = case.state.abstract
-    report = compiler.compile_train_step(
-        case.state.begun().lower(abstract.opt_state, node, case.model.trained(abstract.params))
-    )
+    begun = case.trainer.training_method.begun(case.state.shardings)
+    report = compiler.compile_train_step(begun.lower(abstract.opt_state, node, case.model.trained(abstract.params)))
     assert report.fits
     tell("initial weights of a node", model, "v5e-8", STEPS[model], report)
 

@@ -14,7 +14,7 @@ from capibara.core.types import UserError
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.objectives.preference import Dpo
 from capibara.training import emulation
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 FILES = ["models/tiny.gin", "runs/lora.gin"]
 GIVEN = ["MODEL_DIR=runs/new", "INIT_FROM=runs/base", "TRAIN_STEPS=10", "FILES=('a.jsonl',)"]

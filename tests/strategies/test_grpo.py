@@ -27,8 +27,9 @@ from capibara.strategies import rewards
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.feed import BatchFeed
+from capibara.training.trainer import Trainer
 
 LENGTH, NEW = 24, 8
 

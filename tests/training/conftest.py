@@ -21,8 +21,9 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.evaluation import Evaluator
+from capibara.training.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

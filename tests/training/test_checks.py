@@ -7,7 +7,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.optim import Optimizer, Schedule
 from capibara.training import checks, run_folder, setup
-from capibara.training.base.trainer import Evaluation
+from capibara.training.base.options import Evaluation
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from capibara import config
 from capibara.training import emulation
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 BASE = ["base_v5e64.gin"]
 

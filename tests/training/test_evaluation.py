@@ -16,7 +16,8 @@ from capibara.data.sources.sources import JsonlSource
 from capibara.models.parts.moe import Hints, Moe
 from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Evaluation
+from capibara.training import assembly
+from capibara.training.base.options import Evaluation
 from capibara.training.evaluation import evaluate
 from capibara.training.setup import set_up
 
@@ -25,8 +26,8 @@ def metrics_of(trainer, devices=None):
     run, initial = set_up(trainer, devices)
     ignore = lambda *_, **options: None  # noqa: E731
     with run:
-        state = run.begin(initial).state
-        evaluator = run.evaluator(Reporter(ignore, ignore, ignore, ignore))
+        state = assembly.begin(run, initial).state
+        evaluator = assembly.evaluator(run, Reporter(ignore, ignore, ignore, ignore))
         return run, state, evaluator.metrics(state.eval_params)
 
 

@@ -6,7 +6,7 @@ import types
 
 from capibara.checkpoints import manifest
 from capibara.training import initialization
-from capibara.training.base.trainer import InitWith
+from capibara.training.base.options import InitWith
 
 
 def trainer_of(init_from, own):

@@ -11,7 +11,8 @@ from capibara import config
 from capibara.core.types import UserError
 from capibara.data.dataset import Kind
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
+from capibara.training.trainer import Trainer
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32")
 MODELS = {

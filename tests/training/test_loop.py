@@ -25,7 +25,7 @@ from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, setup
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Evaluation
+from capibara.training.base.options import Evaluation
 from capibara.training.evaluation import Evaluator
 from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies

@@ -18,13 +18,13 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.training import assembly, run_folder
 from capibara.training import initialization as given
-from capibara.training import run_folder
 from capibara.training.base import state as states
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import origin
 from capibara.training.setup import set_up
 from capibara.training.step import make_train_step
+from capibara.training.trainer import Trainer
 
 LORA = Lora(rank=4, targets=("all-linear",))
 CONFIG = DecoderConfig(
@@ -233,7 +233,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     run, initial = set_up(trainer, load=Load)
     with run:
         assert origin.read(trainer.model_dir) == Load.origin
-        state = run.begin(initial).state
+        state = assembly.begin(run, initial).state
         path, *leaves = told
         assert initial.step == 0 and path == "elsewhere" and len(leaves) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
@@ -270,7 +270,7 @@ def test_a_run_begins_from_one_with_adapters_merged(make_trainer, tmp_path):
     want = jax.jit(model.merge)(drawn)
     run, initial = set_up(make_trainer(init_from=source, model_dir=str(tmp_path / "run")))
     with run:
-        params = run.begin(initial).state.params
+        params = assembly.begin(run, initial).state.params
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), jax.device_get(params), want)
         assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {8}
 

@@ -18,8 +18,9 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training.base import state as states
+from capibara.training.base.gradient import accumulate
 from capibara.training.stability.loss_scale import LossScaling
-from capibara.training.step import accumulate, make_train_step
+from capibara.training.step import make_train_step
 
 CONFIG = DecoderConfig(
     vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, dtype="float32"

@@ -23,7 +23,8 @@ from capibara.objectives import preference
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
+from capibara.training.trainer import Trainer
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
 

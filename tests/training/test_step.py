@@ -11,10 +11,12 @@ import pytest
 from capibara import sharding
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.objectives.base import of_cross_entropy
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training.base import state as states
-from capibara.training.step import make_node_loss, make_train_step
+from capibara.training.methods.nodes import make_node_loss
+from capibara.training.step import make_train_step
 
 CONFIG = DecoderConfig(
     vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, dtype="float32"
@@ -154,7 +156,7 @@ def test_z_loss_is_the_mean_squared_log_normaliser_and_reaches_the_gradient():
     params = model.init(jax.random.key(0))
     log_z = jax.nn.logsumexp(model.logits(params, batch), axis=-1)
     want = 0.1 * np.average(np.square(log_z), weights=batch["weights"])
-    losses, state, metrics = run(Plan(batch_size=16), 1, z_loss=0.1)
+    losses, state, metrics = run(Plan(batch_size=16), 1, objective=of_cross_entropy(api.build(CONFIG), 0.1))
     plain_losses, plain_state, plain_metrics = run(Plan(batch_size=16), 1)
     np.testing.assert_allclose(metrics["z_loss"], want, rtol=1e-5)
     np.testing.assert_array_equal(losses, plain_losses)  # the loss reported is without it

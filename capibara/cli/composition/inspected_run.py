@@ -11,7 +11,7 @@ from capibara.data.dataset import Dataset
 from capibara.models import api
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 
 def run_of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:

@@ -22,8 +22,8 @@ from capibara.loading import adapters, opening
 from capibara.models.api import Model, TransformerConfig
 from capibara.sharding import Plan
 from capibara.training import run_folder
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import Placed, TrainedRun, own_tokenizer
+from capibara.training.trainer import Trainer
 
 Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 

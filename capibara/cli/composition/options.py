@@ -19,8 +19,8 @@ from capibara.data.packing.packing import Packing
 from capibara.data.sources.sources import DataFormat
 from capibara.optim import OptimizerName, ScheduleKind
 from capibara.sharding import Remat
-from capibara.training.base.trainer import Trainer
 from capibara.training.stability.anomalies import OnSpike
+from capibara.training.trainer import Trainer
 
 
 class Dependent(NamedTuple):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from capibara.interop import peft_runs as runs
     from capibara.models.api import Model
     from capibara.run.run import Run
-    from capibara.training.base.trainer import Trainer
     from capibara.training.loop import Outcome
+    from capibara.training.trainer import Trainer
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
     from capibara import config
     from capibara.config import written
     from capibara.run.run import Run
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     if type(trainer) is not Trainer:
         raise UserError(
@@ -91,7 +91,7 @@ def train_gin(
     """
     from capibara import config
     from capibara.run.run import Run
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)

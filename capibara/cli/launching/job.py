@@ -141,7 +141,7 @@ def storage_of(text: str) -> str:
 def _bindings(slice_: str | None, storage: str) -> list[str]:
     """Bindings that a job adds: its slice, and a run folder in the storage if its own path is relative."""
     from capibara import config
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     values = {"Plan.slice": slice_} if slice_ else {}
     folder = config.build(Trainer).model_dir

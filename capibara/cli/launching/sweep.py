@@ -40,7 +40,7 @@ from capibara.monitoring.status import StatusLine
 from capibara.multihost import exits
 
 if TYPE_CHECKING:
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
 _DESCRIPTION = """usage: capibara launch sweep WHERE RUN.gin --vary='NAME = VALUES' ...
 
@@ -289,7 +289,7 @@ def _trainer() -> Trainer:
     from capibara.monitoring.defaults import Monitoring
     from capibara.monitoring.system.sampler import SystemMetrics
     from capibara.monitoring.trackers.tracking import Tracking
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     trainer = config.build(Trainer)
     own = [SampleText, Monitoring, SystemMetrics, Tracking]

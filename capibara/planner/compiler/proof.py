@@ -67,7 +67,7 @@ def key(run: Run, slice_: Slice) -> dict[str, Any]:
         "loss_scaling": repr(run.loss_scaling),
         "flags": flags(run, slice_),
         **({} if run.loss is None else {"loss": repr(run.loss)}),
-        **({} if run.strategy is None else {"strategy": repr(run.strategy)}),
+        **run.training_method.program,
         **({"modules": code} if (code := compile_cache.users_digest(run)) else {}),
     }
 

@@ -27,11 +27,25 @@ _OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+class TrainingMethod(Protocol):
+    """A run's training method: a training.methods.method.Method.
+
+    Attributes:
+      unplanned: why a search does not know what its step needs; None: it does.
+      program: what of it decides the compiled step, by name.
+    """
+
+    @property
+    def unplanned(self) -> str | None: ...
+    @property
+    def program(self) -> dict[str, str]: ...
+
+
 class Run(Dataclass, Protocol):
     """A training run as the planner sees it: a training.trainer.Trainer, which this room does not import.
 
     Attributes:
-      model, plan, dataset, optimizer, loss, strategy, privacy: the parts that decide the compiled step and what is held beside it.
+      model, plan, dataset, optimizer, loss, training_method: the parts that decide the compiled step and what is held beside it.
       steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as in Trainer.
       batch_spec: shape and dtype of every array that a step reads.
     """
@@ -47,9 +61,7 @@ class Run(Dataclass, Protocol):
     @property
     def loss(self) -> Loss | None: ...
     @property
-    def strategy(self) -> object: ...
-    @property
-    def privacy(self) -> object: ...
+    def training_method(self) -> TrainingMethod: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -281,11 +293,8 @@ def check_one_model(plan: Plan) -> None:
 
 def check_ordinary(run: Run) -> None:
     """Raises UserError if a search would not know what the run's step needs."""
-    if run.privacy is not None:
-        raise UserError(
-            "Trainer.privacy is set, and a search does not know what the gradients of single documents need: set the axes of the "
-            "mesh (Plan.fsdp, ...) and ask `capibara prove`"
-        )
+    if (why := run.training_method.unplanned) is not None:
+        raise UserError(why)
 
 
 def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Callable
 
 from capibara.core.types import Params, PyTree
 from capibara.objectives.base import Metrics
 from capibara.objectives.batches import Reporter
-
-
-@dataclasses.dataclass(frozen=True)
-class Adopted:
-    """A model that a group has agreed on.
-
-    Attributes:
-      step: the run's step with that model; above the one that it was at if the group is ahead of the run.
-      params: the trained parameters, on the mesh.
-      line: what the round did, for people.
-    """
-
-    step: int
-    params: Params
-    line: str
-
-
-Score = Callable[[Params], float]  # trained parameters -> the loss on the run's validation data; raises Interrupted
+from capibara.training.base.adopted import Adopted, Score
 
 
 class Member(abc.ABC):
@@ -54,17 +35,6 @@ class Member(abc.ABC):
           Interrupted: the run is to stop.
           UserError: the group has ended, has other parameters, or does not answer.
         """
-
-
-class Alone(Member):
-    """The part of a run that is in no group."""
-
-    def watch(self, metrics: Metrics) -> None:
-        del metrics
-
-    def meet(self, step: int, params: Params, score: Score | None = None) -> Adopted | None:
-        del step, params, score
-        return None
 
 
 class Group(abc.ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import optim, sharding
 from capibara.core import tree
-from capibara.core.types import Params, PyTree
+from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model
-from capibara.training.base.strategy import Strategy
+from capibara.objectives.base import Metrics
 from capibara.training.stability.anomalies import Anomalies, LossWindow
 from capibara.training.stability.loss_scale import LossScale, LossScaling
 
@@ -29,7 +30,7 @@ class TrainState:
     Attributes:
       step: number of completed steps, int32 scalar.
       params: parameters; trained ones are float32.
-      opt_state: state of the optax chain for the trained parameters, or of the strategy of nodes that train apart.
+      opt_state: state of the optax chain for the trained parameters, or what the run's method has in its place.
       ema: exponential moving average of the trained parameters; None: none is kept.
       loss_scale: the loss scale of a float16 run, otherwise None.
       losses: the window of losses of a run that looks for spikes, otherwise None.
@@ -77,11 +78,20 @@ class TrainState:
         return parts
 
 
-class Apart(NamedTuple):
-    """Nodes that train apart: their number, and what brings them together."""
+# (state, batch) -> (the state after the step, its metrics).
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
-    strategy: Strategy
-    nodes: int
+
+class OptStatePart(NamedTuple):
+    """What a training method keeps in the place of the optimizer's state.
+
+    Attributes:
+      init: (optimizer, trained parameters) -> the state before the first step (traceable).
+      shardings: (its shapes; the shardings of the trained parameters, and of the optimizer's own state) -> its shardings.
+    """
+
+    init: Callable[[optax.GradientTransformation, Params], PyTree]
+    shardings: Callable[[PyTree, PyTree, PyTree], PyTree]
 
 
 def init_state(
@@ -92,19 +102,24 @@ def init_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
-    apart: Apart | None = None,
+    opt_part: OptStatePart | None = None,
     pretrained: Params | None = None,
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`).
 
-    `pretrained`: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
+    Args:
+      model, tx, key: the model, its optimizer, and the seed of random initial weights.
+      ema: whether it has a moving average of the trained parameters.
+      loss_scaling, anomalies: of the run; None: it has no such part.
+      opt_part: what the training method keeps in the place of the optimizer's state; None: that state.
+      pretrained: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
     """
     params = model.init(key) if pretrained is None else _begun(model, pretrained, key)
     trained = model.trained(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=tx.init(trained) if apart is None else apart.strategy.init(tx, trained, apart.nodes),
+        opt_state=tx.init(trained) if opt_part is None else opt_part.init(tx, trained),
         ema=jax.tree.map(jnp.copy, trained) if ema else None,
         loss_scale=None if loss_scaling is None else loss_scaling.start(),
         losses=None if anomalies is None else anomalies.start(),
@@ -126,7 +141,7 @@ def state_shardings(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
-    apart: Apart | None = None,
+    opt_part: OptStatePart | None = None,
 ) -> TrainState:
     """The NamedSharding of every leaf; optimizer moments are sharded like their parameters.
 
@@ -143,9 +158,9 @@ def state_shardings(
 
     everywhere: PyTree = NamedSharding(mesh, PartitionSpec())
     opt_state = jax.tree.map(of_moment, opt_shapes, opt_axes)
-    if apart is not None:
-        shapes = jax.eval_shape(lambda trained: apart.strategy.init(tx, trained, apart.nodes), trained)
-        opt_state = apart.strategy.shardings(shapes, model.trained(params), opt_state)
+    if opt_part is not None:
+        shapes = jax.eval_shape(lambda trained: opt_part.init(tx, trained), trained)
+        opt_state = opt_part.shardings(shapes, model.trained(params), opt_state)
     return TrainState(
         step=everywhere,
         params=params,
@@ -164,13 +179,13 @@ def abstract_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
-    apart: Apart | None = None,
+    opt_part: OptStatePart | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
 
     def new() -> TrainState:
         key = jax.random.key(0)
-        return init_state(model, tx, key, ema=ema, loss_scaling=loss_scaling, anomalies=anomalies, apart=apart)
+        return init_state(model, tx, key, ema=ema, loss_scaling=loss_scaling, anomalies=anomalies, opt_part=opt_part)
 
     return with_shardings(jax.eval_shape(new), shardings)
 

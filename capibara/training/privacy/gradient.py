@@ -24,6 +24,7 @@ from capibara.models.api import Stats
 from capibara.multihost import hosts
 from capibara.objectives.base import Metrics, Objective
 from capibara.sharding import Plan
+from capibara.training.base.gradient import Gradient
 
 NOISE_KEY = "noise_key"  # of a batch: the secret of this start's noise, uint32 [2]
 
@@ -46,12 +47,7 @@ class Summed(NamedTuple):
     broken: jax.Array
 
 
-# (trained parameters, frozen ones, batch, step, scale of the loss, which is None) -> (the mean gradient with noise, the
-# objective's sums, the layers' statistics, metrics).
-PrivateGradient = Callable[[Params, Params, Batch, jax.Array, jax.Array | None], tuple[Params, PyTree, Stats, Metrics]]
-
-
-def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy: Privacy) -> PrivateGradient:
+def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy: Privacy) -> Gradient:
     """Makes the gradient of a step; its batches also have a `NOISE_KEY`.
 
     Each device group takes its rows one by one and holds all trained parameters and their gradient in float32.

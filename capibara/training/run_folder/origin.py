@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from capibara.checkpoints import run_manifest
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.storage import stores
-from capibara.training.base.trainer import Trainer
+from capibara.training.base.options import RunOptions
 
 FOLDER = tokenizer_files.ORIGIN
 
@@ -35,7 +35,7 @@ def read(model_dir: str) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names if "/" not in name}
 
 
-def keep(trainer: Trainer, reader: object) -> None:
+def keep(trainer: RunOptions, reader: object) -> None:
     """Writes the origin of a run's initial weights to its folder, once.
 
     Args:

@@ -26,9 +26,10 @@ from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE
 from capibara.data.tokenizers.vocabulary import OwnFiles
 from capibara.storage import outputs, stores
-from capibara.training.base.trainer import Trainer
+from capibara.training.base.options import RunOptions
 
 _T = TypeVar("_T", bound=Dataclass)
+_Run = TypeVar("_Run", bound=RunOptions)
 
 
 def keep(dataset: Dataset, model_dir: str) -> None:
@@ -74,7 +75,7 @@ def _has_copy(known: dict[str, str]) -> bool:
     return any(place.split("/")[0] == OWN for place in known.values())
 
 
-def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
+def of_run(trainer: _Run, model_dir: str | None = None) -> _Run:
     """A run whose tokenizer is the copy in its folder: always for a run that is loaded; for training if the original is gone.
 
     Args:

@@ -20,8 +20,8 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.sharding import Plan
 from capibara.storage import outputs, stores
+from capibara.training.base.options import RunOptions
 from capibara.training.base.state import TrainState, with_shardings
-from capibara.training.base.trainer import Trainer
 
 CONFIG = run_manifest.CONFIG
 _OF_OTHERS = "config.json"  # a folder with this file is a Hugging Face folder, whatever else it contains
@@ -39,7 +39,7 @@ class TrainedRun:
       is_average: whether the parameters are moving averages.
     """
 
-    trainer: Trainer
+    trainer: RunOptions
     model: api.Model
     params: Params
     step: int
@@ -83,7 +83,7 @@ def on_one_device(plan: Plan, model: api.Model) -> PyTree:
 
 def load(
     folder: str,
-    trainer: Trainer,
+    trainer: RunOptions,
     *,
     step: int | None = None,
     average: bool | None = None,
@@ -123,7 +123,7 @@ def load(
     return TrainedRun(trainer, model.plain if merge else model, params, step, kept and average is not False)
 
 
-def described(folder: str, trainer: Trainer) -> TrainedRun:
+def described(folder: str, trainer: RunOptions) -> TrainedRun:
     """A run and its model without adapters, with shapes (jax.ShapeDtypeStruct) for parameters; arguments as in `load`.
 
     Raises:

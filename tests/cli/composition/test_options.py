@@ -30,9 +30,10 @@ from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
-from capibara.training.base.trainer import Evaluation, Trainer
+from capibara.training.base.options import Evaluation
 from capibara.training.profiling.profile import Profile
 from capibara.training.stability.loss_scale import LossScaling
+from capibara.training.trainer import Trainer
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
 TEMPLATE = ChatTemplate(tokenizer="t", template="{{ messages }}")
@@ -247,7 +248,7 @@ def test_every_row_has_a_case():
 
 # Fields that are not in the table: they count alone, they are parts, or their own class says what they need (checked).
 ALONE = {
-    "Trainer": "model_dir steps model plan dataset optimizer evaluation checkpointing init_from loss strategy group privacy "
+    "Trainer": "model_dir steps model plan dataset optimizer evaluation checkpointing init_from loss strategy group privacy method "
     "seed log_every z_loss label_smoothing loss_normalization ema_decay anomalies watch profile replica_check_every "
     "heartbeat_s dashboard",
     "Evaluation": "every",

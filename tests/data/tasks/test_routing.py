@@ -17,7 +17,7 @@ from capibara.data.tasks.routing import MODULE, SCHEMA, RoutingTask, routing_tas
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 from tests.builders.routing import data
 
 DOMAINS = ("python", "sql")

@@ -92,7 +92,7 @@ from capibara.planner.compiler import compile as planner
 from capibara.planner.compiler import compile_cache as verdict
 from capibara.planner.hardware import topology, xla_flags
 from capibara.training import setup as run
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 chip, with_table = sys.argv[1], sys.argv[2] == "table"
 trainer = Trainer(

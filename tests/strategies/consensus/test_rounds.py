@@ -22,9 +22,9 @@ from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.strategies.consensus.rounds import meeting
 from capibara.training.base import state as states
-from capibara.training.base.state import Apart
 from capibara.training.base.strategy import NodesPrograms, of_all
-from capibara.training.step import make_node_loss, make_nodes_step, make_train_step
+from capibara.training.methods.nodes import Nodes, make_node_loss, make_nodes_step
+from capibara.training.step import make_train_step
 
 CONFIG = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=64, dtype="float32"
@@ -49,14 +49,14 @@ def program(plan, strategy, devices):
     """(new state, step, sharding of the rows), compiled once."""
     model, tx = api.build(CONFIG), optax.sgd(RATE)
     mesh = sharding.make_mesh(plan, devices)
-    apart, ema = None if strategy is None else Apart(strategy, plan.node), strategy is not None and strategy.averages
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, apart=apart)
+    opt_part, ema = (None, False) if strategy is None else (Nodes(strategy).opt_part(plan), strategy.averages)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema, opt_part=opt_part)
     step = make_train_step(model, tx, lambda _: RATE, plan, mesh)
     if strategy is not None:
         strategy.check(plan)
         step = make_nodes_step(step, make_node_loss(model, plan, mesh), model, strategy, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    init = functools.partial(states.init_state, model, tx, ema=ema, apart=apart)
+    init = functools.partial(states.init_state, model, tx, ema=ema, opt_part=opt_part)
     return jax.jit(init, out_shardings=shardings), step, sharding.batch_sharding(mesh, plan.rules)
 
 

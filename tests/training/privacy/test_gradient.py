@@ -1,10 +1,9 @@
-"""DP-SGD: the gradient is the mean of clipped ones with the noise that is counted, and a run ends with its budget."""
+"""DP-SGD: the gradient is the mean of clipped ones with the noise that is counted."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +12,15 @@ import optax
 import pytest
 
 from capibara import sharding
-from capibara.checkpoints.manager import Checkpointing
 from capibara.consensus.privacy import Privacy
-from capibara.core.types import UserError
-from capibara.data.packing.packing import Packing
-from capibara.data.shards.source import ShardedSource
-from capibara.data.sources.sources import JsonlSource
 from capibara.models import api
-from capibara.models.api import DecoderConfig, Lora, Moe
+from capibara.models.api import DecoderConfig, Moe
 from capibara.objectives.base import of_cross_entropy
 from capibara.sharding import Plan
-from capibara.strategies.consensus import ConsensusConfig
 from capibara.training.base.state import TrainState
-from capibara.training.base.trainer import Evaluation
+from capibara.training.methods.method import StepParts
+from capibara.training.methods.private import Private
 from capibara.training.privacy.gradient import NOISE_KEY, key_sharding, make_private_gradient
-from capibara.training.privacy.ledger import Ledger
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.step import make_train_step
 
@@ -160,176 +153,19 @@ def test_a_document_moves_the_sum_by_the_clip_norm_at_most_and_a_broken_one_not_
     assert metrics["broken_rows"] == 1 and np.isfinite(of_good.nll) and of_good.weight == of_others.weight
 
 
-# --- runs ---
-
-
-@pytest.fixture
-def make_private(make_trainer):
-    """A run on documents of which five batches of 32 hold a pass."""
-    base = make_trainer()
-    source = dataclasses.replace(base.dataset.source, validation_fraction=0.25)
-    dataset = dataclasses.replace(base.dataset, source=source, packing=Packing.NONE)
-    assert 128 < len(dataset.documents("train")) <= 160
-    own = {"plan": Plan(batch_size=32, fsdp=4, tensor=2), "dataset": dataset, "steps": 12}
-    return lambda privacy, **changes: make_trainer(**{"privacy": privacy} | own | changes)
-
-
-SIGMA = dict(clip_norm=0.5, noise_multiplier=2.0)
-
-
-def test_a_run_ends_where_its_budget_does_and_a_larger_one_resumes_it(make_private, train):
-    two = Privacy(**SIGMA, budget=Privacy(**SIGMA).epsilon(2) + 1e-6)
-    seen = train(make_private(two, evaluation=Evaluation(every=6, max_batches=1)))
-    assert [*seen.evaluations] == [6, 10]  # the model that comes out, too
-    assert (seen.outcome.step, seen.outcome.reason) == (10, "privacy_budget") and seen.checkpoints == [10]
-    assert "allows 10 of Trainer.steps (12)" in "; ".join(seen.statuses)
-    assert f"epsilon {two.budget:.3g} at delta 1e-05 after step 10, in pass 2 over the data" in seen.statuses[-1]
-    for step, metrics in seen.metrics.items():
-        assert metrics["epsilon"] == pytest.approx(two.epsilon(1 if step <= 5 else 2))
-    with pytest.raises(UserError, match=r"the privacy budget is spent at step 10: raise Privacy.budget to continue"):
-        train(make_private(two))
-    with pytest.raises(
-        UserError, match=r"Privacy.budget is 2.5, and this run has spent epsilon 2.94 by step 10: raise"
-    ):
-        train(make_private(dataclasses.replace(two, budget=2.5)))
-    more = train(make_private(dataclasses.replace(two, budget=100.0)))
-    assert (more.start_step, more.outcome.step, more.outcome.reason) == (10, 12, "finished")
-    assert more.metrics[11]["epsilon"] == pytest.approx(two.epsilon(3))
-
-
-@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.heavy)])
-def test_a_run_learns_and_its_noise_is_secret(make_private, train, tmp_path, steps):
-    little = Privacy(clip_norm=1.0, noise_multiplier=0.05, accounting="rdp")
-    runs = [train(make_private(little, steps=steps, model_dir=str(tmp_path / name))) for name in ("one", "two")]
-    for seen in runs:
-        assert seen.losses[steps] < seen.losses[1] - (0.5 if steps == 20 else 0.0)
-        # The secret is no part of what is saved.
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(seen.state)} <= {"float32", "int32"}
-    assert runs[0].losses[1] == runs[1].losses[1] and runs[0].losses[2] != runs[1].losses[2]
-
-
-def test_the_promise_of_a_run_that_resumes_is_the_same(make_private, train):
-    train(make_private(Privacy(**SIGMA), steps=5))
-    for privacy, words in (
-        (Privacy(clip_norm=0.6, noise_multiplier=2.0), r"Trainer.privacy.clip_norm was 0.5, is 0.6"),
-        (Privacy(clip_norm=0.5, noise_multiplier=1.0), r"Trainer.privacy.noise_multiplier was 2.0, is 1.0"),
-        (None, r"Trainer.privacy was {.*}, is None"),
-    ):
-        with pytest.raises(UserError, match=words):
-            train(make_private(privacy))
-
-
-def test_adapters_train_with_little_noise(make_private, make_trainer, train, tmp_path):
-    train(make_trainer(steps=4, model_dir=str(tmp_path / "base"), checkpointing=Checkpointing(every=4)))
-    model = dataclasses.replace(make_trainer().model, lora=Lora(rank=2))
-    seen = train(make_private(Privacy(**SIGMA), model=model, init_from=str(tmp_path / "base"), steps=3))
-    (warning,) = [line for line in seen.statuses if line.startswith("warning")]
-    count = sum(x.size for x in jax.tree.leaves(api.build(model).trained(seen.state.params)))
-    assert count < 10_000
-    assert f"largest document's (0.5): with 32 documents in a batch and {count:,} parameters it drowns" in warning
-    assert seen.outcome.step == 3
-
-
-def test_what_breaks_the_promise_is_refused(make_private, corpus, tmp_path):
-    privacy = Privacy(**SIGMA)
-    base = make_private(None)
-    changes = {
-        "Dataset.packing is 'best_fit', must be 'none'": {
-            "dataset": dataclasses.replace(base.dataset, packing=Packing.BEST_FIT)
-        },
-        "Plan.accumulation is not supported with Trainer.privacy": {
-            "plan": Plan(batch_size=32, fsdp=4, tensor=2, accumulation=2)
-        },
-        "Plan.stage is not supported with": {"plan": Plan(batch_size=32, fsdp=4, stage=2)},
-        "Anomalies.on_spike is not supported with": {"anomalies": Anomalies(on_spike="skip")},
-        "Trainer.strategy is not supported with": {
-            "strategy": ConsensusConfig(every=4),
-            "plan": Plan(batch_size=32, node=4, fsdp=2),
-        },
-        "DecoderConfig.dtype = 'float16' is not": {"model": dataclasses.replace(base.model, dtype="float16")},
-        "Evaluation.unigram_batches is not supported": {"evaluation": Evaluation(unigram_batches=2)},
-        "Trainer.loss_normalization is not supported": {"loss_normalization": "documents"},
-    }
-    for words, change in changes.items():
-        with pytest.raises(UserError, match=words):
-            make_private(privacy, **change)
-
-
-def test_a_budget_that_the_first_pass_exceeds_ends_before_anything_is_compiled(make_private, train, monkeypatch):
-    monkeypatch.setattr("capibara.training.setup.compile_step", lambda *given: pytest.fail("compiled"))
-    with pytest.raises(UserError, match=r"Privacy.budget is 0.1, and the first pass over the data costs epsilon"):
-        train(make_private(Privacy(**SIGMA, budget=0.1)))
-
-
-def test_each_document_is_in_one_step_of_a_pass(make_private, train, tmp_path, monkeypatch):
-    """Also if their number is no multiple of the rows, and some are empty."""
-    texts = [f"{number}:" + "x" * (number % 50) for number in range(70)]
-    texts[3] = texts[40] = ""
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    base = make_private(None).dataset
-    dataset = dataclasses.replace(base, source=JsonlSource(files=(str(path),), validation_files=(str(path),)))
-    read = []
-    monkeypatch.setattr(
-        "capibara.training.feed.sharding.global_batch",
-        lambda placed, batch, make=sharding.global_batch: (read.append(batch["targets"].copy()), make(placed, batch))[
-            1
-        ],
-    )
-    trainer = make_private(Privacy(**SIGMA), dataset=dataset, steps=7)
-    train(dataclasses.replace(trainer, steps=4))  # it resumes within the second pass
-    train(trainer)
-    assert len(read) == 7
-    for first in (0, 3):
-        found = [bytes(row[row > 2].astype(np.uint8) - 3) for batch in read[first : first + 3] for row in batch]
-        numbers = [int(text.split(b":")[0]) for text in found if b":" in text]
-        assert sorted(numbers) == [number for number in range(70) if number not in (3, 40)]
-
-
-def lines(path, count):
-    path.write_text("".join(json.dumps({"text": f"{number}:x"}) + "\n" for number in range(count)))
-    return (str(path),)
-
-
-def test_documents_that_do_not_suit_the_promise_are_told_before_anything_is_compiled(
-    make_private, train, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("capibara.training.setup.compile_step", lambda *given: pytest.fail("compiled"))
-    base = make_private(None).dataset
-    few = JsonlSource(files=lines(tmp_path / "few.jsonl", 20), validation_files=lines(tmp_path / "valid.jsonl", 2))
-    with pytest.raises(UserError, match=r"has 20 documents, must have at least one for each of the 32 rows of a batch"):
-        train(make_private(Privacy(**SIGMA), dataset=dataclasses.replace(base, source=few)))
-    shards = ShardedSource(files=few.files, validation_files=few.validation_files)
-    with pytest.raises(UserError, match="Trainer.privacy needs documents with random access"):
-        train(make_private(Privacy(**SIGMA), dataset=dataclasses.replace(base, source=shards)))
-
-
-def test_every_row_is_read_without_shuffling_too(make_private, train, tmp_path):
-    """The last batch of a pass is padded."""
-    source = JsonlSource(files=lines(tmp_path / "some.jsonl", 40), validation_files=lines(tmp_path / "valid.jsonl", 2))
-    dataset = dataclasses.replace(make_private(None).dataset, source=source, shuffle=False)
-    assert train(make_private(Privacy(**SIGMA), dataset=dataset, steps=5)).outcome.step == 5
-
-
-def test_a_delta_that_promises_nothing_is_warned_of(corpus, make_private):
-    dataset = make_private(None).dataset
-    (line,) = Ledger.of(Privacy(**SIGMA, delta=0.1), dataset, 32).remarks(5, 1)
-    assert "Privacy.delta is 0.1, and one over the number of documents (" in line and "try 7e-04" in line
-    assert not list(Ledger.of(Privacy(**SIGMA), dataset, 32).remarks(5, 1))
-
-
 def step_of(privacy, **options):
     """The jitted step of a run on a device, and its first state."""
     plan, model = Plan(batch_size=ROWS, fsdp=1), api.build(CONFIG)
     mesh = sharding.make_mesh(plan, jax.devices()[:1])
-    gradient = make_private_gradient(of_cross_entropy(model, 0.0), plan, mesh, privacy)
-    step = make_train_step(model, optax.sgd(0.1), lambda _: 0.1, plan, mesh, private=gradient, anomalies=Anomalies())
-    return jax.jit(step), TrainState(jnp.int32(0), weights(CONFIG), optax.sgd(0.1).init(weights(CONFIG)), None)
+    method, parts = Private(privacy), StepParts(model, plan, mesh, of_cross_entropy(model, 0.0), None)
+    gradient, tx = method.gradient(parts), optax.sgd(0.1)
+    step = make_train_step(model, tx, lambda _: 0.1, plan, mesh, gradient=gradient, anomalies=Anomalies())
+    return jax.jit(method.step(parts, step)), TrainState(jnp.int32(0), weights(CONFIG), tx.init(weights(CONFIG)), None)
 
 
 def test_a_step_is_not_skipped_because_of_one_document():
     """A batch whose one document is broken changes the model as one in which it counts as zero."""
-    step, state = step_of(Privacy(**SIGMA))
+    step, state = step_of(Privacy(clip_norm=0.5, noise_multiplier=2.0))
     none = batch_of() | {"weights": np.zeros((ROWS, LENGTH), np.float32), NOISE_KEY: key_of(1, 2)}
     broken = none | {"weights": none["weights"].copy()}
     broken["weights"][3, 0] = np.nan
@@ -341,7 +177,7 @@ def test_a_step_is_not_skipped_because_of_one_document():
 
 def test_a_model_that_has_diverged_does_not_look_perfect():
     """Its rows are all left out."""
-    step, state = step_of(Privacy(**SIGMA))
+    step, state = step_of(Privacy(clip_norm=0.5, noise_multiplier=2.0))
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.nan, state.params))
     _, metrics = step(state, batch_of() | {NOISE_KEY: key_of(1, 2)})
     assert np.isnan(metrics["loss"]) and metrics["broken_rows"] == ROWS

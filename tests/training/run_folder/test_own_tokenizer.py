@@ -19,8 +19,8 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary, SentencePieceVoc
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Trainer
 from capibara.training.run_folder import own_tokenizer
+from capibara.training.trainer import Trainer
 
 TALK = Conversation([{"role": "user", "content": "Hi"}])
 

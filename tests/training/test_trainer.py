@@ -14,7 +14,7 @@ from capibara.models.parts.moe import Moe
 from capibara.models.parts.router import Hints
 from capibara.objectives.base import Normalization
 from capibara.training import setup as run
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(

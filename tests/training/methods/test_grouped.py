@@ -26,7 +26,7 @@ from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
 from capibara.strategies.group.exchange import Exchange, Note, Presence, as_json
 from capibara.strategies.group.member import GroupNode
-from capibara.training.base.trainer import Evaluation, InitWith
+from capibara.training.base.options import Evaluation, InitWith
 from capibara.training.stability.anomalies import Anomalies
 
 

@@ -1,10 +1,9 @@
-"""The configuration of a training run."""
+"""The options of a training run that do not depend on its method."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +11,15 @@ import numpy as np
 
 from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
-from capibara.consensus.privacy import Privacy
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Dataset
-from capibara.data.sources.sources import CombinedSource, DataFormat, Rows
 from capibara.models.api import TransformerConfig
 from capibara.objectives.base import Normalization
-from capibara.objectives.loss import Loss
+from capibara.objectives.cross_entropy import CrossEntropy
+from capibara.objectives.loss import CrossEntropyOptions, Loss
 from capibara.optim import OptimizerConfig
 from capibara.sharding import Plan
-from capibara.training.base.group import Group
-from capibara.training.base.strategy import Strategy
 from capibara.training.profiling.profile import Profile
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
@@ -79,10 +74,9 @@ class InitWith(enum.StrEnum):
     STATE = "state"
 
 
-@configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """The configuration of a run.
+class RunOptions:
+    """The fields of a Trainer that are the same with every training method.
 
     Attributes:
       model_dir: the run folder, with checkpoints, metrics.jsonl, config.gin, curves. A run with an existing one resumes.
@@ -94,9 +88,6 @@ class Trainer:
       init_with: what is loaded from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: the loss, such as @Dpo() on preference pairs; None: the cross entropy of texts.
-      strategy: how nodes that train apart (Plan.node) become one model, such as @ConsensusConfig(); None: there is one.
-      group: where this run's model meets those of other runs, each a job of its own, such as @GroupNode(); None: nowhere.
-      privacy: differential privacy of the documents, such as @Privacy(): DP-SGD, until its budget is spent; None: without.
       log_every: steps between logs; only then the host waits for the devices.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       label_smoothing: fraction of a target's probability that is spread over all other ids; 0: off. The logged `loss` is
@@ -108,8 +99,8 @@ class Trainer:
       anomalies: what to do about numbers that are not finite, and about loss spikes.
       watch: when a step counts as hung.
       profile: which steps the profiler traces, such as @Profile(), or `--profile=START:STOP`; None: none.
-      replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never. With a strategy they are
-        the agreed model's, on all nodes.
+      replica_check_every: steps between bitwise comparisons of the parameters' replicas; 0: never. With nodes that train apart
+        they are the agreed model's, on all nodes.
       dashboard: whether the run starts a dashboard on this machine, whose address it prints: a process of its own that ends
         with the run (options: capibara.DashboardConfig).
       heartbeat_s: seconds without a heartbeat after which a process counts as dead, and the others end.
@@ -126,9 +117,6 @@ class Trainer:
     init_from: FilePath | None = None
     init_with: InitWith = InitWith.WEIGHTS
     loss: Loss | None = None
-    strategy: Strategy | None = None
-    group: Group | None = None
-    privacy: Privacy | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -165,13 +153,7 @@ class Trainer:
                 "Anomalies.on_spike ('roll_back') needs checkpoints to roll back to, and Checkpointing.every is 0: set it, "
                 f"e.g. to {self.anomalies.roll_back_steps}"
             )
-        if not 0 <= self.z_loss < math.inf:
-            raise UserError(f"Trainer.z_loss is {self.z_loss}, must be finite and at least 0: try 1e-4")
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"Trainer.label_smoothing is {self.label_smoothing}, must be from 0 to below 1: try 0.1")
-        number = None if isinstance(self.loss_normalization, Normalization) else self.loss_normalization
-        if number is not None and not 0 < number < math.inf:
-            raise UserError(f"Trainer.loss_normalization is {number}, must be finite and above 0, or 'tokens'")
+        loss = self.training_loss  # one of the cross entropy checks its options
         if not 0 <= self.seed < 2**32:
             raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
         if self.model.data_kind != self.dataset.kind:
@@ -179,10 +161,8 @@ class Trainer:
                 f"Dataset.kind ({str(self.dataset.kind)!r}) does not fit the model: {type(self.model).__name__} is trained "
                 f"on {self.model.data_kind!r}: set Dataset.kind, or another Trainer.model"
             )
-        self._check_loss()
-        _check_strategy(self)
-        self._check_group()
-        _check_privacy(self)
+        loss.check_options(self.cross_entropy_options, self.evaluation.unigram_batches)
+        loss.check(self.dataset, self.plan.batch_size)
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
             raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")
@@ -199,54 +179,29 @@ class Trainer:
                 f"({longest}): try {longest}"
             )
 
-    def _check_loss(self) -> None:
-        holds = self.dataset.data_format
-        if self.loss is None:
-            if holds is not DataFormat.TEXTS:
-                losses = {DataFormat.PREFERENCES: "@Dpo()", DataFormat.PROMPTS: "@Grpo()"}[holds]
-                raise UserError(f"Dataset.source holds {holds} and Trainer.loss is None: set Trainer.loss = {losses}")
-            return
-        name = type(self.loss).__name__
-        if self.z_loss:
-            raise UserError(f"Trainer.z_loss is {self.z_loss}, and Trainer.loss (@{name}()) has none: leave it out")
-        if self.label_smoothing:
-            raise UserError(
-                f"Trainer.label_smoothing is of the cross entropy, not of Trainer.loss (@{name}()): leave it out"
-            )
-        if self.loss_normalization is not Normalization.TOKENS:
-            raise UserError(
-                f"Trainer.loss_normalization is of the cross entropy, not of Trainer.loss (@{name}()): leave it out"
-            )
-        if self.evaluation.unigram_batches:
-            raise UserError(
-                f"Evaluation.unigram_batches is {self.evaluation.unigram_batches}, and there are no bits per byte with "
-                f"Trainer.loss (@{name}()): leave it out"
-            )
-        self.loss.check(self.dataset, self.plan.batch_size)
+    @property
+    def training_loss(self) -> Loss:
+        """The loss: of `Trainer.loss`, or the cross entropy with its options."""
+        return CrossEntropy(**self.cross_entropy_options) if self.loss is None else self.loss
 
-    def _check_group(self) -> None:
-        if self.group is None:
-            return
-        name = type(self.group).__name__
-        unsupported = {
-            "Trainer.strategy": self.strategy is not None,
-            "Trainer.init_with = 'state'": self.init_with is InitWith.STATE,
-            "Anomalies.on_spike = 'roll_back'": self.anomalies.on_spike is OnSpike.ROLL_BACK,
+    @property
+    def cross_entropy_options(self) -> CrossEntropyOptions:
+        """The options of the cross entropy, by their names as Trainer's fields."""
+        return {
+            "z_loss": self.z_loss,
+            "label_smoothing": self.label_smoothing,
+            "loss_normalization": self.loss_normalization,
         }
-        for option in (option for option, is_set in unsupported.items() if is_set):
-            raise UserError(f"{option} is not supported with Trainer.group (@{name}()): leave it out")
-        _check_rounds(self.steps, self.group.round_steps, name)
 
     @property
     def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:
         """Shape and dtype of every array that a step reads."""
-        rows = self.plan.batch_size
-        return self.dataset.batch_spec(rows) if self.loss is None else self.loss.batch_spec(self.dataset, rows)
+        return self.training_loss.batch_spec(self.dataset, self.plan.batch_size)
 
     @property
     def later(self) -> tuple[Callable[..., Any], ...]:
         """Functions that Gin names and that only training calls."""
-        return () if self.loss is None else self.loss.later
+        return self.training_loss.later
 
     @property
     def saves(self) -> Checkpointing:
@@ -259,94 +214,3 @@ class Trainer:
     def float16_scaling(self) -> LossScaling | None:
         """The loss scaling of a float16 run; None: another dtype."""
         return self.loss_scaling if self.model.dtype == "float16" else None
-
-
-def _check_strategy(trainer: Trainer) -> None:
-    """Raises UserError if the run's other settings do not suit its nodes."""
-    strategy = trainer.strategy
-    if strategy is None:
-        if trainer.plan.node > 1:
-            raise UserError(
-                f"Plan.node is {trainer.plan.node} and Trainer.strategy is None: set Trainer.strategy = @ConsensusConfig(), or "
-                f"Plan.node = 1 and Plan.data = {trainer.plan.node} for one model"
-            )
-        return
-    name = type(strategy).__name__
-    unsupported = {
-        "Trainer.ema_decay": trainer.ema_decay is not None,
-        "Trainer.loss": trainer.loss is not None,
-        "Trainer.loss_normalization": trainer.loss_normalization is not Normalization.TOKENS,
-        "Trainer.init_with = 'state'": trainer.init_with is InitWith.STATE,
-        "Anomalies.skip_nonfinite = False": not trainer.anomalies.skip_nonfinite,
-        "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
-        f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
-        "Plan.stage": trainer.plan.axes["stage"] != 1,
-    }
-    for option in (option for option, is_set in unsupported.items() if is_set):
-        raise UserError(f"{option} is not supported with Trainer.strategy (@{name}()): leave it out")
-    _check_starts(trainer, strategy)
-    strategy.check(trainer.plan)
-    source, nodes = trainer.dataset.source, trainer.plan.node
-    if isinstance(source, CombinedSource) and source.rows is Rows.APART and nodes % len(source.sources):
-        raise UserError(
-            f"CombinedSource.sources has {len(source.sources)} sources with rows = 'apart', whose number must divide Plan.node "
-            f"({nodes}), so that each node has one: set Plan.node = {len(source.sources)}"
-        )
-    every = strategy.round_steps
-    _check_rounds(trainer.steps, every, name)
-    if trainer.evaluation.patience is not None and trainer.evaluation.every % every:
-        raise UserError(
-            f"Evaluation.every ({trainer.evaluation.every}) must be a multiple of the {every} steps of a round "
-            f"(@{name}()) with Evaluation.patience: between rounds the model does not change: try {every}"
-        )
-
-
-def _check_privacy(trainer: Trainer) -> None:
-    """Raises UserError if the run's other settings break what `Trainer.privacy` promises."""
-    if trainer.privacy is None:
-        return
-    if trainer.dataset.packing is not Packing.NONE:
-        raise UserError(
-            f"Dataset.packing is {str(trainer.dataset.packing)!r}, must be 'none' with Trainer.privacy, which clips the gradient of "
-            "each document: set Dataset.packing = 'none'"
-        )
-    unsupported = {
-        "Dataset.mixture_or_task_name": trainer.dataset.is_seqio,
-        "Trainer.loss": trainer.loss is not None,
-        "Trainer.loss_normalization": trainer.loss_normalization is not Normalization.TOKENS,
-        "Trainer.strategy": trainer.strategy is not None,
-        "Trainer.group": trainer.group is not None,
-        "Trainer.init_with = 'state'": trainer.init_with is InitWith.STATE,
-        "Anomalies.on_spike": trainer.anomalies.on_spike is not OnSpike.OFF,
-        "Evaluation.unigram_batches": bool(trainer.evaluation.unigram_batches),
-        f"{type(trainer.model).__name__}.dtype = 'float16'": trainer.model.dtype == "float16",
-        "Plan.accumulation": trainer.plan.micro_batches != 1,
-        "Plan.stage": trainer.plan.axes["stage"] != 1,
-    }
-    for option in (option for option, is_set in unsupported.items() if is_set):
-        raise UserError(f"{option} is not supported with Trainer.privacy (@Privacy()): leave it out")
-
-
-def _check_starts(trainer: Trainer, strategy: Strategy) -> None:
-    """Raises UserError if nodes have initial weights of their own that would have no effect."""
-    if not strategy.starts:
-        return
-    name = f"{type(strategy).__name__}.init_from"
-    if trainer.init_from is None:
-        raise UserError(
-            f"{name} is set and Trainer.init_from is None: set that to the model from which the others were made, or to the "
-            f"first of them ({strategy.starts[0]!r})"
-        )
-    if trainer.model.lora is not None:
-        raise UserError(
-            f"{name} is not supported with adapters: leave it out, or set {type(trainer.model).__name__}.lora = None"
-        )
-
-
-def _check_rounds(steps: int, every: int, name: str) -> None:
-    if steps % every:
-        nearest = max(1, round(steps / every)) * every
-        raise UserError(
-            f"Trainer.steps ({steps}) must be a multiple of the {every} steps of a round (@{name}()), or the last ones would "
-            f"not count: try {nearest}"
-        )

@@ -18,7 +18,7 @@ from capibara.models.api import Lora
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
 from capibara.training import initialization, run_folder
-from capibara.training.base.trainer import Evaluation
+from capibara.training.base.options import Evaluation
 
 NODES = Plan(batch_size=8, node=4, fsdp=2)
 

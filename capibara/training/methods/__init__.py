@@ -1,0 +1,1 @@
+"""Training methods: how a run turns batches into updates, one file each."""
