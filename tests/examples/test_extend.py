@@ -80,8 +80,19 @@ def test_others_resume_too(resumed, name):
     resumed(name)
 
 
+def test_method(resumed, run, tmp_path):
+    """Its step, its metric and its end."""
+    metrics = resumed("my_method")
+    assert all(record["norm_before_signs"] < record["grad_norm"] for record in metrics.values())
+    given = ["--gin_file=my_method.gin", "--emulate=8", f"--gin.MODEL_DIR={tmp_path / 'run'}"]
+    out = run("train", *given, "--gin.TRAIN_STEPS=5", code=2)
+    assert "the signs are spent at step 4: raise SignDescent.most_steps to continue" in out
+    out = run("train", *given, "--gin.Trainer.ema_decay=0.9", code=2)
+    assert "Trainer.ema_decay is not supported with Trainer.method (@SignDescent()): leave it out" in out
+
+
 def trainer_of(name):
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     config.parse([f"{name}.gin"], ["MODEL_DIR=unused"])
     return config.build(Trainer)
