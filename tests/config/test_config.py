@@ -385,6 +385,11 @@ class TestMoved:
         changes = config.changes("capibara.sharding.Plan.tensor = 2", "Plan.tensor = 2")
         assert changes == {}
 
+    def test_a_class_that_moved_twice_is_known_by_both(self):
+        for module in ("capibara.training.trainer", "base.trainer", "capibara.training.base.options"):
+            config.parse((), [f"{module}.Evaluation.every = 7"])
+            assert config.values_of("Evaluation.every") == [7]
+
     def test_others_are_not(self):
         with pytest.raises(UserError, match="no configurable named capibara.optim.Plan"):
             config.parse((), ["capibara.optim.Plan.tensor = 2"])
