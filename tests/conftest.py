@@ -47,7 +47,7 @@ strategies/consensus/test_rounds integration/test_mistakes monitoring/dashboard/
 inference/server/test_server jobs/sweeps/test_jobs test_dead_code jobs/systems/test_slurm integration/test_infer
 hosts/test_ssh faults/test_kills faults/test_trust models/parts/test_moe training/profiling/test_profiler
 faults/test_server integration/test_evaluate inference/engine/test_recovery faults/test_builders faults/test_runs
-jobs/systems/test_gce inference/server/test_floods training/base/test_strategy test_python
+jobs/systems/test_gce inference/server/test_floods training/methods/test_nodes test_python
 builders/preparation/test_build builders/redaction/test_redaction monitoring/trackers/test_tracking
 models/test_families planner/compiler/test_compile_cache test_style inference/server/test_serve interop/test_folders
 faults/test_numbers test_imports jobs/managing/test_manager training/test_evaluation strategies/group/test_coordinator
