@@ -57,7 +57,7 @@ class Fields:
             return Example("", row=values)
         if isinstance(values, str):
             return Example(values, domain=self.default_domain)
-        if any(values.get(name, "") is None for name in (self.text, self.inputs) if name is not None):
+        if values.get(self.text, "") is None or self.inputs is not None and values.get(self.inputs, "") is None:
             return None
         domain = values.get(self.domain) if self.domain is not None else None
         return Example(
