@@ -13,7 +13,7 @@ from capibara.core.types import UserError
 
 _DESCRIPTION = """Compile a run's train step, as its Gin file describes it, with the TPU compiler. Needs no TPU.
 
-Reports whether it fits a chip's HBM, and how much it needs. Needs libtpu (pip install capibara[tpu]). Caches results in
+Reports whether it fits a chip's HBM, and how much it needs. Needs libtpu (the extra tpu). Caches results in
 ~/.cache/capibara/verdicts.
 
 examples:

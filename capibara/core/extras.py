@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
 import types
 
 from capibara.core.types import UserError
+
+DISTRIBUTION = "capibara-tpu"  # the name capibara on PyPI is a package of others
 
 
 def require(package: str, *, extra: str | None = None, why: str = "") -> types.ModuleType:
@@ -26,9 +29,17 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
         top = package.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != top:
             raise
-        target = f'"capibara[{extra}]"' if extra else top
+        command = install_command(extra) if extra else f"pip install {top}"
         needed = f" (needed for {why})" if why else ""
-        raise UserError(f"{package} is not installed{needed}: pip install {target}") from None
+        raise UserError(f"{package} is not installed{needed}: {command}") from None
+
+
+def install_command(extra: str) -> str:
+    """The shell command that installs an extra: from the checkout that this package is run from, else of the distribution."""
+    checkout = pathlib.Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f'pip install -e "{checkout}[{extra}]"'
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 def version(package: str) -> str | None:

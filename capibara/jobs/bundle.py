@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SUMS = "SHA256SUMS"
 FOLDER = "gin"
-_WHEEL = re.compile(r"capibara-[A-Za-z0-9_.+-]+\.whl")
+_WHEEL = re.compile(r"capibara_tpu-[A-Za-z0-9_.+-]+\.whl")
 _LARGEST = 256 << 20  # bytes of a file: more is data, which belongs in a bucket of its own
 
 
@@ -88,7 +88,9 @@ def collect(
     if wheel is not None:
         file = pathlib.Path(wheel).expanduser()
         if not (file.is_file() and _WHEEL.fullmatch(file.name)):
-            raise UserError(f"--wheel={wheel} must be a wheel of capibara, capibara-*.whl: make one with make wheel")
+            raise UserError(
+                f"--wheel={wheel} must be a wheel of capibara, capibara_tpu-*.whl: make one with make wheel"
+            )
         paths[file.name] = file
     for name, path in paths.items():
         if not name.isprintable():

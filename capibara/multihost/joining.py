@@ -171,7 +171,7 @@ def _detected(
             )
         except ModuleNotFoundError as error:
             raise UserError(
-                f'the other hosts cannot be found without the package {error.name}: pip install "capibara[tpu]"'
+                f"the other hosts cannot be found without the package {error.name}: {extras.install_command('tpu')}"
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # requests' errors are OSErrors
             cause = " ".join(str(error).split())[:200] or type(error).__name__

@@ -96,7 +96,7 @@ def test_what_s3_refuses_is_one_line(s3, capfd, monkeypatch):
 @pytest.mark.parametrize("scheme, library, extra", [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
 def test_without_what_reads_a_bucket_it_is_said_what_to_install(monkeypatch, scheme, library, extra):
     monkeypatch.setitem(sys.modules, library, None)
-    why = rf'^{library} is not installed \(needed for {scheme}://bucket/run\): pip install "capibara\[{extra}\]"$'
+    why = rf'^{library} is not installed \(needed for {scheme}://bucket/run\): pip install -e "[^"]+\[{extra}\]"$'
     with pytest.raises(UserError, match=why):
         Checkpoints(f"{scheme}://bucket/run", Checkpointing())
 

@@ -590,8 +590,13 @@ class TestExtras:
         with pytest.raises(UserError) as caught:
             extras.require("no_such_package.part", extra="hf", why="a Hugging Face source")
         assert str(caught.value) == (
-            'no_such_package.part is not installed (needed for a Hugging Face source): pip install "capibara[hf]"'
+            f'no_such_package.part is not installed (needed for a Hugging Face source): pip install -e "{CHECKOUT}[hf]"'
         )
+
+    def test_without_a_checkout_the_distribution_is_named(self, monkeypatch):
+        """The name capibara on PyPI is a package of others."""
+        monkeypatch.setattr(extras, "__file__", "/usr/lib/site-packages/capibara/core/extras.py")
+        assert extras.install_command("hf") == 'pip install "capibara-tpu[hf]"'
 
     def test_a_package_that_is_broken_keeps_its_error(self, tmp_path, monkeypatch):
         (tmp_path / "half_installed.py").write_text("import no_such_dependency")

@@ -159,7 +159,7 @@ def test_what_a_metric_needs_is_said_before_anything_is_answered(lines, monkeypa
     assert len(evaluation_tasks.select([], None)) == 1
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     config.parse([], bindings)
-    with pytest.raises(UserError, match=rf'{package} is not installed .*: pip install "capibara\[evaluation\]"'):
+    with pytest.raises(UserError, match=rf'{package} is not installed .*: pip install -e "[^"]+\[evaluation\]"'):
         evaluation_tasks.select([], None)
 
 

@@ -123,8 +123,8 @@ DATA = (
     Mistake("a-line-that-is-no-object", ("--gin.FILES=('list.jsonl',)",), ("list.jsonl:1",), lines("list.jsonl", *["[1, 2]"] * 9)),
     Mistake("a-null-as-text", ("--gin.FILES=('null.jsonl',)",), ("null.jsonl", "all 9 texts are null", "another field than text"), lines("null.jsonl", *[{"text": None}] * 9)),
     Mistake("a-table-that-is-not-there", ("--gin_file=tasks/huggingface.gin", "--gin.DATASET_PATH=./nowhere", "--gin.FILES=('x',)", "--gin.VALIDATION_FILES=()"), ("HuggingFaceSource.path ('./nowhere')",), lambda folder: importlib.import_module("datasets")),
-    Mistake("datasets-that-is-not-installed", ("--gin.Dataset.source=@HuggingFaceSource()", "--gin.HuggingFaceSource.path=x"), ("datasets is not installed", 'pip install "capibara[hf]"'), missing="datasets"),
-    Mistake("seqio-that-is-not-installed", ("--gin.Dataset.source=None", "--gin.Dataset.mixture_or_task_name=python_stdlib"), ("seqio is not installed (needed for SeqIO tasks)", 'pip install "capibara[seqio]"'), missing="seqio"),
+    Mistake("datasets-that-is-not-installed", ("--gin.Dataset.source=@HuggingFaceSource()", "--gin.HuggingFaceSource.path=x"), ("datasets is not installed", '[hf]"'), missing="datasets"),
+    Mistake("seqio-that-is-not-installed", ("--gin.Dataset.source=None", "--gin.Dataset.mixture_or_task_name=python_stdlib"), ("seqio is not installed (needed for SeqIO tasks)", '[seqio]"'), missing="seqio"),
     Mistake("rows-longer-than-the-model", ("--gin.DecoderConfig.max_length=32",), ("Dataset.length (64)", "max_length (32)")),
 )  # fmt: skip
 

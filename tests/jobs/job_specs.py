@@ -3,7 +3,7 @@
 from capibara.jobs.spec import Bundle, JobSpec
 from capibara.planner.hardware import slices
 
-WHEEL = "capibara-1.0-py3-none-any.whl"
+WHEEL = "capibara_tpu-1.0-py3-none-any.whl"
 SUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # of an empty file
 
 

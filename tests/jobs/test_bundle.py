@@ -125,7 +125,10 @@ def test_a_file_that_would_take_the_place_of_another(cwd, tmp_path):
     bundle.check(sources, lambda files, folders: config.parse(files, (), folders))
 
 
-@pytest.mark.parametrize("name", ["capibara.whl", "other-1.0-py3-none-any.whl", "capibara-1.0.tar.gz"])
+@pytest.mark.parametrize(
+    "name",
+    ["capibara_tpu.whl", "other-1.0-py3-none-any.whl", "capibara-1.0-py3-none-any.whl", "capibara_tpu-1.0.tar.gz"],
+)
 def test_a_wheel_that_is_none(cwd, name):
     (cwd / "run.gin").write_text("A = 1\n")
     (cwd / name).write_text("")

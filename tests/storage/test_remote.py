@@ -114,7 +114,7 @@ def test_files_are_listed_sorted_with_their_sizes(store):
 
 @pytest.mark.parametrize(
     "url, said",
-    [("nothing://a/b", "cannot be opened"), ("s3://bucket/a", r's3fs is not .*pip install "capibara\[s3\]"')],
+    [("nothing://a/b", "cannot be opened"), ("s3://bucket/a", r's3fs is not .*pip install -e "[^"]+\[s3\]"')],
 )
 def test_a_store_that_cannot_be_opened_is_told(url, said, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)  # not installed

@@ -94,7 +94,7 @@ class DatatroveFilter(Filter):
         try:
             found = judge.filter(document)
         except ImportError as error:  # spaCy, for its words
-            raise UserError(f'{self.name}: {limits.cause(error)}: pip install "capibara[builders]"') from None
+            raise UserError(f"{self.name}: {limits.cause(error)}: {extras.install_command('builders')}") from None
         except ZeroDivisionError:  # of the number of words, lines or characters
             found = False, "no_words"
         is_kept, reason = found if isinstance(found, tuple) else (found, "")

@@ -225,7 +225,7 @@ def test_without_openlineage_the_extra_is_named(tmp_path, source, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "openlineage.client", None)
-    with pytest.raises(UserError, match=r'openlineage.client is not installed .*: pip install "capibara\[builders\]"'):
+    with pytest.raises(UserError, match=r'openlineage.client is not installed .*: pip install -e "[^"]+\[builders\]"'):
         build(tmp_path / "out", source)
 
 

@@ -51,8 +51,8 @@ def bucket(tmp_path):
         wheel.writestr("capibara/__init__.py", "")
         said = "import os, sys\nprint('launched', sys.argv[1:], 'A =', os.environ.get('A'))\n"
         wheel.writestr("capibara/launch.py", said)
-        info = "capibara-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: capibara\nVersion: 1.0\n")
+        info = "capibara_tpu-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: capibara-tpu\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     files = {WHEEL: hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()}

@@ -41,7 +41,7 @@ def test_without_libtpu_the_install_command_is_said(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(UserError, match=r'libtpu is not installed.*v5e-4.*pip install "capibara\[tpu\]"'):
+    with pytest.raises(UserError, match=r'libtpu is not installed.*v5e-4.*pip install -e "[^"]+\[tpu\]"'):
         topology.slice_devices("v5e-4")
 
 

@@ -13,7 +13,7 @@ export function plotly() {
     script.onload = () => resolve(globalThis.Plotly);
     script.onerror = () => {
       library = null;
-      reject(new Error('plotly.min.js did not load: pip install "capibara[dashboard]" on the dashboard\'s machine'));
+      reject(new Error('plotly.min.js did not load: install the extra dashboard of capibara on the dashboard\'s machine'));
     };
     document.head.append(script);
   });
