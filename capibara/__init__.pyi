@@ -1,5 +1,17 @@
 """The names of the package; `__init__.py` imports them from here on first use."""
 
+from capibara.api.data import data as data
+from capibara.api.finetuning import dpo as dpo
+from capibara.api.finetuning import finetune as finetune
+from capibara.api.finetuning import grpo as grpo
+from capibara.api.language_model import LanguageModel as LanguageModel
+from capibara.api.opening import load as load
+from capibara.api.opening import model_config as model_config
+from capibara.api.results import TrainingResult as TrainingResult
+from capibara.api.training import train as train
+from capibara.api.verbs import convert as convert
+from capibara.api.verbs import evaluate as evaluate
+from capibara.api.verbs import merge as merge
 from capibara.builders.executions.chats import ExecutionChats as ExecutionChats
 from capibara.builders.executions.filters import ExecutionFilter as ExecutionFilter
 from capibara.builders.executions.fixes import FixPairs as FixPairs
@@ -22,8 +34,6 @@ from capibara.builders.routing.settings import RoutingSet as RoutingSet
 from capibara.builders.routing.splits import Splits as Splits
 from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
-from capibara.cli.composition.models import load as load
-from capibara.cli.composition.training_run import train as train
 from capibara.consensus.aggregation.aggregation import Aggregation as Aggregation
 from capibara.consensus.aggregation.coordinates import CoordinateMedian as CoordinateMedian
 from capibara.consensus.aggregation.coordinates import Meamed as Meamed

@@ -11,6 +11,7 @@ from capibara.multihost import exits
 
 VERBS = {
     "train": "train or fine-tune a model from a Gin file",
+    "finetune": "train a model further on your data: adapters, all weights, DPO or GRPO",
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "prove": "compile a run's train step for a TPU slice that is not there",
     "coordinate": "make one model of those that a group of runs sends",
@@ -43,7 +44,7 @@ def main() -> int:
             f"error: unknown verb {verb!r}{did_you_mean(verb, VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
         )
         return exits.EXIT_USER_ERROR
-    return exits.run_process(importlib.import_module(f"capibara.{verb.replace('-', '_')}").main, sys.argv[2:])
+    return exits.run_process(importlib.import_module(f"capibara.cli.{verb.replace('-', '_')}").main, sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import sys
 import types
 
-from capibara.cli.composition.training_run import train
+from capibara.api.training import train
 from capibara.cli.train import main
 from capibara.multihost.exits import run_process
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from capibara.config import search as gin_search
 from capibara.config.registry import MACRO, bound_at, macro_name
 from gin import config as gin_config
+
+
+class _Required(enum.Enum):
+    REQUIRED = "%gin.REQUIRED"  # as a file writes it
+
+
+REQUIRED = _Required.REQUIRED  # the value of a macro that must still be given
+_REQUIRED = REQUIRED.value
 
 
 def is_bound(name: str) -> bool:
@@ -17,7 +26,7 @@ def is_bound(name: str) -> bool:
 def scopes(name: str) -> list[str]:
     """The scopes in which a class or field (as in `is_bound`) is bound: "qa" for qa/EvalTask.files, "" for no scope."""
     cls, _, parameter = name.partition(".")
-    unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == MACRO}
+    unset = {m: repr(v["value"]) == _REQUIRED for (m, kind), v in gin_config._CONFIG.items() if kind == MACRO}
     found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
     is_set = lambda v: not unset.get(macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
     return [scope for scope, v in found if is_set(v)]
@@ -26,6 +35,15 @@ def scopes(name: str) -> list[str]:
 def values_of(name: str) -> list[object]:
     """The values to which a field ("Trainer.steps") is bound in any scope, with macros resolved."""
     return [value for value, _ in _bindings(name)]
+
+
+def macro(name: str) -> object:
+    """The value of a macro, with macros in it resolved; None: no file or flag defines it.
+
+    A macro that is `%gin.REQUIRED` still has the value `REQUIRED`.
+    """
+    value, _ = value_of(name, MACRO, "value")
+    return REQUIRED if repr(value) == _REQUIRED else value
 
 
 def given_at(name: str) -> str | None:

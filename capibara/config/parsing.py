@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import tokenize
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import gin
@@ -59,6 +59,8 @@ def parse(
     bindings: Sequence[str] = (),
     search_paths: Sequence[str | os.PathLike] = (),
     recorded: Recorded | None = None,
+    *,
+    of_readers: Collection[str] = (),
 ) -> list[pathlib.Path]:
     """Clears all bindings, then parses a recorded configuration, Gin files and bindings, in this order.
 
@@ -67,6 +69,7 @@ def parse(
       bindings: "NAME = VALUE" each; a value that is not Gin (runs/x) is read as a string.
       search_paths: additional folders to search.
       recorded: a saved configuration, parsed first.
+      of_readers: macros that the caller reads, and that no file needs to use.
 
     Returns:
       The files that were read, including included ones.
@@ -89,7 +92,7 @@ def parse(
     from_files = {scope for scope, selector in gin_config._CONFIG if selector == MACRO}
     for binding in bindings:
         parsing.statements(io.StringIO(quoted(binding)), "command line")
-    parsing.check_macros(from_files)
+    parsing.check_macros(from_files, of_readers)
     if recorded is not None and not recorded.trusted:
         parsing.check_modules(recorded)
     return parsing.read
@@ -316,7 +319,7 @@ class _Parsing:
             written = _known(statement.selector, found)
             bind(statement.scope, found.selector, statement.arg_name, statement.value, where, written)
 
-    def check_macros(self, from_files: set[str]) -> None:
+    def check_macros(self, from_files: set[str], of_readers: Collection[str]) -> None:
         """Checks that each macro in use is defined, and each macro of the command line is used or defined in a file."""
         defined = {scope for scope, selector in gin_config._CONFIG if selector == MACRO}
         used = set()
@@ -332,6 +335,8 @@ class _Parsing:
                         close = fields.nearest(macro, defined)
                         hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
                         raise UserError(f"{where}: %{macro} has no value: {hint}")
+        # T5X binds some of them, too, to objects.
+        used |= {name for name in of_readers if isinstance(value_of(name, MACRO, "value")[0], str)}
         taken = (defined - used) & t5x_macros.NAMES
         for macro in sorted(taken):
             self._take(macro)

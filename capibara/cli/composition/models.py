@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from capibara import config
 from capibara.checkpoints.policy import Checkpointing
@@ -66,8 +66,12 @@ def load_with_run(
     weights: str | None = None,
     placed: Placed = run_folder.on_one_device,
     trust: bool = False,
+    change: Callable[[Trainer], Trainer] = lambda trainer: trainer,
 ) -> tuple[Trainer, LoadedModel]:
-    """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it."""
+    """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it.
+
+    `change`: changes the run before its model is made.
+    """
     gin_files, _, search_paths = gin
     config.load_modules(gin_files, search_paths)
     opened = opening.open_path(path, step=step, weights=weights, trust=trust)
@@ -75,6 +79,7 @@ def load_with_run(
     trainer = config.build(Trainer)
     if opened.foreign is None:
         trainer = own_tokenizer.of_run(trainer, opened.path)
+    trainer = change(trainer)
     return trainer, opened.load(trainer, step=step, weights=weights, placed=placed)
 
 

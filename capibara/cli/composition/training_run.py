@@ -90,10 +90,11 @@ def train_gin(
       UserError: the run cannot be trained as described.
     """
     from capibara import config
+    from capibara.cli.composition import pretrained
     from capibara.run.run import Run
     from capibara.training.trainer import Trainer
 
-    config.parse(gin_files, bindings, search_paths)
+    pretrained.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
     _join(trainer, emulate, joined)
     return _train(Run(**_read(trainer)), emulate, start_over=start_over and not check, check=check, explain=explain)

@@ -1,0 +1,88 @@
+"""Data of Python as JSON lines in the run folder, from which the command line resumes the run, too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import outputs
+
+Data = Any  # paths, dicts, texts, or a table: see `data`
+
+
+def data(records: Data, folder: str, name: str = "data") -> tuple[str, ...]:
+    """The files of JSON lines with some data.
+
+    Args:
+      records: a path, glob or folder of JSON lines, or several; dicts; texts; a `datasets.Dataset`; a frame of pandas or a table
+        of Arrow. An iterator is read once.
+      folder: where what is no file is written, as NAME-HASH.jsonl.
+      name: of that file.
+
+    Returns:
+      The paths.
+
+    Raises:
+      UserError: a record is no dict or text, or JSON cannot hold it.
+    """
+    if isinstance(records, str | os.PathLike):
+        return (os.path.expanduser(os.fspath(records)),)
+    rows = _rows(records)
+    first = next(rows, None)
+    if first is None:
+        raise UserError("the data is empty: give at least one record")
+    if isinstance(first, os.PathLike) or isinstance(first, str) and _is_path(first):
+        return tuple(os.path.expanduser(str(one)) for one in (first, *rows))
+    text = "".join(_line(number, row) for number, row in enumerate(_chained(first, rows)))
+    content = text.encode("utf-8", "surrogatepass")
+    path = os.path.join(folder, f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl")
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        outputs.save(path, text)
+    return (path,)
+
+
+def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:
+    yield first
+    yield from rest
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text among several is a path, and no text to train on."""
+    return (
+        len(text) < 4096
+        and "\n" not in text
+        and (os.path.exists(text) or text.endswith((".jsonl", ".jsonl.gz", ".json")))
+    )
+
+
+def _rows(records: Data) -> Iterator[object]:
+    """The rows of a table or an iterable."""
+    if hasattr(records, "to_pylist"):  # a table of Arrow
+        return iter(records.to_pylist())
+    if hasattr(records, "to_dict") and hasattr(records, "columns"):  # a frame of pandas
+        return iter(records.to_dict("records"))
+    if isinstance(records, Mapping) or not isinstance(records, Iterable):
+        kind = type(records).__name__
+        raise UserError(
+            f"the data is a {kind}, must be a path or records: give a list of dicts, or a file of JSON lines"
+        )
+    return iter(records)
+
+
+def _line(number: int, row: object) -> str:
+    if isinstance(row, str):
+        row = {"text": row}
+    if not isinstance(row, Mapping):
+        raise UserError(f"record {number} of the data is {limits.shortened(row)}, must be a dict or a text")
+    # Arrow fills the keys that a row lacks with null.
+    kept = {key: value for key, value in row.items() if value is not None}
+    try:
+        return json.dumps(kept, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise UserError(f"record {number} of the data cannot be written as JSON ({limits.cause(error)})") from None

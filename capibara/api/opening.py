@@ -1,0 +1,126 @@
+"""Opens a model by its path or name: `capibara.load`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from capibara import config
+from capibara.cli.composition import models, pretrained
+from capibara.core.types import PyTree, UserError
+from capibara.storage import hub
+
+if TYPE_CHECKING:
+    from capibara.api.language_model import LanguageModel
+    from capibara.data.chat.template import ChatTemplate
+    from capibara.inference.engine.placement.serving_mesh import ServingMesh
+    from capibara.interop.open_model import LoadedModel
+    from capibara.models.api import Model, TransformerConfig
+    from capibara.sharding import Plan
+    from capibara.training.base.trainer import Trainer
+
+
+def load(
+    path: str,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    *,
+    base: str | None = None,
+    dtype: str | None = None,
+    mesh: ServingMesh | None = None,
+    step: int | None = None,
+    weights: str | None = None,
+    trust: bool = False,
+) -> LanguageModel:
+    """Loads a model: `capibara.load("folder")`. What Gin has parsed before in this process does not count, and is forgotten.
+
+    Args:
+      path: a run folder, a Hugging Face folder, a .gguf file, a folder of PEFT, whose adapters are merged into their base, or the
+        name of a model on the Hugging Face Hub (OWNER/NAME).
+      gin_files, bindings, search_paths: they change the model's own configuration, such as "Dataset.length = 4096".
+      base: path of an adapter's base; None: the one that it names.
+      dtype: in which the model computes, such as "bfloat16"; None: float32 on a CPU, else bfloat16; a run's own.
+      mesh: how the parameters lie on the devices, such as capibara.ServingMesh(tensor=4); None: on one device.
+      step: a checkpoint step of a run; None: the newest.
+      weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
+      trust: whether to import the modules that a run's configuration names.
+
+    Raises:
+      UserError: it is not a model, is incomplete, has no tokenizer, or has no such step or weights.
+    """
+    from capibara.api.language_model import LanguageModel
+    from capibara.inference.engine.engine import EngineConfig
+    from capibara.interop import peft_runs
+
+    path = hub.local_path(path)
+    adapter = path if peft_runs.is_adapter(path) else None
+    if adapter is None and base is not None:
+        raise UserError(f"base ({base!r}) is for adapters, and {path} is none: leave it out")
+    source = path if adapter is None else peft_runs.base_of(path, None if base is None else hub.local_path(base))
+    trainer, loaded = models.load_with_run(
+        source,
+        (gin_files, bindings, search_paths),
+        step=step,
+        weights=weights,
+        placed=_placed(mesh),
+        trust=trust,
+        change=_in_dtype(dtype),
+    )
+    template, batching = _template(trainer), config.build(EngineConfig)
+    if adapter is not None:
+        loaded, trainer = _with_adapter(adapter, loaded, trainer)
+    return LanguageModel(
+        loaded, trainer, template=template, batching=batching, base=None if adapter is None else source
+    )
+
+
+def model_config(path: str) -> TransformerConfig:
+    """The configuration of a model, such as of `capibara.Trainer(model=...)`; reads none of its weights.
+
+    Args:
+      path: as for `load`, but for adapters.
+
+    Raises:
+      UserError: as for `load`.
+    """
+    return pretrained.read(path).model
+
+
+def _placed(mesh: ServingMesh | None) -> Callable[[Plan, Model], PyTree]:
+    from capibara.training import run_folder
+
+    if mesh is None:
+        return run_folder.on_one_device
+
+    def shardings(_: Plan, model: Model) -> PyTree:
+        import jax
+
+        return mesh.shardings(model, jax.devices())
+
+    return shardings
+
+
+def _in_dtype(dtype: str | None) -> Callable[[Trainer], Trainer]:
+    if dtype is None:
+        return lambda trainer: trainer
+    given: dict[str, Any] = {"dtype": dtype}  # which the configuration checks
+    return lambda trainer: dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **given))
+
+
+def _template(trainer: Trainer) -> ChatTemplate | None:
+    """The chat template of the parsed configuration; None: there is none, which a chat will tell."""
+    try:
+        return models.chat_template(trainer.dataset)
+    except UserError:
+        return None
+
+
+def _with_adapter(path: str, loaded: LoadedModel, trainer: Trainer) -> tuple[LoadedModel, Trainer]:
+    """A base with the adapters of a PEFT folder merged into it."""
+    from capibara.interop import peft_runs
+
+    model, params = peft_runs.merged(path, loaded.model, loaded.params, loaded.like)
+    merged = dataclasses.replace(loaded, model=model, params=params, path=path, step=None, weights="stored")
+    return merged, dataclasses.replace(trainer, model=model.config)

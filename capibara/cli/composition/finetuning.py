@@ -1,0 +1,291 @@
+"""Fine-tuning in one call: the Gin files and bindings that a model, its data and a method stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from capibara import config
+from capibara.cli.composition import pretrained
+from capibara.core import limits
+from capibara.core.types import UserError
+
+if TYPE_CHECKING:
+    from capibara.cli.composition.pretrained import Pretrained
+    from capibara.training.base.trainer import Trainer
+
+_LENGTH = 1024  # tokens of a row, if the model reads so many
+_MOST_BATCHES = 100_000  # of a pass whose steps are counted
+_PARTS = 5  # evaluations and checkpoints of a run
+
+
+class Method(enum.StrEnum):
+    """What is trained, and by which loss.
+
+    LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO: adapters, on pairs of a
+    chosen and a rejected answer. GRPO: adapters, on the model's own answers and their rewards.
+    """
+
+    LORA = "lora"
+    QLORA = "qlora"
+    FULL = "full"
+    DPO = "dpo"
+    GRPO = "grpo"
+
+
+class Kind(enum.StrEnum):
+    """What a line of the data holds."""
+
+    TEXT = "text"
+    CHAT = "chat"
+    PREFERENCES = "preferences"
+    PROMPTS = "prompts"
+
+
+# Method -> Gin files of the run. What adapters add comes before the loss, whose defaults win.
+_RUNS = {
+    Method.LORA: ("runs/lora.gin",),
+    Method.QLORA: ("runs/lora.gin",),
+    Method.FULL: ("runs/full.gin",),
+    Method.DPO: ("runs/lora.gin", "runs/dpo.gin"),
+    Method.GRPO: ("runs/lora.gin", "runs/grpo.gin"),
+}
+_TASKS = {
+    Kind.TEXT: "tasks/jsonl.gin",
+    Kind.CHAT: "tasks/chat.gin",
+    Kind.PREFERENCES: "tasks/preferences.gin",
+    Kind.PROMPTS: "tasks/prompts.gin",
+}
+_OF_LOSS = {Method.DPO: Kind.PREFERENCES, Method.GRPO: Kind.PROMPTS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """A fine-tuning as a user names it; None: the default of the method and the model's size.
+
+    Attributes:
+      model: the model that it begins from, as for `pretrained.read`.
+      files: JSON lines with the data; a folder stands for the files in it.
+      out: the run folder.
+      method: what is trained, and how.
+      validation_files: for evaluations; empty: a part of `files` is held out.
+      steps: at which the run ends; None: those of `epochs`.
+      epochs: passes over the data; None: one.
+      learning_rate: the highest one; None: see `learning_rate`.
+      batch_size: rows of a batch.
+      length: tokens of a row; None: 1024, or what the model reads.
+      seed: of adapters and of the data's order.
+      gin_files: Gin files after those of the method.
+      bindings: Gin bindings after all others.
+      search_paths: folders of Gin files.
+    """
+
+    model: str
+    files: tuple[str, ...]
+    out: str
+    method: Method = Method.LORA
+    validation_files: tuple[str, ...] = ()
+    steps: int | None = None
+    epochs: int | None = None
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    length: int | None = None
+    seed: int = 0
+    gin_files: tuple[str, ...] = ()
+    bindings: tuple[str, ...] = ()
+    search_paths: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise UserError(f"steps ({self.steps}) and epochs ({self.epochs}) exclude each other: leave one out")
+        for name in ("steps", "epochs", "batch_size", "length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} ({value}) must be at least 1: leave it out for the default")
+        if not self.files:
+            raise UserError("the data is empty: name a file of JSON lines, such as chats.jsonl")
+        if not self.out.strip():
+            raise UserError("out is empty: name the run folder, such as runs/mine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A fine-tuning as Gin has it: `capibara train` of these files and bindings is the same run.
+
+    Attributes:
+      gin_files, bindings, search_paths: as in config.parse.
+      notes: lines on what was chosen.
+    """
+
+    gin_files: tuple[str, ...]
+    bindings: tuple[str, ...]
+    search_paths: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The command line of the same run."""
+        import shlex
+
+        gin_files = [f"--gin_file={name}" for name in self.gin_files]
+        values = [
+            f"--gin.{name.strip()}={value.strip()}" for name, _, value in (b.partition("=") for b in self.bindings)
+        ]
+        return shlex.join(["python", "-m", "capibara.train", *gin_files, *values])
+
+
+def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Chosen:
+    """Chooses what was not named; clears all bindings.
+
+    Args:
+      asked: what was named.
+      show: reports the progress.
+
+    Raises:
+      UserError: there is no such model or data, or the data is of another kind than the method reads.
+    """
+    model = pretrained.read(asked.model)
+    kind = _kind(asked)
+    most = 768 if asked.method is Method.GRPO else _LENGTH
+    length = asked.length or min(most, model.length or most)
+    bindings = {
+        pretrained.MODEL: model.path,
+        "MODEL_DIR": asked.out,
+        "FILES": asked.files,
+        "LENGTH": length,
+        "LEARNING_RATE": learning_rate(asked.method, model) if asked.learning_rate is None else asked.learning_rate,
+        "BATCH_SIZE": asked.batch_size or (64 if asked.method is Method.GRPO else 8),
+    }
+    if asked.validation_files:
+        bindings["VALIDATION_FILES"] = asked.validation_files
+    if asked.method is Method.GRPO:
+        bindings["ANSWER_LENGTH"] = max(1, 2 * length // 3)
+    if asked.seed:
+        bindings |= {"Trainer.seed": asked.seed, "Dataset.seed": asked.seed}
+    lines = [f"{name} = {_literal(value)}" for name, value in bindings.items()]
+    if kind is Kind.TEXT:
+        lines += [f"Dataset.vocabulary = @{type(model.vocabulary).__name__}()", *_written(model.vocabulary)]
+    if asked.method is Method.QLORA:
+        lines += ["Lora.base_dtype = 'nf4'", "Lora.double_quantization = True"]
+    chosen = Chosen(
+        (_TASKS[kind], *_RUNS[asked.method], *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
+    )
+    return _with_steps(asked, chosen, show)
+
+
+def learning_rate(method: Method, model: Pretrained) -> float:
+    """The highest learning rate of a method for a model of this size, as published.
+
+    Adapters: 2e-4 up to 13 B parameters, 1e-4 above (Dettmers et al. 2023, arXiv:2305.14314, table 9). All weights: 2e-5 up to
+    7 B, 1e-5 above (Stanford Alpaca, 2023). DPO and GRPO of adapters: as the comments of gin/runs/dpo.gin and grpo.gin have it.
+    """
+    from capibara.models import api
+
+    count = api.build(model.model).param_count
+    if method is Method.FULL:
+        return 2e-5 if count < 8e9 else 1e-5
+    return {Method.DPO: 1e-4, Method.GRPO: 2e-5}.get(method, 2e-4 if count < 15e9 else 1e-4)
+
+
+def _literal(value: object) -> str:
+    """A value as Gin has it; texts in double quotes, which a shell needs no more quotes for."""
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_literal(one)},' for one in value)})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _written(part: Any) -> list[str]:
+    from capibara.config import written
+
+    return written.bindings(part)
+
+
+def _with_steps(asked: FineTuning, chosen: Chosen, show: Callable[[str, str], None]) -> Chosen:
+    """With the number of steps, and what follows from it."""
+    steps, notes = asked.steps, []
+    if steps is None:
+        if asked.method is Method.GRPO:
+            raise UserError("steps has no value: GRPO makes its own answers, say how often, such as steps = 200")
+        show("counting", "the batches of a pass over the data")
+        epochs = asked.epochs or 1
+        batches = _batches(chosen)
+        steps = epochs * batches
+        notes = [f"{steps} steps: {epochs} x {batches} batches of the data"]
+    lines = [f"TRAIN_STEPS = {steps}"]
+    every = -(-steps // _PARTS)
+    lines += [f"Evaluation.every = {every}", "Evaluation.max_batches = 16", f"Checkpointing.every = {every}"]
+    lines += [f"Trainer.log_every = {max(1, min(10, steps // 10))}"]
+    bound = {line.partition("=")[0].strip() for line in asked.bindings}
+    lines = [line for line in lines if line.partition("=")[0].strip() not in bound]
+    return dataclasses.replace(chosen, bindings=(*chosen.bindings, *lines), notes=tuple(notes))
+
+
+def _batches(chosen: Chosen) -> int:
+    """The number of batches of a pass over the training data; clears all bindings."""
+    from capibara.data.pipeline.loader import make_loader
+    from capibara.training.base.trainer import Trainer
+
+    pretrained.parse(chosen.gin_files, [*chosen.bindings, "TRAIN_STEPS = 1"], chosen.search_paths)
+    trainer: Trainer = config.build(Trainer)
+    loader = make_loader(trainer.dataset, batch_size=trainer.plan.batch_size, epochs=1)
+    try:
+        count = 0
+        for count, _ in enumerate(loader, 1):
+            if count >= _MOST_BATCHES:
+                raise UserError(
+                    f"a pass over the data has more than {_MOST_BATCHES:,} batches: say how many steps you want"
+                )
+    finally:
+        loader.close()
+    return max(1, count)
+
+
+def _kind(asked: FineTuning) -> Kind:
+    """What the first line of the data holds, which must be what the method reads."""
+    path, record = _first(asked.files)
+    wanted = _OF_LOSS.get(asked.method)
+    if wanted is Kind.PROMPTS:
+        return wanted
+    is_pairs = {"chosen", "rejected"} <= record.keys()
+    if wanted is Kind.PREFERENCES:
+        if not is_pairs:
+            raise UserError(
+                f"{path}: method 'dpo' reads lines with 'chosen' and 'rejected', and the first one has {_keys(record)}"
+            )
+        return wanted
+    if is_pairs:
+        raise UserError(f"{path} has pairs of answers: set method = 'dpo', or leave the rejected ones out")
+    return Kind.TEXT if set(record) & {"text"} and "messages" not in record else Kind.CHAT
+
+
+def _first(files: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The first line of the data, and its file."""
+    from capibara.data.text import disk
+    from capibara.storage import packed
+
+    for path in disk.expand("FILES", files, disk.RECORDS):
+        for number, line in packed.lines(path):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number} is not JSON ({limits.cause(error)})") from None
+            if not isinstance(record, dict):
+                raise UserError(f"{path}:{number} must be a JSON object: name a file of objects")
+            return os.fspath(path), record
+    raise UserError(f"{', '.join(files)} are empty: name a file of JSON lines")
+
+
+def _keys(record: dict[str, Any]) -> str:
+    return limits.shortened(", ".join(map(str, record)))[1:-1]
+
+
+def trained(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Trainer:
+    """The run of a fine-tuning, as a value; clears all bindings."""
+    from capibara.training.base.trainer import Trainer
+
+    chosen = choose(asked, show)
+    pretrained.parse(chosen.gin_files, chosen.bindings, chosen.search_paths)
+    return config.build(Trainer)

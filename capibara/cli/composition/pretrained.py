@@ -1,0 +1,98 @@
+"""Gin files that name a model, `MODEL = "folder or owner/name"`, in the place of a file of models/."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from capibara import config
+from capibara.core.types import UserError
+from capibara.storage import hub
+
+if TYPE_CHECKING:
+    from capibara.data.tokenizers.vocabulary import Vocabulary
+    from capibara.models.api import TransformerConfig
+
+MODEL = "MODEL"
+_FILLED = ("INIT_FROM", "TOKENIZER")  # macros that are the model, where a file requires them and nobody gives them
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What a run takes from a model.
+
+    Attributes:
+      path: where it lies on this machine.
+      model: its configuration, without adapters.
+      vocabulary: its tokenizer.
+      length: tokens of a row that it reads at most; None: any number.
+    """
+
+    path: str
+    model: TransformerConfig
+    vocabulary: Vocabulary
+
+    @property
+    def length(self) -> int | None:
+        return self.model.max_length
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer: the model's own, or of a copy for a model that is one file."""
+        return str(getattr(self.vocabulary, "path", self.path))
+
+
+def read(path: str) -> Pretrained:
+    """Reads the configuration and tokenizer of a model, and none of its weights; clears all bindings.
+
+    Args:
+      path: a run folder, a Hugging Face folder, a .gguf file, or the name of a model on the Hugging Face Hub.
+
+    Raises:
+      UserError: there is no such model, or it is of no kind that capibara has.
+    """
+    from capibara.loading import opening
+    from capibara.training.base.trainer import Trainer
+    from capibara.training.run_folder import own_tokenizer
+
+    path = hub.local_path(path)
+    opened = opening.open_path(path)
+    config.parse((), (), (), opened.record)
+    trainer = config.build(Trainer)
+    if opened.foreign is None:
+        trainer = own_tokenizer.of_run(trainer, opened.path)
+    return Pretrained(path, dataclasses.replace(trainer.model, lora=None), trainer.dataset.get_vocabulary())
+
+
+def parse(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
+    """`config.parse`, of files that may bind MODEL: its sizes are bound before all files, which may change them.
+
+    Where the files require INIT_FROM or TOKENIZER, and nobody gives them, they are the model's.
+
+    Raises:
+      UserError: as `config.parse` and `read`; or MODEL is no text.
+    """
+    config.parse(gin_files, bindings, search_paths, of_readers=(MODEL,))
+    path = config.macro(MODEL)
+    if not isinstance(path, str):  # T5X's files bind it to an object
+        return
+    if not path:
+        raise UserError("MODEL is empty, must be a folder, a file or a name: try MODEL = 'HuggingFaceTB/SmolLM2-135M'")
+    missing = [name for name in _FILLED if config.macro(name) is config.REQUIRED]
+    found = read(path)
+    values = {"INIT_FROM": found.path, "TOKENIZER": found.tokenizer}
+    config.parse(
+        gin_files,
+        [*bindings, *(f"{name} = {values[name]!r}" for name in missing)],
+        search_paths,
+        config.Recorded(_text(found), path),
+        of_readers=(MODEL,),
+    )
+
+
+def _text(found: Pretrained) -> str:
+    from capibara.config import written
+
+    lines = [*written.bindings(found.model), f"Trainer.model = @{type(found.model).__name__}()"]
+    return "\n".join([*lines, *written.bindings(found.vocabulary)]) + "\n"

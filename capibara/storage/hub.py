@@ -1,0 +1,56 @@
+"""Models of the Hugging Face Hub by their names, OWNER/NAME; they are kept in the Hub's own cache."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from capibara.core import extras, limits
+from capibara.core.types import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What a model is read from: no code, and no pickles where there are safetensors.
+_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.jinja",
+    "*.txt",
+    "README.md",
+    "LICENSE*",
+    "additional_chat_templates/*",
+)
+_PICKLES = ("*.bin",)
+
+
+def is_name(path: str) -> bool:
+    """Whether a path is the name of a model on the Hub: OWNER/NAME, where neither OWNER nor this path is here."""
+    return bool(_NAME.fullmatch(path)) and not os.path.lexists(path) and not os.path.lexists(path.partition("/")[0])
+
+
+def local_path(path: str, revision: str | None = None) -> str:
+    """The path itself, or of a model that is named as on the Hub the folder of its copy on this machine.
+
+    A copy that is complete is not downloaded again. HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by the Hub's
+    library.
+
+    Args:
+      path: of a model.
+      revision: a branch, tag or commit; None: the main branch.
+
+    Raises:
+      UserError: there is no such model, it may not be read, or the Hub cannot be reached.
+    """
+    if not is_name(path):
+        return path
+    hub = extras.require(
+        "huggingface_hub", extra="hf", why=f"{path}, which is no folder here, from the Hugging Face Hub"
+    )
+    try:
+        folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES])
+        if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+            folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
+    except (OSError, ValueError) as error:  # its own errors are of these kinds
+        why = limits.cause(error)
+        raise UserError(f"{path} is no folder here, and cannot be read from the Hugging Face Hub ({why})") from None
+    return str(folder)
