@@ -1,13 +1,19 @@
 """The names of the package; `__init__.py` imports them from here on first use."""
 
-from capibara.api.data import data as data
+from capibara.api.comparison import Comparison as Comparison
+from capibara.api.comparison import compare as compare
+from capibara.api.data import write_data as write_data
 from capibara.api.finetuning import dpo as dpo
 from capibara.api.finetuning import finetune as finetune
 from capibara.api.finetuning import grpo as grpo
 from capibara.api.language_model import LanguageModel as LanguageModel
 from capibara.api.opening import load as load
 from capibara.api.opening import model_config as model_config
+from capibara.api.planning import PlannedRun as PlannedRun
+from capibara.api.planning import plan as plan
+from capibara.api.planning import prove as prove
 from capibara.api.results import TrainingResult as TrainingResult
+from capibara.api.serving import serve as serve
 from capibara.api.training import train as train
 from capibara.api.verbs import convert as convert
 from capibara.api.verbs import evaluate as evaluate

@@ -12,10 +12,10 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import outputs
 
-Data = Any  # paths, dicts, texts, or a table: see `data`
+Data = Any  # paths, dicts, texts, or a table: see `write_data`
 
 
-def data(records: Data, folder: str, name: str = "data") -> tuple[str, ...]:
+def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...]:
     """The files of JSON lines with some data.
 
     Args:

@@ -53,7 +53,7 @@ def finetune(
 
     Args:
       model: a path or name, as for `load`, or a loaded model, which needs memory beside the one that is trained.
-      data: texts, or chats in any usual layout, as for `data`; of "dpo" pairs of answers, of "grpo" prompts.
+      data: texts, or chats in any usual layout, as for `write_data`; of "dpo" pairs of answers, of "grpo" prompts.
       out: the run folder.
       method: "lora", "qlora", "full", "dpo" or "grpo".
       eval: data of evaluations; None: 3% of `data` is held out.
@@ -120,7 +120,7 @@ def _method(name: str) -> Method:
 
 
 def _files(data: Data, out: str, name: str) -> tuple[str, ...]:
-    return of_python.data(data, os.path.join(os.path.expanduser(out), "data"), name)
+    return of_python.write_data(data, os.path.join(os.path.expanduser(out), "data"), name)
 
 
 def _check(fields: Iterable[str]) -> None:

@@ -40,6 +40,7 @@ class LanguageModel:
       trainer: the run that trained it; of a foreign model, one that would.
       path: where it was loaded from.
       base: path of the base of an adapter; None: it is none.
+      template: the chat template, if the run has none of its own; None: that beside the tokenizer, if there is one.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LanguageModel:
         base: str | None = None,
     ):
         self.loaded, self.trainer, self.path, self.base = loaded, trainer, loaded.path, base
-        self._template, self._batching = template, batching
+        self.template, self._batching = template, batching
 
     def __repr__(self) -> str:
         config, model = type(self.config).__name__, self.model
@@ -151,8 +152,16 @@ class LanguageModel:
         )
 
     @functools.cached_property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        try:
+            return bool(self._chat.ids("Hello"))
+        except UserError:
+            return False
+
+    @functools.cached_property
     def _chat(self) -> Chat:
-        return of_run(self.loaded.dataset, "a list of messages", template=self._template)
+        return of_run(self.loaded.dataset, "a list of messages", template=self.template)
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""Two models side by side on the same prompts: `capibara.compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.storage import outputs
+
+if TYPE_CHECKING:
+    from capibara.api.language_model import LanguageModel
+
+_DRAWS = 10_000  # of the bootstrap
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem;color-scheme:light dark}"
+    "table{border-collapse:collapse;width:100%}th,td{border-bottom:1px solid #8886;padding:.5rem;text-align:left;"
+    "vertical-align:top;white-space:pre-wrap;overflow-wrap:anywhere}th{position:sticky;top:0;background:Canvas}"
+)
+
+Score = Callable[[str, str], float]  # (prompt, answer) -> how good it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The answers of two models to the same prompts.
+
+    Attributes:
+      names: of the models.
+      prompts: what was asked.
+      answers: of each model, in the order of the prompts.
+      scores: of each model's answers; None: nobody scored them.
+    """
+
+    names: tuple[str, str]
+    prompts: tuple[str, ...]
+    answers: tuple[tuple[str, ...], tuple[str, ...]]
+    scores: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+    @property
+    def differences(self) -> np.ndarray:
+        """The second model's score less the first one's, for each prompt: float64 [prompts].
+
+        Raises:
+          UserError: the answers have no scores.
+        """
+        if self.scores is None:
+            raise UserError("the answers have no scores: compare(..., score=function of (prompt, answer))")
+        first, second = (np.asarray(one, np.float64) for one in self.scores)
+        return second - first
+
+    def interval(self, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+        """The bootstrap's confidence interval of the mean difference, over prompts (Efron 1979, percentiles)."""
+        means = self._draws(self.differences, seed)
+        low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+    def p_value(self, seed: int = 0) -> float:
+        """How probable so large a mean difference is if none exists: a paired test by random signs, two-sided."""
+        values = self.differences
+        rng, most = np.random.default_rng(seed), abs(values.mean())
+        signs = rng.choice([-1.0, 1.0], (_DRAWS, len(values)))
+        larger = np.count_nonzero(np.abs((signs * values).mean(1)) >= most - 1e-12)
+        return (larger + 1) / (_DRAWS + 1)
+
+    def __str__(self) -> str:
+        first, second = self.names
+        if self.scores is None:
+            equal = sum(a == b for a, b in zip(*self.answers))
+            return f"{first} and {second}: {len(self.prompts)} prompts, {equal} equal answers"
+        means = [float(np.mean(one)) for one in self.scores]
+        low, high = self.interval()
+        return (
+            f"{first} {means[0]:.4g}, {second} {means[1]:.4g}: difference {means[1] - means[0]:+.4g} "
+            f"(95% from {low:+.4g} to {high:+.4g}, p = {self.p_value():.3g}, {len(self.prompts)} prompts)"
+        )
+
+    def html(self) -> str:
+        """One page with the answers side by side."""
+        scores = self.scores or ((), ())
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("prompt", *self.names))
+        rows = []
+        for i, prompt in enumerate(self.prompts):
+            cells = [prompt]
+            for answers, values in zip(self.answers, scores):
+                cells.append(answers[i] + (f"\n\nscore {values[i]:.4g}" if values else ""))
+            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        title = html.escape(str(self))
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+            f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1><table><thead><tr>{head}</tr></thead>"
+            f"<tbody>{''.join(rows)}</tbody></table></html>\n"
+        )
+
+    @staticmethod
+    def _draws(values: np.ndarray, seed: int) -> np.ndarray:
+        """Means of resampled values, a part of them at a time."""
+        rng, count = np.random.default_rng(seed), len(values)
+        return np.concatenate([values[rng.integers(0, count, (500, count))].mean(1) for _ in range(_DRAWS // 500)])
+
+
+def compare(
+    first: LanguageModel,
+    second: LanguageModel,
+    prompts: Sequence[Any],
+    *,
+    score: Score | None = None,
+    out: str | None = None,
+    **sampling: Any,
+) -> Comparison:
+    """Answers of two models to the same prompts.
+
+    Args:
+      first, second: loaded models.
+      prompts: texts, which models with a chat template answer as a user's turn, and others continue.
+      score: (prompt, answer) -> how good an answer is; None: none.
+      out: a file for one HTML page of the answers; None: none.
+      sampling: as for `LanguageModel.generate`; greedy unless it names a temperature.
+
+    Raises:
+      UserError: there are no prompts, or a score is no finite number.
+    """
+    asked = tuple(prompts)
+    if not asked or not all(isinstance(prompt, str) for prompt in asked):
+        raise UserError("prompts must be texts, at least one: try ['Name three fruits.']")
+    options = {"temperature": 0.0} | sampling
+    answers = (_answers(first, asked, options), _answers(second, asked, options))
+    scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
+    found = Comparison(_names(first, second), asked, answers, scores)
+    if out is not None:
+        outputs.save(out, found.html())
+    return found
+
+
+def _answers(model: LanguageModel, prompts: Sequence[str], options: dict[str, Any]) -> tuple[str, ...]:
+    if model.chats:
+        return tuple(model.chat(prompt, **options) for prompt in prompts)
+    return tuple(model.generate(list(prompts), **options))
+
+
+def _scores(score: Score, prompts: Sequence[str], answers: Sequence[str]) -> tuple[float, ...]:
+    values = [float(score(prompt, answer)) for prompt, answer in zip(prompts, answers)]
+    for value, prompt in zip(values, prompts):
+        if not np.isfinite(value):
+            raise UserError(f"the score of an answer to {prompt[:60]!r} is {value}, must be finite")
+    return tuple(values)
+
+
+def _names(first: LanguageModel, second: LanguageModel) -> tuple[str, str]:
+    if first.path != second.path:
+        return first.path, second.path
+    return f"{first.path} (first)", f"{second.path} (second)"

@@ -1,0 +1,66 @@
+"""Serves a loaded model over HTTP with OpenAI's API: `capibara.serve`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from capibara.core import extras
+
+if TYPE_CHECKING:
+    from capibara.api.language_model import LanguageModel
+    from capibara.inference.sampling.sampling import Sampling
+    from capibara.inference.server.service import ServerConfig
+
+_KEY = "CAPIBARA_API_KEY"
+
+
+def serve(
+    model: LanguageModel,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    api_key_file: str | None = None,
+    limits: ServerConfig | None = None,
+    sampling: Sampling | None = None,
+    ready: Callable[[str], None] = print,
+) -> None:
+    """Serves a model until a signal, such as ctrl-C, as `capibara serve` does.
+
+    Args:
+      model: the loaded model.
+      host, port: where to listen; port 0: any free one.
+      name: the model's name for clients; None: the name of its folder or file.
+      api_key_file: API keys, one a line; None: those of CAPIBARA_API_KEY, or none, on this machine only.
+      limits: of the server; None: its defaults.
+      sampling: what requests do not say; None: the defaults.
+      ready: called with the address when the model answers.
+
+    Raises:
+      UserError: the address cannot be used, or other machines could send requests without a key.
+    """
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        extras.require(package, extra="serve", why="capibara.serve")
+    from capibara.inference.interactive import chat
+    from capibara.inference.sampling.sampling import Sampling
+    from capibara.inference.server import server
+    from capibara.inference.server.service import Served, ServerConfig, check_streams
+
+    used = Sampling() if sampling is None else sampling
+    check_streams(used)
+    endpoint = server.open_endpoint(host, port, api_key_file, _KEY)
+    data = model.loaded.dataset
+    served = Served(
+        model.engine,
+        model.tokenizer,
+        chat.of_served(data, model.template),
+        data.length,
+        data.encoder_length,
+        name or os.path.basename(os.path.normpath(model.path)).removesuffix(".gguf"),
+        used,
+        adapters=model.engine.adapters,
+    )
+    takes = ServerConfig() if limits is None else limits
+    server.run(endpoint.listening, endpoint.keys, lambda: (served, takes), lambda _: ready(endpoint.url), host)

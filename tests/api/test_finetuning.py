@@ -1,0 +1,193 @@
+"""Fine-tuning from Python, by the command and by Gin is one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+
+import numpy as np
+import pandas
+import pyarrow
+import pytest
+
+import capibara as cb
+from capibara.cli import finetune as verb
+from capibara.cli import train as train_verb
+from capibara.monitoring.metrics_file.loggers import read_metrics
+from capibara.multihost import exits
+
+
+def losses(folder):
+    return {record["step"]: record["loss"] for record in read_metrics(str(folder)) if record["kind"] == "train"}
+
+
+def records(path):
+    return [json.loads(line) for line in open(path)]
+
+
+def test_python_command_and_gin_train_the_same_bits(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = records(f"{folder}/chats.jsonl")
+    run = cb.finetune(f"{folder}/hf", rows, "python", steps=3, batch_size=8, length=64, log_every=1)
+    assert (run.step, run.reason, run.checkpoints) == (3, "finished", [1, 2, 3])
+    (data,) = (tmp_path / "python" / "data").iterdir()
+    flags = ["--steps=3", "--batch_size=8", "--length=64", "--gin.Trainer.log_every=1"]
+    assert exits.run_verb(verb.main, [f"--model={folder}/hf", f"--data={data}", "--out=command", *flags]) == 0
+    printed = capfd.readouterr().out
+    (command,) = [line for line in printed.splitlines() if line.startswith("the same run: ")]
+    same = [flag.replace('"command"', '"by_gin"') for flag in shlex.split(command.partition(": ")[2])[3:]]
+    assert exits.run_verb(train_verb.main, same) == 0
+    found = losses("python")
+    assert sorted(found) == [1, 2, 3] and found == losses("command") == losses("by_gin")
+    weights = [cb.load(name).logits("river?") for name in ("python", "command", "by_gin")]
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    _looks_right(run, folder, tmp_path)
+    # The command line goes on from what Python has begun.
+    again = ["--gin_file=python/config.gin", "--gin.Trainer.steps=4"]
+    assert exits.run_verb(train_verb.main, again) == 0 and sorted(losses("python")) == [1, 2, 3, 4]
+
+
+def _looks_right(run, folder, tmp_path):
+    """The result's views of a run of three steps."""
+    assert [row["step"] for row in run.history] == [0, 1, 2, 3]
+    assert run.best_step == min((row["eval_loss"], row["step"]) for row in run.history)[1]
+    assert list(run.frame().index) == [0, 1, 2, 3] and "eval_loss" in run.frame()
+    run.plot().savefig(tmp_path / "plot.png")
+    with pytest.raises(cb.UserError, match="no step has a metric 'speed'"):
+        run.plot("speed")
+    model = run.model
+    assert model.step == 3 and model.config.lora is None
+    assert not np.array_equal(model.logits("river?"), cb.load(f"{folder}/hf").logits("river?"))
+    assert model.save(str(tmp_path / "mine.gguf")) and cb.load(str(tmp_path / "mine.gguf")).chats
+    adapter = cb.convert(run.folder, str(tmp_path / "adapter"), format="peft")
+    beside = cb.load(adapter, base=f"{folder}/hf")
+    np.testing.assert_allclose(beside.logits("river?"), model.logits("river?"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("qlora", marks=pytest.mark.heavy)])
+def test_texts_are_trained_with_the_models_tokenizer(folder, tmp_path, method):
+    texts = [record["text"] for record in records(f"{folder}/texts.jsonl")]
+    run = cb.finetune(f"{folder}/hf", texts, str(tmp_path / "run"), method=method, steps=1, batch_size=8, length=32)
+    assert run.step == 1 and type(run.model.tokenizer).__name__ == "TokenizerJsonVocabulary"
+
+
+def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
+    pairs = cb.dpo(f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "dpo"), steps=1, batch_size=8, length=64)
+    assert pairs.step == 1 and "reward_margin" in pairs.history[-1]
+
+    def near(prompt, answer, record):
+        return -abs(len(answer) - int(record["answer"]))
+
+    run = cb.grpo(
+        f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "grpo"), [near],
+        steps=1, batch_size=8, length=48, bindings=["GROUP = 4", "ANSWER_LENGTH = 8"],
+    )  # fmt: skip
+    assert run.step == 1 and "reward" in run.history[-1]
+    assert "near is of this script" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"methd": "dpo"}, "no option 'methd': did you mean method?"),
+        ({"method": "dopo"}, "method is 'dopo', must be one of lora"),
+        ({"data": []}, "the data is empty"),
+        ({"data": [1]}, "record 0 of the data is 1, must be a dict or a text"),
+        ({"data": [{"text": object()}]}, "record 0 of the data cannot be written as JSON"),
+        ({"data": {"text": "a"}}, "the data is a dict"),
+        ({"data": "nothing.jsonl"}, "'nothing.jsonl'"),
+        ({"method": "dpo"}, "method 'dpo' reads lines with 'chosen' and 'rejected'"),
+        ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, "set method = 'dpo'"),
+        ({"steps": 1, "epochs": 1}, "exclude each other"),
+        ({"steps": 0}, "steps (0) must be at least 1"),
+        ({"rewards": [lambda prompt, answer, record: 1.0], "steps": 1}, "no Gin file uses REWARDS"),
+        ({"length": 4096, "steps": 1}, "4096"),
+        ({"learning_rate": -1.0, "steps": 1}, "Schedule.learning_rate"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_run(folder, tmp_path, change, said):
+    options = {"data": f"{folder}/chats.jsonl"} | change
+    with pytest.raises(cb.UserError) as caught:
+        cb.finetune(f"{folder}/hf", options.pop("data"), str(tmp_path / "run"), **options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "config.gin").exists()
+
+
+def test_a_reward_has_a_name(folder, tmp_path):
+    with pytest.raises(cb.UserError, match="must be a function with a name"):
+        cb.grpo(
+            f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "r"), [lambda p, a, r: 1.0], steps=1, length=96
+        )
+    with pytest.raises(cb.UserError, match="rewards is empty"):
+        cb.grpo(f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "r"), [], steps=1)
+
+
+def test_a_pass_over_the_data_is_counted(folder, tmp_path):
+    from capibara.cli.composition import finetuning
+
+    asked = finetuning.FineTuning(
+        model=f"{folder}/hf",
+        files=(f"{folder}/texts.jsonl",),
+        out=str(tmp_path / "run"),
+        batch_size=8,
+        length=32,
+        epochs=3,
+    )
+    chosen = finetuning.choose(asked)
+    (steps,) = [line for line in chosen.bindings if line.startswith("TRAIN_STEPS")]
+    count = int(steps.partition("=")[2])
+    assert count % 3 == 0 and chosen.notes == (f"{count} steps: 3 x {count // 3} batches of the data",)
+    texts = [record["text"] for record in records(f"{folder}/texts.jsonl")]
+    tokens = sum(len(cb.load(f"{folder}/hf").tokenizer.encode(text)) + 1 for text in texts)
+    assert tokens / (8 * 32) * 0.9 <= count // 3 <= tokens / (8 * 32) * 1.3 + 1
+
+
+# --- data --------------------------------------------------------------------------------------------------------------
+
+ROWS = [{"text": "river"}, {"text": "sun"}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ROWS,
+        (row for row in ROWS),
+        ["river", "sun"],
+        pandas.DataFrame(ROWS),
+        pyarrow.Table.from_pylist([ROWS[0] | {"more": None}, ROWS[1]]),
+    ],
+    ids=["dicts", "generator", "texts", "pandas", "arrow"],
+)
+def test_every_kind_of_data_is_the_same_file(given, tmp_path):
+    (path,) = cb.write_data(given, str(tmp_path / "folder"))
+    assert records(path) == ROWS and os.path.basename(path).startswith("data-")
+
+
+def test_paths_stay_paths(folder, tmp_path):
+    assert cb.write_data(f"{folder}/chats.jsonl", str(tmp_path)) == (f"{folder}/chats.jsonl",)
+    both = [f"{folder}/chats.jsonl", f"{folder}/texts.jsonl"]
+    assert cb.write_data(both, str(tmp_path)) == tuple(both) and not [*tmp_path.iterdir()]
+
+
+# --- MODEL in Gin ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gin_file_names_a_model_in_place_of_its_sizes(folder, tmp_path, capfd):
+    text = f"""
+include "tasks/chat.gin"
+include "runs/full.gin"
+MODEL = "{folder}/m.gguf"
+MODEL_DIR = "{tmp_path}/run"
+FILES = ("{folder}/chats.jsonl",)
+TRAIN_STEPS = 1
+BATCH_SIZE = 8
+LENGTH = 64
+"""
+    (tmp_path / "run.gin").write_text(text)
+    assert exits.run_verb(train_verb.main, [f"--gin_file={tmp_path}/run.gin", "--check"]) == 0, capfd.readouterr().err
+    assert exits.run_verb(train_verb.main, [f"--gin_file={tmp_path}/run.gin", "--gin.MODEL=/nowhere/x", "--check"]) == 2
+    assert "/nowhere/x does not exist" in capfd.readouterr().err
+    assert exits.run_verb(train_verb.main, [f"--gin_file={tmp_path}/run.gin", "--gin.MODEL=''", "--check"]) == 2
+    assert "MODEL is empty" in capfd.readouterr().err
