@@ -19,6 +19,8 @@ USED = {
     "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "act_embed", "act_mlp", "act_vocab",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
+    # by users of Python
+    "push_to_hub",
     # by Python
     "__getattr__", "__dir__", "__class__",
     # by Gin: members of an enum that a run file names

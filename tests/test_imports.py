@@ -47,6 +47,9 @@ RULES = {
     "evaluation": _BASE | {"training", "interop", "inference"},
     "monitoring": _LOW | {"training.base.callbacks", "checkpoints.run_manifest", "builders.lineage"},
     "run": _BASE | {"planner", "training", "inference", "evaluation", "monitoring"},
+    "api": _BASE
+    | {"planner", "interop", "inference", "training", "loading", "strategies", "evaluation", "monitoring", "run"}
+    | {"cli.composition"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
 # Within a room: folders that a folder must not import.
@@ -57,6 +60,7 @@ WITHIN = {
 # `python -m capibara.VERB` and `capibara VERB`; the verbs themselves are in cli/, with what only they share.
 VERBS = {
     "train",
+    "finetune",
     "plan",
     "prove",
     "report",

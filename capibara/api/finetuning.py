@@ -17,7 +17,7 @@ from capibara.cli.composition.finetuning import FineTuning, Method
 from capibara.config import configurable
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import Dataclass, UserError
-from capibara.storage import hub
+from capibara.loading import hub
 from capibara.strategies.grpo import Grpo
 from capibara.training.base.trainer import Trainer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from capibara.core import extras
+from capibara.api import files
 from capibara.core.fields import did_you_mean
 from capibara.core.types import Params, UserError
 from capibara.data.chat.formats import Conversation
@@ -23,6 +23,7 @@ from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.interactive.chat import Chat, of_run
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop.open_model import LoadedModel
+from capibara.loading import hub
 from capibara.models.api import Model, TransformerConfig
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class LanguageModel:
         """The logits after each token of a text, with the tokens that its tokenizer adds: float32 [tokens, vocabulary]."""
         import jax
 
-        tokens, batch = self._row(text)
+        tokens, batch = _row(self.tokenizer.prompt_ids(text) if isinstance(text, str) else text, self.length)
         return np.asarray(jax.jit(self.model.logits)(self.params, batch)[0, : len(tokens)])
 
     def embed(self, texts: str | Sequence[str]) -> np.ndarray:
@@ -179,7 +180,7 @@ class LanguageModel:
         hidden = jax.jit(lambda params, batch: self.model.hidden(params, batch)[0])
         rows = []
         for text in [texts] if isinstance(texts, str) else texts:
-            tokens, batch = self._row(text)
+            tokens, batch = _row(self.tokenizer.prompt_ids(text), self.length)
             rows.append(np.asarray(hidden(self.params, batch)[0, : len(tokens)], np.float32).mean(0))
         return rows[0] if isinstance(texts, str) else np.stack(rows)
 
@@ -201,22 +202,6 @@ class LanguageModel:
             encoder_length=dataset.encoder_length, pad_id=vocabulary.pad_id, vocabulary=vocabulary,
         )  # fmt: skip
 
-    def _row(self, text: str | Sequence[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The tokens of a text, and a batch with them alone, padded to a power of two so that few programs are compiled."""
-        ids = self.tokenizer.prompt_ids(text) if isinstance(text, str) else text
-        tokens = np.asarray(ids, np.int32)
-        if not len(tokens) or len(tokens) > self.length:
-            raise UserError(f"the text has {len(tokens)} tokens, must have from 1 to {self.length}: cut it")
-        size = min(self.length, 1 << (len(tokens) - 1).bit_length())
-        padding = (0, size - len(tokens))
-        positions = np.arange(size, dtype=np.int32)
-        batch = {
-            "tokens": np.pad(tokens, padding)[None],
-            "positions": positions[None],
-            "segment_ids": (positions < len(tokens)).astype(np.int32)[None],
-        }
-        return tokens, batch
-
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str, format: str | None = None, dtype: str | None = None) -> str:
@@ -230,9 +215,7 @@ class LanguageModel:
         Raises:
           UserError: the path exists, or the format cannot hold the model.
         """
-        from capibara.api import verbs
-
-        return verbs.convert(self.path, path, format=format, dtype=dtype, base=self.base)
+        return files.convert(self.path, path, format=format, dtype=dtype, base=self.base)
 
     def push_to_hub(self, name: str, *, private: bool = True, dtype: str | None = None) -> str:
         """Uploads the model, with tokenizer and model card, to the Hugging Face Hub; returns its address.
@@ -245,15 +228,23 @@ class LanguageModel:
         Raises:
           UserError: the Hub refuses it, or cannot be reached.
         """
-        hub = extras.require("huggingface_hub", extra="hf", why="push_to_hub")
         with tempfile.TemporaryDirectory() as folder:
-            self.save(target := os.path.join(folder, "model"), "hf", dtype)
-            try:
-                address = hub.create_repo(name, private=private, exist_ok=True)
-                hub.upload_folder(repo_id=name, folder_path=target, commit_message="Add the model")
-            except (OSError, ValueError) as error:
-                raise UserError(f"{name} cannot be pushed to the Hub: {' '.join(str(error).split())[:300]}") from None
-        return str(address)
+            return hub.push(self.save(os.path.join(folder, "model"), "hf", dtype), name, private=private)
+
+
+def _row(ids: Sequence[int], length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The tokens of a text, and a batch with them alone, padded to a power of two so that few programs are compiled."""
+    tokens = np.asarray(ids, np.int32)
+    if not len(tokens) or len(tokens) > length:
+        raise UserError(f"the text has {len(tokens)} tokens, must have from 1 to {length}: cut it")
+    size = min(length, 1 << (len(tokens) - 1).bit_length())
+    positions = np.arange(size, dtype=np.int32)
+    batch = {
+        "tokens": np.pad(tokens, (0, size - len(tokens)))[None],
+        "positions": positions[None],
+        "segment_ids": (positions < len(tokens)).astype(np.int32)[None],
+    }
+    return tokens, batch
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:

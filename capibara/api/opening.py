@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara import config
 from capibara.cli.composition import models, pretrained
 from capibara.core.types import PyTree, UserError
-from capibara.storage import hub
+from capibara.loading import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
-    from capibara.data.chat.template import ChatTemplate
     from capibara.inference.engine.placement.serving_mesh import ServingMesh
     from capibara.interop.open_model import LoadedModel
     from capibara.models.api import Model, TransformerConfig
@@ -51,7 +49,6 @@ def load(
       UserError: it is not a model, is incomplete, has no tokenizer, or has no such step or weights.
     """
     from capibara.api.language_model import LanguageModel
-    from capibara.inference.engine.engine import EngineConfig
     from capibara.interop import peft_runs
 
     path = hub.local_path(path)
@@ -68,7 +65,7 @@ def load(
         trust=trust,
         change=_in_dtype(dtype),
     )
-    template, batching = _template(trainer), config.build(EngineConfig)
+    template, batching = models.chatting(trainer.dataset)
     if adapter is not None:
         loaded, trainer = _with_adapter(adapter, loaded, trainer)
     return LanguageModel(
@@ -107,14 +104,6 @@ def _in_dtype(dtype: str | None) -> Callable[[Trainer], Trainer]:
         return lambda trainer: trainer
     given: dict[str, Any] = {"dtype": dtype}  # which the configuration checks
     return lambda trainer: dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **given))
-
-
-def _template(trainer: Trainer) -> ChatTemplate | None:
-    """The chat template of the parsed configuration; None: there is none, which a chat will tell."""
-    try:
-        return models.chat_template(trainer.dataset)
-    except UserError:
-        return None
 
 
 def _with_adapter(path: str, loaded: LoadedModel, trainer: Trainer) -> tuple[LoadedModel, Trainer]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from typing import TYPE_CHECKING
 
 from capibara.core.types import UserError
@@ -115,10 +113,8 @@ def prove(trainer: Trainer, slice: str | None = None, *, deadline_s: float = 180
     slice_ = slices.parse(name)
     topology.check(slice_.name)
     trainer.plan.mesh_shape(slice_.devices, slice_.name)
-    with tempfile.TemporaryDirectory() as folder:
-        with open(path := os.path.join(folder, "run.gin"), "w", encoding="utf-8") as file:
-            file.write(written.text_of(trainer))
-        return proof.prove(trainer, proof.Configuration([path]), slice_, deadline_s=deadline_s)
+    lines = [line for line in written.text_of(trainer).split("\n") if line]
+    return proof.prove(trainer, proof.Configuration((), lines), slice_, deadline_s=deadline_s)
 
 
 def _training(model: TransformerConfig | LanguageModel, length: int | None) -> Trainer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from capibara.api import files
 from capibara.core.types import UserError
-from capibara.storage import hub
+from capibara.loading import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
@@ -35,12 +36,8 @@ def convert(
     Raises:
       UserError: the target exists, the model cannot be read, or the format cannot hold it.
     """
-    from capibara.cli.composition.models import ModelReader
-    from capibara.interop import conversion
-
     base = None if base is None else hub.local_path(base)
-    conversion.convert(_path(source), target, format, dtype, base, ModelReader(trust=trust))
-    return target
+    return files.convert(_path(source), target, format=format, dtype=dtype, base=base, trust=trust)
 
 
 def merge(

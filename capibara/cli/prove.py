@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = flags.parse_arguments(parser, argv)
-    if not args.gin_file:
+    if not (args.gin_file or args.child):
         raise UserError("--gin_file has no value: name a run or a model file, e.g. --gin_file=base_v5e64.gin")
     return prove(args)
 

@@ -9,7 +9,7 @@ from capibara import config
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli.arguments.flags import Arguments
 from capibara.config import written
-from capibara.core.types import Params, PyTree
+from capibara.core.types import Params, PyTree, UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
@@ -153,6 +153,15 @@ def chat_template(dataset: Dataset) -> ChatTemplate | None:
         return None
     options = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
     return config.build(ChatTemplate, **options)
+
+
+def chatting(dataset: Dataset) -> tuple[ChatTemplate | None, EngineConfig]:
+    """What the parsed configuration says of generation: the chat template, None if there is none, and the engine."""
+    try:
+        template = chat_template(dataset)
+    except UserError:  # a chat will tell
+        template = None
+    return template, config.build(EngineConfig)
 
 
 def chat_of(dataset: Dataset) -> chat.Chat:

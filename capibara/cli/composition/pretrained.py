@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from capibara import config
 from capibara.core.types import UserError
-from capibara.storage import hub
+from capibara.loading import hub
 
 if TYPE_CHECKING:
     from capibara.data.tokenizers.vocabulary import Vocabulary

@@ -54,3 +54,23 @@ def local_path(path: str, revision: str | None = None) -> str:
         why = limits.cause(error)
         raise UserError(f"{path} is no folder here, and cannot be read from the Hugging Face Hub ({why})") from None
     return str(folder)
+
+
+def push(folder: str, name: str, *, private: bool = True) -> str:
+    """Uploads a folder as a model of the Hub; returns its address.
+
+    Args:
+      folder: on this machine.
+      name: OWNER/NAME; it is made if it does not exist.
+      private: whether a new one is private.
+
+    Raises:
+      UserError: the Hub refuses it, or cannot be reached.
+    """
+    hub = extras.require("huggingface_hub", extra="hf", why="a model of the Hugging Face Hub")
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Add the model")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} cannot be pushed to the Hugging Face Hub ({limits.cause(error)})") from None
+    return str(address)

@@ -1,0 +1,43 @@
+"""docs/python.md runs, block after block, on a small model of the name that it uses."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+
+import matplotlib
+import pytest
+
+from capibara.cli import train as train_verb
+from capibara.multihost import exits
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "python.md"
+
+
+@pytest.fixture
+def there(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink(f"{folder}/hf", "SmolLM2-135M-Instruct")
+    os.symlink(f"{folder}/chats.jsonl", "chats.jsonl")
+    return tmp_path
+
+
+def test_every_block_runs(there, capsys):
+    matplotlib.use("Agg")
+    text = PAGE.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 10
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    written = {"mine.gguf", "adapter", "loss.png", "answers.html", "merged"}
+    assert written <= {path.name for path in there.iterdir()}
+    assert "2 prompts" in capsys.readouterr().out
+
+
+def test_its_gin_file_is_a_run(there, capfd):
+    (text,) = re.findall(r"^    # mine.gin\n((?:    .*\n)+)", PAGE.read_text(), re.MULTILINE)
+    (there / "mine.gin").write_text(re.sub("^    ", "", text, flags=re.MULTILINE))
+    flags = ["--gin_file=mine.gin", "--gin.LENGTH=64", "--check"]
+    assert exits.run_verb(train_verb.main, flags) == 0, capfd.readouterr().err
