@@ -17,9 +17,9 @@ from capibara.cli.composition.finetuning import FineTuning, Method
 from capibara.config import configurable
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import Dataclass, UserError
-from capibara.loading import hub
+from capibara.interop import hub
 from capibara.strategies.grpo import Grpo
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from capibara.api.data import Data

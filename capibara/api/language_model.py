@@ -23,11 +23,11 @@ from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.interactive.chat import Chat, of_run
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop.open_model import LoadedModel
-from capibara.loading import hub
+from capibara.interop import hub
 from capibara.models.api import Model, TransformerConfig
 
 if TYPE_CHECKING:
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
 Message = Mapping[str, Any]
 _ALIASES = {"max_tokens": "max_new_tokens"}

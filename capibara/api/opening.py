@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.cli.composition import models, pretrained
 from capibara.core.types import PyTree, UserError
-from capibara.loading import hub
+from capibara.interop import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from capibara.interop.open_model import LoadedModel
     from capibara.models.api import Model, TransformerConfig
     from capibara.sharding import Plan
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
 
 def load(

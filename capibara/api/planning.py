@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from capibara.core.types import UserError
 from capibara.models.api import TransformerConfig
 from capibara.sharding import Plan
-from capibara.training.base.trainer import Trainer
+from capibara.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel

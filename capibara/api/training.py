@@ -10,7 +10,7 @@ from capibara.core.types import Dataclass
 from capibara.multihost import joining
 
 if TYPE_CHECKING:
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
 
 def train(

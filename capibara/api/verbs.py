@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.api import files
 from capibara.core.types import UserError
-from capibara.loading import hub
+from capibara.interop import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel

@@ -19,7 +19,7 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import gin_of, open_model, submodel_options
+from capibara.interop import gin_of, hub, open_model, submodel_options
 from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
@@ -189,6 +189,7 @@ def convert(
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     check_target(target, form, dtype)
     reader.load_modules()
+    path, base = hub.local_path(path) if isinstance(path, str) else path, base and hub.local_path(base)
     if part is not None and (form in _ADAPTERS or isinstance(path, Sum) or adapters.is_adapter(path)):
         raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
     if isinstance(path, Sum):

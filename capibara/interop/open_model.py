@@ -21,6 +21,7 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables
 from capibara.interop.hf.tensors import Shape, Tensor
@@ -177,11 +178,12 @@ def open_model(path: str) -> ForeignModel:
 
 @functools.cache
 def local_model(path: str) -> str:
-    """The local path of a foreign model's folder or file; downloads it from a bucket (gs://).
+    """The local path of a foreign model's folder or file; downloads it from a bucket (gs://) or by its name from the Hub.
 
     Raises:
       UserError: it does not exist, cannot be read, or does not fit the disk.
     """
+    path = hub.local_path(path)
     return copies.local_file(path) if path.endswith(".gguf") else copies.local_folder(path)
 
 

@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds --model_dir, --model and --trust_config, for verbs that use a model."""
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
-    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="instead: a Hugging Face folder, a .gguf file, or OWNER/NAME on the Hugging Face Hub",
+    )
     add_trust(parser)
 
 

@@ -16,7 +16,7 @@ from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.cli.composition.pretrained import Pretrained
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
 _LENGTH = 1024  # tokens of a row, if the model reads so many
 _MOST_BATCHES = 100_000  # of a pass whose steps are counted
@@ -226,7 +226,7 @@ def _with_steps(asked: FineTuning, chosen: Chosen, show: Callable[[str, str], No
 def _batches(chosen: Chosen) -> int:
     """The number of batches of a pass over the training data; clears all bindings."""
     from capibara.data.pipeline.loader import make_loader
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     pretrained.parse(chosen.gin_files, [*chosen.bindings, "TRAIN_STEPS = 1"], chosen.search_paths)
     trainer: Trainer = config.build(Trainer)
@@ -284,7 +284,7 @@ def _keys(record: dict[str, Any]) -> str:
 
 def trained(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Trainer:
     """The run of a fine-tuning, as a value; clears all bindings."""
-    from capibara.training.base.trainer import Trainer
+    from capibara.training.trainer import Trainer
 
     chosen = choose(asked, show)
     pretrained.parse(chosen.gin_files, chosen.bindings, chosen.search_paths)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from capibara import config
 from capibara.core.types import UserError
-from capibara.loading import hub
+from capibara.interop import hub
 
 if TYPE_CHECKING:
     from capibara.data.tokenizers.vocabulary import Vocabulary
@@ -53,8 +53,8 @@ def read(path: str) -> Pretrained:
       UserError: there is no such model, or it is of no kind that capibara has.
     """
     from capibara.loading import opening
-    from capibara.training.base.trainer import Trainer
     from capibara.training.run_folder import own_tokenizer
+    from capibara.training.trainer import Trainer
 
     path = hub.local_path(path)
     opened = opening.open_path(path)

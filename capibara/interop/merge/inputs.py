@@ -12,7 +12,7 @@ import numpy as np
 
 from capibara.core import fields
 from capibara.core.types import UserError
-from capibara.interop import conversion, open_model
+from capibara.interop import conversion, hub, open_model
 from capibara.interop import peft_runs as adapters
 from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
@@ -56,6 +56,7 @@ def described(path: str, base: str | None, reader: ModelReader) -> Described:
     Raises:
       UserError: it cannot be read.
     """
+    path = hub.local_path(path)
     if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not reader.is_run(path)):
         path = open_model.local_model(path)
     beside = None

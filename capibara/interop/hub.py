@@ -50,7 +50,12 @@ def local_path(path: str, revision: str | None = None) -> str:
         folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES])
         if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
             folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
-    except (OSError, ValueError) as error:  # its own errors are of these kinds
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:  # its own are OSErrors; the others are of answers of no Hub
         why = limits.cause(error)
         raise UserError(f"{path} is no folder here, and cannot be read from the Hugging Face Hub ({why})") from None
     return str(folder)

@@ -1,0 +1,129 @@
+"""Models by their names on the Hub: a small one of its kind on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.interop import hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"# A model",
+    "run.py": b"raise SystemExit",
+    "pytorch_model.bin": b"a pickle",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What `snapshot_download` asks: a model's files, and each of them."""
+
+    asked: list[str] = []
+
+    def do_HEAD(self):
+        self._answer(with_body=False)
+
+    def do_GET(self):
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        self.asked.append(self.path)
+        name = self.path.rpartition("/")[2].partition("?")[0]
+        if self.path.startswith("/api/models/me/small/tree/"):
+            rows = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in FILES.items()
+            ]
+            self._send(json.dumps(rows).encode(), with_body)
+        elif self.path.startswith("/api/models/me/small/"):
+            siblings = [{"rfilename": name} for name in FILES]
+            self._send(json.dumps({"id": "me/small", "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+        elif self.path.startswith("/me/small/resolve/") and name in FILES:
+            self._send(FILES[name], with_body)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+    def _send(self, content: bytes, with_body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def found(name: str, endpoint: str, home: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`hub.local_path` in a process of its own: its library reads the environment when it is loaded."""
+    code = (
+        "import sys\nfrom capibara.core.types import UserError\nfrom capibara.interop import hub\n"
+        "try: print(hub.local_path(sys.argv[1]))\nexcept UserError as error: sys.exit(f'error: {error}')"
+    )
+    own = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": os.getcwd(),
+    }
+    command = [sys.executable, "-c", code, name]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | own | environment, check=False)
+
+
+def test_a_model_is_downloaded_once_without_code_and_pickles(endpoint, tmp_path):
+    done = found("me/small", endpoint, tmp_path)
+    folder = pathlib.Path(done.stdout.strip().splitlines()[-1])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        name: content for name, content in FILES.items() if not name.endswith((".py", ".bin"))
+    }
+    again = found("me/small", endpoint, tmp_path, HF_HUB_OFFLINE="1")  # it is on this machine
+    assert again.stdout.strip() == str(folder)
+
+
+def test_what_cannot_be_had_is_one_line(endpoint, tmp_path):
+    missing = found("me/none", endpoint, tmp_path)
+    assert missing.returncode == 1 and "\n" not in missing.stderr.strip().splitlines()[-1]
+    assert (
+        missing.stderr.strip()
+        .splitlines()[-1]
+        .startswith("error: me/none is no folder here, and cannot be read from the Hugging Face Hub (")
+    )
+    away = found("me/small", "http://127.0.0.1:9", tmp_path / "other")
+    assert away.stderr.strip().splitlines()[-1].startswith("error: me/small is no folder here, and cannot be read")
+
+
+def test_a_path_that_is_here_or_could_not_be_a_name_stays_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs", "runs/mine", "/a/b", "./a/b", "a/b/c", "model.gguf", "gs://bucket/a", "~/model"):
+        assert hub.local_path(path) == path  # runs/mine: a mistyped folder is not looked for elsewhere
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"huggingface_hub is not installed \(needed for me/small.*\[hf\]"):
+        hub.local_path("me/small")
