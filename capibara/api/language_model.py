@@ -22,8 +22,8 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.interactive.chat import Chat, of_run
 from capibara.inference.sampling.sampling import Sampling
-from capibara.interop.open_model import LoadedModel
 from capibara.interop import hub
+from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Model, TransformerConfig
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 
@@ -17,6 +18,8 @@ from gin import config_parser
 def changes(old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
     """Parameters whose values differ between two operative configurations, with macros resolved.
 
+    A field that the old one lacks and that has its default is no change: the class did not have it then.
+
     Returns:
       {"Trainer.seed": ("0", "1")}, values as Gin text, None on the side where the parameter is not bound.
     """
@@ -24,7 +27,7 @@ def changes(old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
     return {
         name: (before.get(name), after.get(name))
         for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
+        if before.get(name) != after.get(name) and not (name not in before and after.get(name) == _default(name))
     }
 
 
@@ -59,6 +62,16 @@ def _values(text: str) -> Mapping[str, str]:
                 _choice(matches[0], statement.arg_name) if value == AUTO and len(matches) == 1 else value
             )
     return values
+
+
+def _default(name: str) -> str | None:
+    """The default of a field, by its name in Gin, as text; None: it has none."""
+    owner, _, parameter = name.rpartition("/")[2].rpartition(".")
+    matches = gin_config._REGISTRY.matching_selectors(owner)
+    if len(matches) != 1:
+        return None
+    found = getattr(gin_config._REGISTRY[matches[0]].wrapped, "__dataclass_fields__", {}).get(parameter)
+    return None if found is None or found.default is dataclasses.MISSING else repr(found.default)
 
 
 def _choice(selector: str, parameter: str) -> object:

@@ -452,6 +452,16 @@ class TestOperative:
             "Herd.size: 3 -> (not set)",
         ]
 
+    def test_a_field_that_is_new_is_no_change_at_its_default(self, parse):
+        """A record of an older version does not have it."""
+        parse(self.TEXT)
+        config.build(Herd)
+        now = config.operative()
+        older = "".join(line for line in now.splitlines(keepends=True) if not line.startswith("Herd.limit"))
+        assert older != now and config.diff(older, now) == []
+        assert config.diff(older, now.replace("Herd.limit = None", "Herd.limit = 4")) == ["Herd.limit: (not set) -> 4"]
+        assert config.diff(now, older) == ["Herd.limit: None -> (not set)"]
+
     def test_bindings_that_nothing_read(self, parse):
         parse("Herd.folder = 'a'\nPond.depth = 3.0")
         config.build(Herd)
