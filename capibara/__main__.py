@@ -25,6 +25,7 @@ VERBS = {
     "convert": "take models in and out; list, verify and prune checkpoints",
     "merge": "merge fine-tuned models into one",
     "convert-config": "translate a Gin file of T5X",
+    "doctor": "say what this machine has for each verb, and what it lacks",
     "prepare": "make data sets and vocabularies, and show where they come from",
 }
 

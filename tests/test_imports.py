@@ -61,6 +61,7 @@ WITHIN = {
 VERBS = {
     "train",
     "finetune",
+    "doctor",
     "plan",
     "prove",
     "report",

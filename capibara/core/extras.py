@@ -9,6 +9,7 @@ import types
 from capibara.core.types import UserError
 
 DISTRIBUTION = "capibara-tpu"  # the name capibara on PyPI is a package of others
+_CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # if the package is run from one
 
 
 def require(package: str, *, extra: str | None = None, why: str = "") -> types.ModuleType:
@@ -36,10 +37,39 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
 
 def install_command(extra: str) -> str:
     """The shell command that installs an extra: from the checkout that this package is run from, else of the distribution."""
-    checkout = pathlib.Path(__file__).resolve().parents[2]
-    if (checkout / "pyproject.toml").is_file():
-        return f'pip install -e "{checkout}[{extra}]"'
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f'pip install -e "{_CHECKOUT}[{extra}]"'
     return f'pip install "{DISTRIBUTION}[{extra}]"'
+
+
+def missing(extra: str) -> list[str] | None:
+    """The distributions of an extra that are not installed; None: nothing here says what they are."""
+    from packaging.requirements import Requirement
+
+    if (texts := _requirements(extra)) is None:
+        return None
+    wanted = [Requirement(text) for text in texts]
+    return sorted(
+        {
+            one.name
+            for one in wanted
+            if (one.marker is None or one.marker.evaluate({"extra": extra})) and not version(one.name)
+        }
+    )
+
+
+def _requirements(extra: str) -> list[str] | None:
+    """What an extra requires, by the checkout or the installed distribution."""
+    import importlib.metadata
+    import tomllib
+
+    if (project := _CHECKOUT / "pyproject.toml").is_file():
+        return list(tomllib.loads(project.read_text("utf-8"))["project"]["optional-dependencies"].get(extra, ()))
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return [line for line in lines if "extra ==" in line]
 
 
 def version(package: str) -> str | None:

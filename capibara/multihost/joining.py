@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _JAX_CONNECTS_S = 120  # after the roll call, when all processes are there
 # Packages whose versions decide what a process compiles, or which rows it reads.
-_PACKAGES = ("capibara", "flax", "grain", "jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint")
+_PACKAGES = (extras.DISTRIBUTION, "flax", "grain", "jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint")
 # Variables with a launcher's number of processes that JAX may not detect: Open MPI 5, MPICH, Slurm without srun.
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
 _PODS = "KUBERNETES_SERVICE_HOST"  # set in every pod
