@@ -36,6 +36,16 @@ def test_every_block_runs(there, capsys):
     assert "2 prompts" in capsys.readouterr().out
 
 
+def test_every_block_of_the_designs_names_runs(there):
+    page = PAGE.with_name("design_names.md")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    assert len(blocks) == 5 and (there / "metrics.csv").read_text().startswith("step,")
+    assert {path.name for path in (there / "runs").iterdir()} == {"one", "nodes"}
+
+
 def test_its_gin_file_is_a_run(there, capfd):
     (text,) = re.findall(r"^    # mine.gin\n((?:    .*\n)+)", PAGE.read_text(), re.MULTILINE)
     (there / "mine.gin").write_text(re.sub("^    ", "", text, flags=re.MULTILINE))
