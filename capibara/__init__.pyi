@@ -14,6 +14,7 @@ from capibara.api.planning import plan as plan
 from capibara.api.planning import prove as prove
 from capibara.api.results import TrainingResult as TrainingResult
 from capibara.api.serving import serve as serve
+from capibara.api.training import read_run as read_run
 from capibara.api.training import train as train
 from capibara.api.verbs import convert as convert
 from capibara.api.verbs import evaluate as evaluate

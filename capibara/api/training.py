@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from capibara.api.results import TrainingResult
-from capibara.cli.composition import training_run
+from capibara.cli.composition import pretrained, training_run
 from capibara.core.types import Dataclass
 from capibara.multihost import joining
 
 if TYPE_CHECKING:
     from capibara.training.trainer import Trainer
+
+
+def read_run(*files: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = ()) -> Trainer:
+    """The run that files describe, as `capibara train --gin_file=...` reads them, to be changed or trained.
+
+    What Gin has parsed before in this process does not count, and is forgotten.
+
+    Args:
+      files: Gin, YAML, JSON or TOML files, the later ones win.
+      bindings: Gin statements after them, such as "TRAIN_STEPS = 100".
+      search_paths: more folders in which files are looked for.
+
+    Raises:
+      UserError: as `capibara train` of these files.
+    """
+    return pretrained.built(files, bindings, search_paths)
 
 
 def train(

@@ -12,10 +12,11 @@ from capibara.config.comparison import changes, diff
 from capibara.config.parsing import Recorded, Statement, bind, load_modules, parse, statements_of
 from capibara.config.registry import MODULE, build, configurable, in_scope, reset
 from capibara.config.search import find_file, search_folders
+from capibara.config.structured import ENDINGS
 from capibara.config.used import check_used, imported_modules, operative, origins, unused
 
 __all__ = [
-    "MODULE", "REQUIRED", "Recorded", "Statement", "bind", "build", "changes",
+    "ENDINGS", "MODULE", "REQUIRED", "Recorded", "Statement", "bind", "build", "changes",
     "check_used", "configurable", "diff", "find_file", "given_at", "imported_modules",
     "in_scope", "is_bound", "load_modules", "macro", "operative", "origins", "parse", "reset",
     "scopes", "search_folders", "statements_of", "unused", "values_of",

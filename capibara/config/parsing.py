@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import gin
 from capibara.config import record as gin_record
 from capibara.config import search as gin_search
-from capibara.config import t5x_macros
+from capibara.config import structured, t5x_macros
 from capibara.config.bound import value_of
 from capibara.config.literals import Literals, quoted
 from capibara.config.moved import selector_now
@@ -275,8 +275,12 @@ class _Parsing:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UserError(f"{path} is not a text file in UTF-8") from None
+        pieces = [text]
+        if path.suffix in structured.STRUCTURED:
+            pieces = ["\n" * (line - 1) + statement + "\n" for line, statement in structured.statements(path, text)]
         try:
-            self.statements(io.StringIO(text), str(path))
+            for piece in pieces:
+                self.statements(io.StringIO(piece), str(path))
         except UserError as error:
             missing = [module for module in gin_record.modules_named(text) if not self._is_known(module)]
             if missing and "no configurable named" in str(error):

@@ -154,7 +154,7 @@ def check(sources: Sources, parse: Callable[[Sequence[str], Sequence[str]], Sequ
         finally:
             os.chdir(before)
         there = {os.path.realpath(folder / FOLDER / "0" / path) for path in read}
-        wanted = {str(folder / path) for path in sources.paths if path.endswith(".gin")}
+        wanted = {str(folder / path) for path in sources.paths if path.endswith(config.ENDINGS)}
         if lost := sorted(wanted - there):
             shown = str(pathlib.Path(lost[0]).relative_to(folder))
             raise UserError(

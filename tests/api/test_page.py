@@ -42,7 +42,7 @@ def test_every_block_of_the_designs_names_runs(there):
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks:
         exec(compile(block, str(page), "exec"), names)
-    assert len(blocks) == 5 and (there / "metrics.csv").read_text().startswith("step,")
+    assert len(blocks) == 6 and (there / "metrics.csv").read_text().startswith("step,")
     assert {path.name for path in (there / "runs").iterdir()} == {"one", "nodes"}
 
 

@@ -284,8 +284,5 @@ def _keys(record: dict[str, Any]) -> str:
 
 def trained(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Trainer:
     """The run of a fine-tuning, as a value; clears all bindings."""
-    from capibara.training.trainer import Trainer
-
     chosen = choose(asked, show)
-    pretrained.parse(chosen.gin_files, chosen.bindings, chosen.search_paths)
-    return config.build(Trainer)
+    return pretrained.built(chosen.gin_files, chosen.bindings, chosen.search_paths)

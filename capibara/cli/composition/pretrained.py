@@ -13,6 +13,7 @@ from capibara.interop import hub
 if TYPE_CHECKING:
     from capibara.data.tokenizers.vocabulary import Vocabulary
     from capibara.models.api import TransformerConfig
+    from capibara.training.trainer import Trainer
 
 MODEL = "MODEL"
 _FILLED = ("INIT_FROM", "TOKENIZER")  # macros that are the model, where a file requires them and nobody gives them
@@ -89,6 +90,14 @@ def parse(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         config.Recorded(_text(found), path),
         of_readers=(MODEL,),
     )
+
+
+def built(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> Trainer:
+    """The run that files and bindings describe; errors as for `parse`."""
+    from capibara.training.trainer import Trainer
+
+    parse(gin_files, bindings, search_paths)
+    return config.build(Trainer)
 
 
 def _text(found: Pretrained) -> str:
