@@ -20,7 +20,7 @@ USED = {
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by users of Python
-    "push_to_hub",
+    "push_to_hub", "read_run",
     # by Python
     "__getattr__", "__dir__", "__class__",
     # by Gin: members of an enum that a run file names

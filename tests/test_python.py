@@ -34,7 +34,7 @@ def test_the_package_has_what_gin_files_can_name():
     assert set(listed) - {*defining_modules()} == {"UserError", *PYTHON}
     assert {*listed} <= {*dir(cb)}
     for name, (module, own) in listed.items():
-        assert getattr(cb, name) is getattr(importlib.import_module(module), own) or name == "train"
+        assert getattr(cb, name) is getattr(importlib.import_module(module), own)
 
 
 def test_other_names_are_unknown():
@@ -45,7 +45,8 @@ def test_other_names_are_unknown():
 def test_names_are_imported_when_they_are_used_and_submodules_stay():
     code = (
         "import sys, capibara as cb; assert 'jax' not in sys.modules and 'gin' not in sys.modules; cb.Schedule(); "
-        "import capibara.train; assert callable(cb.train) and cb.train.main; from capibara import config; print(config.__name__)"
+        "import capibara.train, capibara.merge; from capibara.train import main; assert callable(cb.train) and callable(cb.merge); "
+        "from capibara import config; print(config.__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}

@@ -30,7 +30,7 @@ TRAINING = pathlib.Path(cb.__file__).parent / "training"
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SignDescent(Method):
+class OwnDescent(Method):
     """Updates by the signs of the gradient (signSGD, Bernstein et al. 2018, arXiv:1802.04434), for so many steps at most.
 
     Attributes:
@@ -75,7 +75,7 @@ class SignHooks(Hooks):
         return "signs_spent" if self.last_step < self.options.steps else super().reason
 
     def ended(self, step):
-        return f"the signs are spent at step {step}: raise SignDescent.most_steps to continue"
+        return f"the signs are spent at step {step}: raise OwnDescent.most_steps to continue"
 
     def closing(self, step):
         return f"{step} steps of signs"
@@ -89,7 +89,7 @@ class SignHooks(Hooks):
 
 
 def test_a_method_of_ones_own_trains_adds_metrics_ends_the_run_and_resumes(make_trainer, train):
-    trainer = make_trainer(method=SignDescent(), checkpointing=Checkpointing(every=2))
+    trainer = make_trainer(method=OwnDescent(), checkpointing=Checkpointing(every=2))
     seen = train(trainer)
     assert (seen.outcome.step, seen.outcome.reason) == (6, "signs_spent") and seen.checkpoints == [2, 4, 6]
     assert seen.losses[6] < seen.losses[1]
@@ -100,30 +100,30 @@ def test_a_method_of_ones_own_trains_adds_metrics_ends_the_run_and_resumes(make_
     assert [metrics["signs_left"] for metrics in seen.metrics.values()] == [5, 4, 3, 2, 1, 0]
     assert f"{count:,} signs a step" in seen.statuses and seen.statuses[-1] == "6 steps of signs"
     assert any(re.fullmatch(r"step 2: \d\d% of the signs are positive", line) for line in seen.statuses)
-    with pytest.raises(UserError, match="the signs are spent at step 6: raise SignDescent.most_steps to continue"):
+    with pytest.raises(UserError, match="the signs are spent at step 6: raise OwnDescent.most_steps to continue"):
         train(trainer)
-    more = train(dataclasses.replace(trainer, method=SignDescent(most_steps=8)))
+    more = train(dataclasses.replace(trainer, method=OwnDescent(most_steps=8)))
     assert (more.start_step, more.outcome.step, more.outcome.reason) == (6, 8, "signs_spent")
     assert [*more.losses] == [7, 8]
 
 
 def test_it_trains_by_the_package_and_its_run_folder_names_it(make_trainer, capfd):
-    trainer = make_trainer(method=SignDescent(most_steps=2))
+    trainer = make_trainer(method=OwnDescent(most_steps=2))
     outcome = cb.train(trainer)
     assert (outcome.step, outcome.reason) == (2, "signs_spent")
     folder = pathlib.Path(trainer.model_dir)
-    assert "SignDescent.most_steps = 2" in (folder / "config.gin").read_text()
+    assert "OwnDescent.most_steps = 2" in (folder / "config.gin").read_text()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["signs_left"] for record in records if record["kind"] == "train"] == [1, 0]
 
 
 def test_what_it_does_not_support_is_refused_by_its_name(make_trainer):
     with pytest.raises(
-        UserError, match=r"^Trainer.ema_decay is not supported with Trainer.method \(@SignDescent\(\)\): leave it out$"
+        UserError, match=r"^Trainer.ema_decay is not supported with Trainer.method \(@OwnDescent\(\)\): leave it out$"
     ):
-        make_trainer(method=SignDescent(), ema_decay=0.9)
+        make_trainer(method=OwnDescent(), ema_decay=0.9)
     with pytest.raises(UserError, match="^Plan.node is 4 and Trainer.strategy is None"):
-        make_trainer(method=SignDescent(), plan=Plan(batch_size=8, node=4, fsdp=2))
+        make_trainer(method=OwnDescent(), plan=Plan(batch_size=8, node=4, fsdp=2))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_what_it_does_not_support_is_refused_by_its_name(make_trainer):
 )  # fmt: skip
 def test_a_run_has_one_method(make_trainer, changes, told):
     with pytest.raises(UserError, match=told):
-        make_trainer(method=SignDescent(), **changes)
+        make_trainer(method=OwnDescent(), **changes)
 
 
 def test_the_planner_knows_what_it_says_of_itself(make_trainer):
-    plain, own = make_trainer(), make_trainer(method=SignDescent())
+    plain, own = make_trainer(), make_trainer(method=OwnDescent())
     workload.check_ordinary(plain)
     with pytest.raises(UserError, match="^nobody has planned signs$"):
         workload.check_ordinary(own)
     slice_ = slices.parse("v5e-8")
-    keys = [proof.key(run, slice_) for run in (plain, own, make_trainer(method=SignDescent(most_steps=7)))]
-    assert [key.get("method") for key in keys] == [None, "SignDescent(most_steps=6)", "SignDescent(most_steps=7)"]
+    keys = [proof.key(run, slice_) for run in (plain, own, make_trainer(method=OwnDescent(most_steps=7)))]
+    assert [key.get("method") for key in keys] == [None, "OwnDescent(most_steps=6)", "OwnDescent(most_steps=7)"]
 
 
 @pytest.mark.parametrize("name", ["loop", "step", "setup", "checks", "recovery", "assembly", "observers", "base/state"])
