@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from capibara.storage import outputs
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
 
-_DRAWS = 10_000  # of the bootstrap
+_DRAWS, _PART = 10_000, 500  # of the bootstrap, and how many are in memory at a time
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem;color-scheme:light dark}"
     "table{border-collapse:collapse;width:100%}th,td{border-bottom:1px solid #8886;padding:.5rem;text-align:left;"
@@ -61,10 +62,11 @@ class Comparison:
 
     def p_value(self, seed: int = 0) -> float:
         """How probable so large a mean difference is if none exists: a paired test by random signs, two-sided."""
-        values = self.differences
+        values, larger = self.differences, 0
         rng, most = np.random.default_rng(seed), abs(values.mean())
-        signs = rng.choice([-1.0, 1.0], (_DRAWS, len(values)))
-        larger = np.count_nonzero(np.abs((signs * values).mean(1)) >= most - 1e-12)
+        for _ in range(_DRAWS // _PART):
+            signs = rng.integers(0, 2, (_PART, len(values)), np.int8) * 2 - 1
+            larger += int(np.count_nonzero(np.abs((signs * values).mean(1)) >= most * (1 - 1e-12)))
         return (larger + 1) / (_DRAWS + 1)
 
     def __str__(self) -> str:
@@ -100,7 +102,8 @@ class Comparison:
     def _draws(values: np.ndarray, seed: int) -> np.ndarray:
         """Means of resampled values, a part of them at a time."""
         rng, count = np.random.default_rng(seed), len(values)
-        return np.concatenate([values[rng.integers(0, count, (500, count))].mean(1) for _ in range(_DRAWS // 500)])
+        draws = (rng.integers(0, count, (_PART, count)) for _ in range(_DRAWS // _PART))
+        return np.concatenate([values[drawn].mean(1) for drawn in draws])
 
 
 def compare(
@@ -124,9 +127,16 @@ def compare(
     Raises:
       UserError: there are no prompts, or a score is no finite number.
     """
-    asked = tuple(prompts)
+    for model in (first, second):
+        if not hasattr(model, "generate"):
+            raise UserError(f"compare takes loaded models, and {model!r} is none: try cb.load({model!r})")
+    asked = () if isinstance(prompts, str) else tuple(prompts)
     if not asked or not all(isinstance(prompt, str) for prompt in asked):
-        raise UserError("prompts must be texts, at least one: try ['Name three fruits.']")
+        raise UserError("prompts must be several texts, at least one: try ['Name three fruits.']")
+    if "stream" in sampling:
+        raise UserError("stream is of generate: leave it out")
+    if out is not None:
+        outputs.check_writable(out)
     options = {"temperature": 0.0} | sampling
     answers = (_answers(first, asked, options), _answers(second, asked, options))
     scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
@@ -143,11 +153,11 @@ def _answers(model: LanguageModel, prompts: Sequence[str], options: dict[str, An
 
 
 def _scores(score: Score, prompts: Sequence[str], answers: Sequence[str]) -> tuple[float, ...]:
-    values = [float(score(prompt, answer)) for prompt, answer in zip(prompts, answers)]
+    values = [score(prompt, answer) for prompt, answer in zip(prompts, answers)]
     for value, prompt in zip(values, prompts):
-        if not np.isfinite(value):
-            raise UserError(f"the score of an answer to {prompt[:60]!r} is {value}, must be finite")
-    return tuple(values)
+        if not isinstance(value, numbers.Real) or not np.isfinite(float(value)):
+            raise UserError(f"the score of an answer to {prompt[:60]!r} is {value!r}, must be a finite number")
+    return tuple(float(value) for value in values)
 
 
 def _names(first: LanguageModel, second: LanguageModel) -> tuple[str, str]:

@@ -39,7 +39,11 @@ def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...
     if isinstance(first, os.PathLike) or isinstance(first, str) and _is_path(first):
         return tuple(os.path.expanduser(str(one)) for one in (first, *rows))
     text = "".join(_line(number, row) for number, row in enumerate(_chained(first, rows)))
-    content = text.encode("utf-8", "surrogatepass")
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise UserError(f"the data has a lone surrogate, half a character, after {near!r}: leave it out") from None
     path = os.path.join(folder, f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl")
     if not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
@@ -66,8 +70,8 @@ def _rows(records: Data) -> Iterator[object]:
     if hasattr(records, "to_pylist"):  # a table of Arrow
         return iter(records.to_pylist())
     if hasattr(records, "to_dict") and hasattr(records, "columns"):  # a frame of pandas
-        return iter(records.to_dict("records"))
-    if isinstance(records, Mapping) or not isinstance(records, Iterable):
+        return iter(records.astype(object).where(records.notna(), None).to_dict("records"))
+    if isinstance(records, Mapping | set | frozenset) or not isinstance(records, Iterable):
         kind = type(records).__name__
         raise UserError(
             f"the data is a {kind}, must be a path or records: give a list of dicts, or a file of JSON lines"
@@ -83,6 +87,15 @@ def _line(number: int, row: object) -> str:
     # Arrow fills the keys that a row lacks with null.
     kept = {key: value for key, value in row.items() if value is not None}
     try:
-        return json.dumps(kept, ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(kept, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
         raise UserError(f"record {number} of the data cannot be written as JSON ({limits.cause(error)})") from None
+
+
+def _plain(value: object) -> object:
+    """A number of NumPy, or a time, as JSON has it."""
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no value of JSON")

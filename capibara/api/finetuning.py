@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.api import data as of_python
 from capibara.api.results import TrainingResult
-from capibara.api.training import train
-from capibara.cli.composition import finetuning
+from capibara.api.stored import stored_path
+from capibara.cli.composition import finetuning, pretrained, training_run
 from capibara.cli.composition.finetuning import FineTuning, Method
 from capibara.config import configurable
+from capibara.config.search import defining_modules
+from capibara.core import devices
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import Dataclass, UserError
 from capibara.interop import hub
@@ -27,6 +29,19 @@ if TYPE_CHECKING:
     from capibara.models.api import Lora
 
 Reward = Callable[..., float]
+_ALIASES = {  # option of other libraries -> ours
+    "lr": "learning_rate",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "max_length": "length",
+    "max_seq_length": "length",
+    "output_dir": "out",
+    "train_dataset": "data",
+    "eval_dataset": "eval",
+    "peft_config": "lora",
+    "reward_funcs": "rewards",
+}
 
 
 def finetune(
@@ -49,7 +64,7 @@ def finetune(
     emulate: int | None = None,
     **fields: Any,
 ) -> TrainingResult:
-    """Trains a model further; call it again with the same `out` to resume. `capibara finetune` is the same run.
+    """Trains a model further; called again with the same `out` it resumes where it was interrupted. `capibara finetune` is the same run.
 
     Args:
       model: a path or name, as for `load`, or a loaded model, which needs memory beside the one that is trained.
@@ -57,7 +72,7 @@ def finetune(
       out: the run folder.
       method: "lora", "qlora", "full", "dpo" or "grpo".
       eval: data of evaluations; None: 3% of `data` is held out.
-      lora: the adapters; None: rank 16 on all linear layers.
+      lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
       rewards: of "grpo": functions (prompt, answer, record) -> a number.
       steps, epochs: the length of the run; by default one pass over the data.
       learning_rate: the highest one; None: by the method and the model's size.
@@ -71,13 +86,18 @@ def finetune(
     Raises:
       UserError: the run cannot be trained as described.
     """
-    _check(fields)
+    chosen = _method(method)
+    _check(chosen, out, rewards, fields)
+    devices.start(emulate)
+    path, rewards = hub.local_path(stored_path(model)), tuple(_named(one) for one in rewards)
+    if os.path.isdir(out) and os.path.isdir(path) and os.path.samefile(out, path):
+        raise UserError(f"out ({out}) is the folder of the model: name a new one, such as runs/mine")
     asked = FineTuning(
-        model=hub.local_path(model if isinstance(model, str) else model.path),
+        model=path,
         files=_files(data, out, "data"),
         validation_files=() if eval is None else _files(eval, out, "eval"),
         out=os.path.expanduser(out),
-        method=_method(method),
+        method=chosen,
         steps=steps,
         epochs=epochs,
         learning_rate=learning_rate,
@@ -86,8 +106,15 @@ def finetune(
         seed=seed,
         bindings=("REWARDS = (@exact_answer,)", *bindings) if rewards else tuple(bindings),
     )
-    trainer = _changed(finetuning.trained(asked), lora, rewards, fields)
-    return train(trainer, *others, emulate=emulate)
+    run = finetuning.choose(asked)
+    print(*run.notes, sep="\n", end="\n" * bool(run.notes), flush=True)
+
+    def built(dtype: str | None = None) -> Trainer:
+        trainer = pretrained.built(run.gin_files, run.bindings, run.search_paths, dtype)
+        return _changed(trainer, chosen, lora, rewards, fields)
+
+    outcome = training_run.train(built(pretrained.UNKNOWN_DTYPE), *others, emulate=emulate, settled=built)
+    return TrainingResult(asked.out, outcome.step, outcome.reason, outcome.signal_number)
 
 
 def dpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
@@ -107,7 +134,7 @@ def grpo(
       steps: the length of the run.
       options: as for `finetune`.
     """
-    if not rewards:
+    if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
     return finetune(model, prompts, out, method="grpo", rewards=rewards, steps=steps, **options)
 
@@ -123,31 +150,49 @@ def _files(data: Data, out: str, name: str) -> tuple[str, ...]:
     return of_python.write_data(data, os.path.join(os.path.expanduser(out), "data"), name)
 
 
-def _check(fields: Iterable[str]) -> None:
-    """Raises UserError if an option is neither of `finetune` nor a field of Trainer."""
-    of_trainer = {field.name for field in dataclasses.fields(Trainer)}
+def _check(method: Method, out: str, rewards: Sequence[Reward], fields: Iterable[str]) -> None:
+    """Raises UserError for options that are wrong whatever the model and the data are."""
+    of_trainer = {field.name for field in dataclasses.fields(Trainer)} - {"model_dir", "steps"}
     for name in fields:
         if name not in of_trainer:
             own = [*inspect.signature(finetune).parameters, *of_trainer]
-            raise UserError(f"finetune has no option {name!r}{did_you_mean(name, own)}")
+            hint = f": did you mean {_ALIASES[name]}?" if name in _ALIASES else did_you_mean(name, own)
+            raise UserError(f"finetune has no option {name!r}{hint}")
+    if not isinstance(out, str) or not out.strip():
+        raise UserError(f"out is {out!r}, must be the run folder: try out='runs/mine'")
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise UserError(f"out ({out}) is a file, must be a folder: name another")
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        raise UserError(f"rewards is {short(rewards)}, must be a list of functions: try rewards=[cb.numeric_answer]")
+    if rewards and method is not Method.GRPO:
+        raise UserError(f"rewards are of method 'grpo', and method is {str(method)!r}: set it, or leave them out")
 
 
-def _changed(trainer: Trainer, lora: Lora | None, rewards: Sequence[Reward], fields: dict[str, Any]) -> Trainer:
+def _changed(
+    trainer: Trainer, method: Method, lora: Lora | None, rewards: tuple[Reward, ...], fields: dict[str, Any]
+) -> Trainer:
     """The run with what Python code says of it."""
     if lora is not None:
+        if method is Method.FULL:
+            raise UserError("lora is of adapters, and method is 'full': leave one out")
+        if method is Method.QLORA:  # the base's bits are what the method says
+            base: dict[str, Any] = {"base_dtype": "nf4", "double_quantization": True}
+            lora = dataclasses.replace(lora, **base)
         fields = {"model": dataclasses.replace(trainer.model, lora=lora)} | fields
     if rewards:
-        if not isinstance(trainer.loss, Grpo):
-            raise UserError("rewards are of method 'grpo': set it, or leave them out")
-        named = tuple(_named(one) for one in rewards)
-        fields = {"loss": dataclasses.replace(trainer.loss, rewards=named)} | fields
+        assert isinstance(trainer.loss, Grpo), "the method's loss"
+        fields = {"loss": dataclasses.replace(trainer.loss, rewards=rewards)} | fields
     return dataclasses.replace(trainer, **fields)
 
 
 def _named(reward: Reward) -> Reward:
     """A reward that the run folder's configuration can name."""
+    if isinstance(reward, types.FunctionType) and reward.__module__.startswith("capibara."):
+        return reward
     if not isinstance(reward, types.FunctionType) or not reward.__name__.isidentifier():
         raise UserError(
             f"the reward {short(reward)} must be a function with a name: write def my_reward(prompt, answer, record)"
         )
+    if reward.__name__ in defining_modules():
+        raise UserError(f"the reward {reward.__name__} has the name of {reward.__name__} of capibara: give it another")
     return configurable(reward)

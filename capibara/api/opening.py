@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from capibara.api.stored import path_of
 from capibara.cli.composition import models, pretrained
+from capibara.core.fields import short
 from capibara.core.types import PyTree, UserError
-from capibara.interop import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str,
+    path: str | os.PathLike[str],
     gin_files: Sequence[str] = (),
     bindings: Sequence[str] = (),
     search_paths: Sequence[str] = (),
@@ -51,29 +53,33 @@ def load(
     from capibara.api.language_model import LanguageModel
     from capibara.interop import peft_runs
 
-    path = hub.local_path(path)
+    path = path_of(path)
+    if weights not in (None, "ema", "raw"):
+        raise UserError(f"weights is {weights!r}, must be 'ema' or 'raw', or None for the averages if there are any")
     adapter = path if peft_runs.is_adapter(path) else None
     if adapter is None and base is not None:
         raise UserError(f"base ({base!r}) is for adapters, and {path} is none: leave it out")
-    source = path if adapter is None else peft_runs.base_of(path, None if base is None else hub.local_path(base))
-    trainer, loaded = models.load_with_run(
-        source,
-        (gin_files, bindings, search_paths),
-        step=step,
-        weights=weights,
-        placed=_placed(mesh),
-        trust=trust,
-        change=_in_dtype(dtype),
-    )
-    template, batching = models.chatting(trainer.dataset)
+    source = path if adapter is None else peft_runs.base_of(path, None if base is None else path_of(base, "base"))
+    with models.PARSING:  # what is parsed is the process's, not the thread's
+        trainer, loaded = models.load_with_run(
+            source,
+            (gin_files, bindings, search_paths),
+            step=step,
+            weights=weights,
+            placed=_placed(mesh),
+            trust=trust,
+            change=_in_dtype(dtype),
+        )
+        template, batching = models.chatting(trainer.dataset)
     if adapter is not None:
         loaded, trainer = _with_adapter(adapter, loaded, trainer)
-    return LanguageModel(
-        loaded, trainer, template=template, batching=batching, base=None if adapter is None else source
-    )
+    given = {"step": step, "weights": weights, "gin_files": gin_files or None, "bindings": bindings or None}
+    changes = tuple(f"{name}={short(value)}" for name, value in given.items() if value is not None)
+    base = None if adapter is None else source
+    return LanguageModel(loaded, trainer, template=template, batching=batching, base=base, changes=changes)
 
 
-def model_config(path: str) -> TransformerConfig:
+def model_config(path: str | os.PathLike[str]) -> TransformerConfig:
     """The configuration of a model, such as of `capibara.Trainer(model=...)`; reads none of its weights.
 
     Args:
@@ -82,7 +88,8 @@ def model_config(path: str) -> TransformerConfig:
     Raises:
       UserError: as for `load`.
     """
-    return pretrained.read(path).model
+    with models.PARSING:
+        return pretrained.read(path_of(path)).model
 
 
 def _placed(mesh: ServingMesh | None) -> Callable[[Plan, Model], PyTree]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from capibara.api.opening import model_config
+from capibara.api.stored import path_of
 from capibara.core.types import UserError
 from capibara.models.api import TransformerConfig
 from capibara.sharding import Plan
@@ -44,7 +46,7 @@ class PlannedRun:
 
 
 def plan(
-    run: Trainer | TransformerConfig | LanguageModel,
+    run: Trainer | TransformerConfig | LanguageModel | str,
     slice: str,
     *,
     length: int | None = None,
@@ -55,7 +57,7 @@ def plan(
     """The best plans of a run for a slice, as `capibara plan` finds them; those that do not fit come last.
 
     Args:
-      run: a run, or a model, which is trained with the default optimizer.
+      run: a run, or a model or its path, which is trained with the default optimizer.
       slice: such as "v5e-64".
       length: tokens of a row; None: the run's own, of a model 2048 or what it reads.
       batch_size: rows of a step; None: the best number.
@@ -69,6 +71,11 @@ def plan(
     from capibara.planner.model import workload
     from capibara.planner.search import ranking
 
+    for name, value in (("length", length), ("batch_size", batch_size), ("most", most)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{name} is {value!r}, must be a number of at least 1")
+    if not isinstance(slice, str):
+        raise UserError(f"slice is {slice!r}, must be a name: try 'v5e-64'")
     trainer = run if isinstance(run, Trainer) else _training(run, length)
     if length is not None:
         trainer = dataclasses.replace(trainer, dataset=dataclasses.replace(trainer.dataset, length=length))
@@ -107,6 +114,10 @@ def prove(trainer: Trainer, slice: str | None = None, *, deadline_s: float = 180
     from capibara.planner.compiler import proof
     from capibara.planner.hardware import slices, topology
 
+    if not isinstance(trainer, Trainer):
+        raise UserError(
+            f"prove takes a run, and is given a {type(trainer).__name__}: make a cb.Trainer of the model, with a plan"
+        )
     name = slice or trainer.plan.slice
     if name is None:
         raise UserError("slice is not set, and Plan.slice is None: name one, such as slice='v5e-64'")
@@ -117,12 +128,16 @@ def prove(trainer: Trainer, slice: str | None = None, *, deadline_s: float = 180
     return proof.prove(trainer, proof.Configuration((), lines), slice_, deadline_s=deadline_s)
 
 
-def _training(model: TransformerConfig | LanguageModel, length: int | None) -> Trainer:
+def _training(model: TransformerConfig | LanguageModel | str, length: int | None) -> Trainer:
     """A run that trains a model, whose folder and data are not used."""
     from capibara.data.dataset import Dataset, Kind
     from capibara.optim import Optimizer
 
-    config = model if isinstance(model, TransformerConfig) else model.config
+    config = (
+        model
+        if isinstance(model, TransformerConfig)
+        else getattr(model, "config", None) or model_config(path_of(model))
+    )
     length = length or min(_LENGTH, config.max_length or _LENGTH)
     domains = config.moe.hints.domains if config.moe is not None and config.moe.hints is not None else ()
     return Trainer(

@@ -52,18 +52,19 @@ class TrainingResult:
     def frame(self) -> Any:
         """`history` as a frame of pandas, with the step as its index."""
         pandas = extras.require("pandas", why="TrainingResult.frame")
-        return pandas.DataFrame(self.history).set_index("step")
+        return pandas.DataFrame(self.history or {"step": []}).set_index("step")
 
     @property
     def checkpoints(self) -> list[int]:
         """The steps that have a checkpoint."""
         from capibara.checkpoints import step_folders
 
-        return step_folders.steps(step_folders.folder_of(self.folder))
+        folder = step_folders.folder_of(self.folder)
+        return step_folders.steps(folder) if folder.is_dir() else []
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest loss of an evaluation; None: there was none."""
+        """The step with the lowest loss of an evaluation, which may have no checkpoint; None: there was none."""
         losses = [(row["eval_loss"], row["step"]) for row in self.history if "eval_loss" in row]
         return min(losses)[1] if losses else None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from capibara.core import extras
+from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
@@ -41,6 +42,10 @@ def serve(
     Raises:
       UserError: the address cannot be used, or other machines could send requests without a key.
     """
+    if not hasattr(model, "engine"):
+        raise UserError(f"serve takes a loaded model, and {model!r} is none: try cb.load({model!r})")
+    if not 0 <= port < 65536:
+        raise UserError(f"port is {port}, must be from 0 to 65535 (0: any free one)")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         extras.require(package, extra="serve", why="capibara.serve")
     from capibara.inference.interactive import chat

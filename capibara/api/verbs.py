@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.api import files
+from capibara.api.stored import path_of, stored_path
 from capibara.core.types import UserError
-from capibara.interop import hub
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
@@ -36,8 +36,8 @@ def convert(
     Raises:
       UserError: the target exists, the model cannot be read, or the format cannot hold it.
     """
-    base = None if base is None else hub.local_path(base)
-    return files.convert(_path(source), target, format=format, dtype=dtype, base=base, trust=trust)
+    base = None if base is None else path_of(base, "base")
+    return files.convert(stored_path(source, "source"), target, format=format, dtype=dtype, base=base, trust=trust)
 
 
 def merge(
@@ -67,13 +67,18 @@ def merge(
       UserError: the models cannot be merged so.
     """
     from capibara.cli.composition.models import ModelReader
+    from capibara.consensus.merging.method import Method
     from capibara.interop.merge import merging
 
+    if isinstance(models, str) or not isinstance(models, Sequence):
+        raise UserError(f"models is {models!r}, must be several: try merge([a, b], target, cb.Linear())")
+    if not isinstance(method, Method):
+        raise UserError(f"method is {method!r}, must be a method such as cb.Linear() or cb.Ties(density=0.3)")
     what = merging.Merge(
-        models=tuple(_path(one) for one in models),
+        models=tuple(stored_path(one) for one in models),
         method=method,
-        base=None if base is None else _path(base),
-        tokenizer=None if tokenizer is None else _path(tokenizer),
+        base=None if base is None else stored_path(base, "base"),
+        tokenizer=None if tokenizer is None else stored_path(tokenizer, "tokenizer"),
         seed=seed,
     )
     merging.merge(what, target, format, dtype, ModelReader(trust=trust))
@@ -107,16 +112,28 @@ def evaluate(
     from capibara.evaluation import evaluate as evaluation
     from capibara.evaluation import tasks as of_ours
     from capibara.evaluation.evaluate import Ours, Task, Validation
+    from capibara.evaluation.tasks import EvalTask
+    from capibara.loading import opening
 
-    if limit is not None and limit < 1:
-        raise UserError(f"limit ({limit}) must be at least 1")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"limit is {limit!r}, must be a number of at least 1, or None")
+    if weights not in (None, "ema", "raw"):
+        raise UserError(f"weights is {weights!r}, must be 'ema' or 'raw', or None for the averages if there are any")
+    if tasks is not None and not (
+        isinstance(tasks, Mapping) and all(isinstance(one, EvalTask) for one in tasks.values())
+    ):
+        raise UserError(
+            "tasks must be a dict of names and tasks: try {'qa': cb.EvalTask(files=('qa.jsonl',), metrics=(cb.exact_match,))}"
+        )
+    path = stored_path(model)
+    if not tasks and not opening.is_run(path):
+        raise UserError(
+            f"{path} is no run, so it has no validation split: name tasks, such as {{'qa': cb.EvalTask(...)}}"
+        )
     chosen: list[Task] = [
         Ours(name, task, of_ours.read_items(name, task, limit)) for name, task in (tasks or {}).items()
     ] or [Validation()]
-    subject = models.open_subject(_path(model), step=step, weights=weights, trust=trust)
-    subject.template = models.chat_template(subject.trainer.dataset) if tasks else None
+    with models.PARSING:
+        subject = models.open_subject(path, step=step, weights=weights, trust=trust)
+        subject.template = models.chat_template(subject.trainer.dataset) if tasks else None
     return evaluation.evaluate(subject, chosen, limit=limit, predictions=None, show=lambda topic, detail: None)
-
-
-def _path(model: LanguageModel | str) -> str:
-    return hub.local_path(model) if isinstance(model, str) else model.path

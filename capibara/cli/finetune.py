@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
-_DESCRIPTION = """Fine-tune a model on JSON lines: texts, chats in any usual layout, pairs of answers, or questions with rewards.
+_DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, pairs of answers, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
   --data    files, globs or folders of JSON lines; repeatable

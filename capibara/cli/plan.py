@@ -35,7 +35,7 @@ def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # computes only shapes
     from capibara import config
-    from capibara.cli.composition import inspected_run, serving_plan
+    from capibara.cli.composition import inspected_run, pretrained, serving_plan
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import proof, verify
@@ -50,7 +50,7 @@ def plan(args: argparse.Namespace) -> int:
     configuration = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
-    read = config.parse(configuration.gin_files, configuration.gin_bindings, configuration.gin_search_paths)
+    read = pretrained.parse(configuration.gin_files, configuration.gin_bindings, configuration.gin_search_paths)
     written = [path for path in (args.json, args.html, args.output) if path is not None]
     outputs.check_writable(*written, inputs=read)
     run = inspected_run.run_of_gin(args.length, args.encoder_length)

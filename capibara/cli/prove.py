@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prove(args: argparse.Namespace) -> int:
     """Compiles, in this process or a child; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from capibara import config, sharding
-    from capibara.cli.composition import inspected_run
+    from capibara import sharding
+    from capibara.cli.composition import inspected_run, pretrained
     from capibara.config import written
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
@@ -54,7 +54,7 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.storage import outputs
 
     of_flag = None if args.slice is None else slices.parse(args.slice)
-    read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    read = pretrained.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
         outputs.check_writable(args.json, inputs=read)
     run = inspected_run.run_of_gin(args.length, args.encoder_length)

@@ -343,6 +343,11 @@ class _Parsing:
         used |= {name for name in of_readers if isinstance(value_of(name, MACRO, "value")[0], str)}
         taken = (defined - used) & t5x_macros.NAMES
         for macro in sorted(taken):
+            value, where = value_of(macro, MACRO, "value")
+            if macro == "MODEL" and isinstance(value, str):
+                raise UserError(
+                    f"{where}: MODEL = {value!r} names a model, which train, finetune, plan and prove read: include its sizes"
+                )
             self._take(macro)
         for macro in sorted(defined - from_files - used - taken):
             choices = {*from_files, *used}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from capibara.core import extras, limits
 from capibara.core.types import UserError
@@ -21,6 +22,8 @@ _FILES = (
     "additional_chat_templates/*",
 )
 _PICKLES = ("*.bin",)
+# Other forms of the same weights, in folders of their own, and in one file beside the shards. (A star matches slashes, too.)
+_OTHERS = ("*/*.json", "*/*.safetensors", "*/*.bin", "*/*.model", "*/*.txt", "consolidated*")
 
 
 def is_name(path: str) -> bool:
@@ -28,7 +31,7 @@ def is_name(path: str) -> bool:
     return bool(_NAME.fullmatch(path)) and not os.path.lexists(path) and not os.path.lexists(path.partition("/")[0])
 
 
-def local_path(path: str, revision: str | None = None) -> str:
+def local_path(path: str) -> str:
     """The path itself, or of a model that is named as on the Hub the folder of its copy on this machine.
 
     A copy that is complete is not downloaded again. HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by the Hub's
@@ -36,7 +39,6 @@ def local_path(path: str, revision: str | None = None) -> str:
 
     Args:
       path: of a model.
-      revision: a branch, tag or commit; None: the main branch.
 
     Raises:
       UserError: there is no such model, it may not be read, or the Hub cannot be reached.
@@ -46,10 +48,11 @@ def local_path(path: str, revision: str | None = None) -> str:
     hub = extras.require(
         "huggingface_hub", extra="hf", why=f"{path}, which is no folder here, from the Hugging Face Hub"
     )
+    print(f"note: {path} is no folder here: it is read from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
-        folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES])
+        folder = hub.snapshot_download(path, allow_patterns=[*_FILES], ignore_patterns=[*_OTHERS])
         if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
-            folder = hub.snapshot_download(path, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
+            folder = hub.snapshot_download(path, allow_patterns=[*_FILES, *_PICKLES], ignore_patterns=[*_OTHERS])
     except (
         OSError,
         ValueError,
@@ -76,6 +79,6 @@ def push(folder: str, name: str, *, private: bool = True) -> str:
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Add the model")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever its client of HTTP raises
         raise UserError(f"{name} cannot be pushed to the Hugging Face Hub ({limits.cause(error)})") from None
     return str(address)

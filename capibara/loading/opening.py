@@ -71,7 +71,9 @@ class Opened:
         return dataclasses.replace(_foreign(self.foreign, self.record.where, trainer, placed), path=self.path)
 
 
-def open_path(path: str, *, step: int | None = None, weights: str | None = None, trust: bool = False) -> Opened:
+def open_path(
+    path: str, *, step: int | None = None, weights: str | None = None, trust: bool = False, dtype: str | None = None
+) -> Opened:
     """Opens a run folder or a foreign model.
 
     A foreign model's configuration is similar to that of `convert --format=capibara`, with the standard library as data;
@@ -82,6 +84,7 @@ def open_path(path: str, *, step: int | None = None, weights: str | None = None,
       step: a checkpoint step of a run; None: the newest.
       weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
       trust: whether to import the modules that a run's configuration names.
+      dtype: in which a foreign model computes; None: that of this machine's devices, which starts JAX.
 
     Raises:
       UserError: it is not a model, has no tokenizer, or is no run and has no steps and weights to choose from.
@@ -104,7 +107,7 @@ def open_path(path: str, *, step: int | None = None, weights: str | None = None,
         if value is not None:
             raise UserError(f"{flag}={value} is only for run folders, and {local} is none: leave it out")
     foreign = open_model.open_model(local)
-    return Opened(path, _record(foreign, local), foreign)
+    return Opened(path, _record(foreign, local, dtype or dtype_of_devices()), foreign)
 
 
 def is_run(path: str) -> bool:
@@ -130,9 +133,13 @@ def of_run(run: TrainedRun, folder: str) -> LoadedModel:
     )
 
 
-def _record(foreign: ForeignModel, path: str) -> config.Recorded:
+def dtype_of_devices() -> str:
+    """The dtype in which a foreign model computes on this machine's devices."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"  # bfloat16 is slow on CPUs
+
+
+def _record(foreign: ForeignModel, path: str, dtype: str) -> config.Recorded:
     """The configuration of a foreign model: a run that would train it."""
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # bfloat16 is slow on CPUs
     model = hf_config.from_hf(foreign.config, dtype=dtype)
     longest = hf_config.longest(foreign.config)
     if isinstance(model, api.DecoderConfig) and model.max_length is None:

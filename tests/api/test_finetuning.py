@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pandas
@@ -13,6 +15,7 @@ import pytest
 
 import capibara as cb
 from capibara.cli import finetune as verb
+from capibara.cli import infer, plan
 from capibara.cli import train as train_verb
 from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
@@ -102,7 +105,22 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
         ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, "set method = 'dpo'"),
         ({"steps": 1, "epochs": 1}, "exclude each other"),
         ({"steps": 0}, "steps (0) must be at least 1"),
-        ({"rewards": [lambda prompt, answer, record: 1.0], "steps": 1}, "no Gin file uses REWARDS"),
+        ({"rewards": [cb.exact_answer], "steps": 1}, "rewards are of method 'grpo', and method is 'lora'"),
+        ({"rewards": cb.exact_answer, "method": "grpo", "steps": 1}, "must be a list of functions"),
+        (
+            {"method": "grpo", "steps": 1, "rewards": [lambda prompt, answer, record: 1.0]},
+            "must be a function with a name",
+        ),
+        ({"method": None}, "method is None"),
+        ({"steps": "10"}, "steps"),
+        ({"batch_size": 1.5}, "batch_size"),
+        ({"lr": 1e-4}, "no option 'lr': did you mean learning_rate?"),
+        ({"model_dir": "x"}, "no option 'model_dir'"),
+        ({"bindings": ["TRAIN_STEPS = 3"]}, "is an option of its own: set steps in its place"),
+        ({"bindings": ["MODEL = 'x'"]}, "set model in its place"),
+        ({"method": "full", "lora": cb.Lora(), "steps": 1}, "lora is of adapters, and method is 'full'"),
+        ({"data": ["half \ud83d"]}, "lone surrogate"),
+        ({"data": {"a", "b"}}, "the data is a set"),
         ({"length": 4096, "steps": 1}, "4096"),
         ({"learning_rate": -1.0, "steps": 1}, "Schedule.learning_rate"),
     ],
@@ -115,11 +133,68 @@ def test_mistakes_are_one_line_and_leave_no_run(folder, tmp_path, change, said):
     assert not (tmp_path / "run" / "config.gin").exists()
 
 
+def test_a_folder_that_is_no_new_run_is_left_alone(folder, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for out, said in (
+        ("", "out is ''"),
+        (str(tmp_path / "file"), "is a file"),
+        (f"{folder}/hf", "is the folder of the model"),
+    ):
+        with pytest.raises(cb.UserError, match=said):
+            cb.finetune(f"{folder}/hf", ["a b"], out, steps=1)
+    assert (tmp_path / "file").read_text() == "precious" and not os.path.exists(f"{folder}/hf/data")
+
+
+def test_the_methods_bits_are_those_of_its_name(folder, tmp_path, monkeypatch):
+    """Given adapters change the adapters, not what is trained."""
+    from capibara.cli.composition import training_run
+
+    seen = []
+    monkeypatch.setattr(training_run, "train", lambda trainer, *others, **options: seen.append(trainer) or _Outcome())
+    options = {"steps": 1, "length": 32, "lora": cb.Lora(rank=4)}
+    for method in ("lora", "qlora"):
+        cb.finetune(f"{folder}/hf", ["a b"], str(tmp_path / method), method=method, **options)
+    assert [(one.model.lora.rank, str(one.model.lora.base_dtype)) for one in seen] == [(4, "float32"), (4, "nf4")]
+
+
+class _Outcome:
+    step, reason, signal_number = 1, "finished", None
+
+
+@pytest.mark.parametrize("flags", [["--emulate=2"], pytest.param(["launch"], marks=pytest.mark.heavy)])
+def test_jax_is_not_started_before_its_devices_are_known(folder, tmp_path, flags):
+    """Emulated devices, and processes that join, come before everything that asks JAX."""
+    run = [f"--gin.MODEL={folder}/hf", f"--gin.MODEL_DIR={tmp_path}/run", f"--gin.FILES=('{folder}/chats.jsonl',)"]
+    run += [
+        "--gin_file=tasks/chat.gin",
+        "--gin_file=runs/lora.gin",
+        "--gin.TRAIN_STEPS=1",
+        "--gin.LENGTH=64",
+        "--gin.BATCH_SIZE=8",
+    ]
+    commands = [["-m", "capibara.train", *run, *flags, "--check"]]
+    asked = [f"--model={folder}/hf", f"--data={folder}/chats.jsonl", f"--out={tmp_path}/tuned", "--length=64"]
+    commands += [["-m", "capibara.finetune", *asked, *flags, "--check"]]
+    if flags == ["launch"]:
+        commands = [["-m", "capibara.launch", "local", "--processes=2", "--", "train", *run]]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_FLAGS", "JAX_NUM"))}
+    for command in commands:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert flags == ["launch"] or "2 x cpu" in done.stdout or "checked mesh: fsdp=2" in done.stdout, done.stdout
+
+
 def test_a_reward_has_a_name(folder, tmp_path):
     with pytest.raises(cb.UserError, match="must be a function with a name"):
         cb.grpo(
             f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "r"), [lambda p, a, r: 1.0], steps=1, length=96
         )
+
+    def Trainer(prompt, answer, record):  # noqa: N802
+        return 1.0
+
+    with pytest.raises(cb.UserError, match="has the name of Trainer of capibara"):
+        cb.grpo(f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "r"), [Trainer], steps=1, length=96)
     with pytest.raises(cb.UserError, match="rewards is empty"):
         cb.grpo(f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "r"), [], steps=1)
 
@@ -165,6 +240,17 @@ def test_every_kind_of_data_is_the_same_file(given, tmp_path):
     assert records(path) == ROWS and os.path.basename(path).startswith("data-")
 
 
+def test_values_of_numpy_and_missing_ones_of_pandas_are_written(tmp_path):
+    frame = pandas.DataFrame(
+        {"text": ["a", "b"], "score": [1.5, None], "when": pandas.to_datetime(["2026-01-02", None])}
+    )
+    assert records(*cb.write_data(frame, str(tmp_path))) == [
+        {"text": "a", "score": 1.5, "when": "2026-01-02T00:00:00"},
+        {"text": "b"},
+    ]
+    assert records(*cb.write_data([{"text": "a", "n": np.int64(3)}], str(tmp_path))) == [{"text": "a", "n": 3}]
+
+
 def test_paths_stay_paths(folder, tmp_path):
     assert cb.write_data(f"{folder}/chats.jsonl", str(tmp_path)) == (f"{folder}/chats.jsonl",)
     both = [f"{folder}/chats.jsonl", f"{folder}/texts.jsonl"]
@@ -191,3 +277,7 @@ LENGTH = 64
     assert "/nowhere/x does not exist" in capfd.readouterr().err
     assert exits.run_verb(train_verb.main, [f"--gin_file={tmp_path}/run.gin", "--gin.MODEL=''", "--check"]) == 2
     assert "MODEL is empty" in capfd.readouterr().err
+    assert exits.run_verb(plan.main, [f"--gin_file={tmp_path}/run.gin", "--slice=v5e-4"]) == 0
+    (tmp_path / "qa.jsonl").write_text('{"prompt": "a", "target": "b"}')
+    assert exits.run_verb(infer.main, [f"--model={folder}/hf", f"--gin.MODEL={folder}/hf", "--prompt=a"]) == 2
+    assert "names a model, which train, finetune, plan and prove read" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import subprocess
 import sys
@@ -60,6 +61,10 @@ def test_numbers_of_a_text_agree(model):
     wanted = sum(float(log_probabilities[i, ids[i + 1]]) for i in range(len(ids) - 1))
     score = model.score(model.tokenizer.decode(ids[1:]), model.tokenizer.decode(ids[:1]))
     assert score == pytest.approx(wanted, rel=1e-5) and model.score("ab") < 0
+    # "ab" is one token: a continuation that it would join is tokenized by itself.
+    after = jax.nn.log_softmax(model.logits([*model.tokenizer.encode("xa"), *model.tokenizer.encode("bc")]))
+    b, c = model.tokenizer.encode("bc")
+    assert model.score("bc", "xa") == pytest.approx(float(after[1, b] + after[2, c]), rel=1e-5)
     one, two = model.embed(["a b", "sun"])
     np.testing.assert_allclose(one, model.embed("a b"), rtol=1e-6)
     assert one.shape == (32,) and not np.allclose(one, two)
@@ -82,7 +87,42 @@ def test_all_forms_are_one_model_and_leave_again(model, folder, tmp_path):
     ("call", "said"),
     [
         (lambda model: model.generate("a", temprature=0), "no option 'temprature': did you mean temperature?"),
-        (lambda model: model.generate([]), "the prompt is empty"),
+        (lambda model: model.generate([]), "the prompt is [], must be a text, a list of texts, or messages"),
+        (lambda model: model.generate(iter(["a", "b"])), "must be a text, a list of texts, or messages"),
+        (
+            lambda model: model.generate({"role": "user", "content": "a"}),
+            "must be a text, a list of texts, or messages",
+        ),
+        (lambda model: model.generate(5), "the prompt is 5"),
+        (lambda model: model.generate(["a", 5]), "is no message"),
+        (lambda model: model.generate([{"role": "user", "content": None}]), "has no content"),
+        (lambda model: model.generate("a", tools=[{}]), "tools are for messages"),
+        (lambda model: model.generate("a", max_tokens=1, max_new_tokens=2), "are one option"),
+        (lambda model: model.generate(["a", "x" * 300]), "300"),
+        (lambda model: model.logits([264]), "whole numbers from 0 to 263"),
+        (lambda model: model.logits([-1]), "whole numbers"),
+        (lambda model: model.logits([1.5]), "whole numbers"),
+        (lambda model: model.embed([]), "the texts are empty"),
+        (lambda model: model.score("b", "x" * 500), "must have at most 128"),
+        (lambda model: model.save(model.path + "-new", format="onnx"), "format is 'onnx', must be one of hf"),
+        (lambda model: cb.load(None), "model is None, must be a path or a name"),
+        (lambda model: cb.load(model.path, weights="best"), "weights is 'best'"),
+        (lambda model: cb.serve(model, port=99999), "port is 99999"),
+        (lambda model: cb.serve(model.path), "serve takes a loaded model"),
+        (lambda model: cb.plan(model, "v5e-4", most=0), "most is 0"),
+        (lambda model: cb.plan(model, None), "slice is None"),
+        (lambda model: cb.prove(model), "prove takes a run"),
+        (lambda model: cb.merge(model.path, "x", cb.Linear()), "must be several"),
+        (lambda model: cb.merge([model, model], "x", "linear"), "method is 'linear', must be a method"),
+        (lambda model: cb.evaluate(model), "is no run, so it has no validation split"),
+        (lambda model: cb.evaluate(model, {"qa": "qa.jsonl"}), "tasks must be a dict of names and tasks"),
+        (lambda model: cb.evaluate(model, limit="1"), "limit is '1'"),
+        (lambda model: cb.compare(model, model, "one text"), "prompts must be several texts"),
+        (lambda model: cb.compare("a", "b", ["x"]), "compare takes loaded models"),
+        (
+            lambda model: cb.compare(model, model, ["a"], score=lambda p, a: None, max_tokens=1),
+            "must be a finite number",
+        ),
         (lambda model: model.generate([{"content": "x"}]), "is no message"),
         (lambda model: model.generate(["a"], stream=True), "stream is for one prompt"),
         (lambda model: model.generate("a", temperature=-1), "Sampling.temperature is -1"),
@@ -100,6 +140,54 @@ def test_mistakes_are_one_line(model, call, said):
     with pytest.raises(cb.UserError) as caught:
         call(model)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stream_that_nobody_reads_waits_for_nothing(model):
+    model.generate("a", max_tokens=3, stream=True)
+    with pytest.raises(cb.UserError):
+        model.generate(["a", "x" * 300])
+    model.generate("a", max_tokens=1)
+    assert model.engine.load == (0, 0)
+
+
+def test_what_was_loaded_otherwise_than_its_files_is_not_written_as_them(folder, tmp_path):
+    model = cb.load(f"{folder}/run", step=0)
+    uses = (
+        lambda: model.save(str(tmp_path / "x")),
+        lambda: cb.evaluate(model),
+        lambda: cb.finetune(model, ["a"], str(tmp_path / "r")),
+    )
+    for use in uses:
+        with pytest.raises(cb.UserError, match="was loaded with step=0, and its files are read again"):
+            use()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_encoder_has_embeddings_alone():
+    import dataclasses
+
+    config = cb.EncoderConfig(
+        vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32", max_length=32
+    )
+    from capibara.api.language_model import LanguageModel
+    from capibara.interop.open_model import LoadedModel
+    from capibara.models import api
+
+    built = api.build(config)
+    data = cb.Dataset(source=cb.StdlibSource(), vocabulary=cb.ByteVocabulary(), length=32, kind=config.data_kind)
+    loaded = LoadedModel(built, jax.jit(built.init)(jax.random.key(0)), data, "encoder", None, "stored")
+    encoder = LanguageModel(loaded, None)
+    assert encoder.embed("abc").shape == (32,) and dataclasses.is_dataclass(encoder.config)
+    for use in (lambda: encoder.logits("a"), lambda: encoder.score("a"), lambda: encoder.generate("a")):
+        with pytest.raises(cb.UserError):
+            use()
+
+
+def test_models_are_opened_by_several_threads(folder):
+    lengths = range(32, 36)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda n: cb.load(f"{folder}/hf", bindings=[f"Dataset.length = {n}"]).length, lengths)
+        assert [*found] == [*lengths]
 
 
 def test_a_model_without_a_template_says_so_when_it_is_asked_to_chat(folder, tmp_path):

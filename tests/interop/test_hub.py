@@ -25,6 +25,20 @@ FILES = {
     "README.md": b"# A model",
     "run.py": b"raise SystemExit",
     "pytorch_model.bin": b"a pickle",
+    "onnx/config.json": b"another form",
+    "original/model.safetensors": b"another form",
+    "consolidated.safetensors": b"the same weights in one file",
+    "additional_chat_templates/rag.jinja": b"{{ documents }}",
+}
+
+
+READ = {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "README.md",
+    "additional_chat_templates/rag.jinja",
 }
 
 
@@ -41,7 +55,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, with_body: bool) -> None:
         self.asked.append(self.path)
-        name = self.path.rpartition("/")[2].partition("?")[0]
+        name = self.path.partition(f"{COMMIT}/")[2].partition("?")[0]
         if self.path.startswith("/api/models/me/small/tree/"):
             rows = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
@@ -97,9 +111,9 @@ def found(name: str, endpoint: str, home: pathlib.Path, **environment: str) -> s
 def test_a_model_is_downloaded_once_without_code_and_pickles(endpoint, tmp_path):
     done = found("me/small", endpoint, tmp_path)
     folder = pathlib.Path(done.stdout.strip().splitlines()[-1])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        name: content for name, content in FILES.items() if not name.endswith((".py", ".bin"))
-    }
+    wanted = {name: content for name, content in FILES.items() if name in READ}
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == wanted
+    assert done.stderr.strip() == "note: me/small is no folder here: it is read from the Hugging Face Hub"
     again = found("me/small", endpoint, tmp_path, HF_HUB_OFFLINE="1")  # it is on this machine
     assert again.stdout.strip() == str(folder)
 

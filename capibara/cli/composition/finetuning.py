@@ -9,14 +9,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara import config
 from capibara.cli.composition import pretrained
-from capibara.core import limits
+from capibara.core import fields, limits
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.cli.composition.pretrained import Pretrained
-    from capibara.training.trainer import Trainer
 
 _LENGTH = 1024  # tokens of a row, if the model reads so many
 _MOST_BATCHES = 100_000  # of a pass whose steps are counted
@@ -60,6 +58,16 @@ _TASKS = {
     Kind.PREFERENCES: "tasks/preferences.gin",
     Kind.PROMPTS: "tasks/prompts.gin",
 }
+_OWN = {  # binding -> the option
+    "MODEL": "model",
+    "MODEL_DIR": "out",
+    "Trainer.model_dir": "out",
+    "FILES": "data",
+    "VALIDATION_FILES": "eval",
+    "TRAIN_STEPS": "steps",
+    "Trainer.steps": "steps",
+}
+_CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
 _OF_LOSS = {Method.DPO: Kind.PREFERENCES, Method.GRPO: Kind.PROMPTS}
 
 
@@ -100,6 +108,13 @@ class FineTuning:
     search_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        fields.check(self)
+        for binding in self.bindings:
+            name = binding.partition("=")[0].strip()
+            if name in _OWN:
+                raise UserError(
+                    f"{name} is bound by {binding!r}, and is an option of its own: set {_OWN[name]} in its place"
+                )
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"steps ({self.steps}) and epochs ({self.epochs}) exclude each other: leave one out")
         for name in ("steps", "epochs", "batch_size", "length"):
@@ -134,7 +149,8 @@ class Chosen:
         values = [
             f"--gin.{name.strip()}={value.strip()}" for name, _, value in (b.partition("=") for b in self.bindings)
         ]
-        return shlex.join(["python", "-m", "capibara.train", *gin_files, *values])
+        folders = [f"--gin_search_paths={path}" for path in self.search_paths]
+        return shlex.join(["python", "-m", "capibara.train", *gin_files, *folders, *values])
 
 
 def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Chosen:
@@ -147,7 +163,13 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     Raises:
       UserError: there is no such model or data, or the data is of another kind than the method reads.
     """
-    model = pretrained.read(asked.model)
+    from capibara.models.api import DecoderConfig
+
+    model = pretrained.read(asked.model, pretrained.UNKNOWN_DTYPE)
+    if not isinstance(model.model, DecoderConfig):
+        raise UserError(
+            f"model {asked.model} is a {type(model.model).__name__}, must be a decoder: see docs/training.md for the others"
+        )
     kind = _kind(asked)
     most = 768 if asked.method is Method.GRPO else _LENGTH
     length = asked.length or min(most, model.length or most)
@@ -226,15 +248,15 @@ def _with_steps(asked: FineTuning, chosen: Chosen, show: Callable[[str, str], No
 def _batches(chosen: Chosen) -> int:
     """The number of batches of a pass over the training data; clears all bindings."""
     from capibara.data.pipeline.loader import make_loader
-    from capibara.training.trainer import Trainer
 
-    pretrained.parse(chosen.gin_files, [*chosen.bindings, "TRAIN_STEPS = 1"], chosen.search_paths)
-    trainer: Trainer = config.build(Trainer)
-    loader = make_loader(trainer.dataset, batch_size=trainer.plan.batch_size, epochs=1)
+    bindings = [*chosen.bindings, "TRAIN_STEPS = 1"]
+    trainer = pretrained.built(chosen.gin_files, bindings, chosen.search_paths, pretrained.UNKNOWN_DTYPE)
+    dataset = dataclasses.replace(trainer.dataset, workers=0)  # how many are best, JAX would have to say
+    loader = make_loader(dataset, batch_size=trainer.plan.batch_size, epochs=1)
     try:
         count = 0
         for count, _ in enumerate(loader, 1):
-            if count >= _MOST_BATCHES:
+            if count > _MOST_BATCHES:
                 raise UserError(
                     f"a pass over the data has more than {_MOST_BATCHES:,} batches: say how many steps you want"
                 )
@@ -258,7 +280,7 @@ def _kind(asked: FineTuning) -> Kind:
         return wanted
     if is_pairs:
         raise UserError(f"{path} has pairs of answers: set method = 'dpo', or leave the rejected ones out")
-    return Kind.TEXT if set(record) & {"text"} and "messages" not in record else Kind.CHAT
+    return Kind.TEXT if "text" in record and not _CHATS & record.keys() else Kind.CHAT
 
 
 def _first(files: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -280,9 +302,3 @@ def _first(files: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 def _keys(record: dict[str, Any]) -> str:
     return limits.shortened(", ".join(map(str, record)))[1:-1]
-
-
-def trained(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, detail: None) -> Trainer:
-    """The run of a fine-tuning, as a value; clears all bindings."""
-    chosen = choose(asked, show)
-    return pretrained.built(chosen.gin_files, chosen.bindings, chosen.search_paths)

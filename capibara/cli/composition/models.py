@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 
 from capibara import config
@@ -25,6 +26,7 @@ from capibara.training import run_folder
 from capibara.training.run_folder import Placed, TrainedRun, own_tokenizer
 from capibara.training.trainer import Trainer
 
+PARSING = threading.RLock()  # of what is parsed, which is the process's: held while a model is opened from Python
 Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from capibara.training.trainer import Trainer
 
 MODEL = "MODEL"
+# Before the processes of a run are joined JAX must not be started, which would say on what devices it is: until then this.
+UNKNOWN_DTYPE = "bfloat16"
 _FILLED = ("INIT_FROM", "TOKENIZER")  # macros that are the model, where a file requires them and nobody gives them
 
 
@@ -44,11 +47,12 @@ class Pretrained:
         return str(getattr(self.vocabulary, "path", self.path))
 
 
-def read(path: str) -> Pretrained:
+def read(path: str, dtype: str | None = None) -> Pretrained:
     """Reads the configuration and tokenizer of a model, and none of its weights; clears all bindings.
 
     Args:
       path: a run folder, a Hugging Face folder, a .gguf file, or the name of a model on the Hugging Face Hub.
+      dtype: as for `opening.open_path`; with one JAX is not started.
 
     Raises:
       UserError: there is no such model, or it is of no kind that capibara has.
@@ -58,7 +62,7 @@ def read(path: str) -> Pretrained:
     from capibara.training.trainer import Trainer
 
     path = hub.local_path(path)
-    opened = opening.open_path(path)
+    opened = opening.open_path(path, dtype=dtype)
     config.parse((), (), (), opened.record)
     trainer = config.build(Trainer)
     if opened.foreign is None:
@@ -66,22 +70,31 @@ def read(path: str) -> Pretrained:
     return Pretrained(path, dataclasses.replace(trainer.model, lora=None), trainer.dataset.get_vocabulary())
 
 
-def parse(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
+def parse(
+    gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], dtype: str | None = None
+) -> list[pathlib.Path]:
     """`config.parse`, of files that may bind MODEL: its sizes are bound before all files, which may change them.
 
     Where the files require INIT_FROM or TOKENIZER, and nobody gives them, they are the model's.
 
+    Args:
+      gin_files, bindings, search_paths: as for `config.parse`.
+      dtype: as for `read`.
+
+    Returns:
+      The files that were read.
+
     Raises:
-      UserError: as `config.parse` and `read`; or MODEL is no text.
+      UserError: as `config.parse` and `read`; or MODEL is empty.
     """
-    config.parse(gin_files, bindings, search_paths, of_readers=(MODEL,))
+    files = config.parse(gin_files, bindings, search_paths, of_readers=(MODEL,))
     path = config.macro(MODEL)
     if not isinstance(path, str):  # T5X's files bind it to an object
-        return
+        return files
     if not path:
         raise UserError("MODEL is empty, must be a folder, a file or a name: try MODEL = 'HuggingFaceTB/SmolLM2-135M'")
     missing = [name for name in _FILLED if config.macro(name) is config.REQUIRED]
-    found = read(path)
+    found = read(path, dtype)
     values = {"INIT_FROM": found.path, "TOKENIZER": found.tokenizer}
     config.parse(
         gin_files,
@@ -90,13 +103,16 @@ def parse(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         config.Recorded(_text(found), path),
         of_readers=(MODEL,),
     )
+    return files
 
 
-def built(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> Trainer:
-    """The run that files and bindings describe; errors as for `parse`."""
+def built(
+    gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], dtype: str | None = None
+) -> Trainer:
+    """The run that files and bindings describe; arguments and errors as for `parse`."""
     from capibara.training.trainer import Trainer
 
-    parse(gin_files, bindings, search_paths)
+    parse(gin_files, bindings, search_paths, dtype)
     return config.build(Trainer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.core.types import Dataclass, UserError
@@ -26,6 +26,7 @@ def train(
     emulate: int | None = None,
     start_over: bool = False,
     joined: joining.Joining = joining.Joining(),
+    settled: Callable[[], Trainer] | None = None,
 ) -> Outcome:
     """Trains a run that Python code describes, as `capibara train` trains one of a Gin file: `capibara.train(trainer)`.
 
@@ -39,6 +40,7 @@ def train(
       emulate: number of emulated CPU devices, before JAX is first used; None: the devices of this machine.
       start_over: rename the run folder if it exists, and start a new run.
       joined: how this process finds the others of a run on several hosts; by default JAX does.
+      settled: the run once its devices are known, in the place of `trainer`; None: the same.
 
     Raises:
       UserError: the run cannot be trained as described, or Gin text cannot hold a value.
@@ -57,6 +59,10 @@ def train(
     config.parse((), written.text_of(trainer, *others).split("\n"))
     built = config.build(Trainer)
     _join(built, emulate, joined)
+    if settled is not None:
+        trainer = settled()
+        config.parse((), written.text_of(trainer, *others).split("\n"))
+        built = config.build(Trainer)
     read, given = _read(built), {type(part): part for part in (trainer, *others)}
     parts = {name: given.get(type(part), part) for name, part in read.items()}
     for name, part in parts.items():
@@ -92,11 +98,11 @@ def train_gin(
     from capibara import config
     from capibara.cli.composition import pretrained
     from capibara.run.run import Run
-    from capibara.training.trainer import Trainer
 
-    pretrained.parse(gin_files, bindings, search_paths)
-    trainer = config.build(Trainer)
+    trainer = pretrained.built(gin_files, bindings, search_paths, pretrained.UNKNOWN_DTYPE)
     _join(trainer, emulate, joined)
+    if isinstance(config.macro(pretrained.MODEL), str):
+        trainer = pretrained.built(gin_files, bindings, search_paths)
     return _train(Run(**_read(trainer)), emulate, start_over=start_over and not check, check=check, explain=explain)
 
 

@@ -1,0 +1,39 @@
+"""Where the files of a model are that a function takes: a path, a name, or a loaded model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from capibara.core.types import UserError
+from capibara.interop import hub
+
+if TYPE_CHECKING:
+    from capibara.api.language_model import LanguageModel
+
+
+def path_of(path: object, name: str = "model") -> str:
+    """A path as text, of a model on the Hub that of its copy; `name` is the argument's, for errors.
+
+    Raises:
+      UserError: it is no path, or cannot be had.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise UserError(f"{name} is {path!r}, must be a path or a name: try 'runs/mine'")
+    return hub.local_path(os.path.expanduser(os.fspath(path)))
+
+
+def stored_path(model: LanguageModel | str | os.PathLike[str], name: str = "model") -> str:
+    """The path from which a function reads a model again, whatever is in memory.
+
+    Raises:
+      UserError: it is neither a path nor a loaded model; or it was loaded in a way that its files do not say.
+    """
+    if (changes := getattr(model, "changes", None)) is not None:
+        if changes:
+            said = ", ".join(changes)
+            raise UserError(
+                f"{name} was loaded with {said}, and its files are read again: load it without, or pass its path"
+            )
+        return str(model.path)  # type: ignore[union-attr]  # a loaded model
+    return path_of(model, name)
