@@ -142,7 +142,7 @@ def grpo(
 def _method(name: str) -> Method:
     known = [str(one) for one in Method]
     if name not in known:
-        raise UserError(f"method is {name!r}, must be one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise UserError(f"method is {name!r}, must be one of {', '.join(known)}{did_you_mean(str(name), known)}")
     return Method(name)
 
 

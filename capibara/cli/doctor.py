@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 
 from capibara.cli.arguments import flags
@@ -53,10 +52,12 @@ def doctor(args: flags.Arguments) -> int:
     """Prints what is here and what is missing; returns the exit code."""
     if args.json is not None:
         outputs.check_writable(args.json)
-    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     import jax
 
+    from capibara.core import devices as of_jax
     from capibara.monitoring.system import facts
+
+    of_jax.start()
 
     devices = jax.devices()
     here = facts.of_process(f"{len(devices)} x {devices[0].device_kind}", jax.process_count())
