@@ -19,6 +19,7 @@ from capibara.consensus.voting import Ballot
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.models.api import Lora
+from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
 from capibara.storage import hashing
 from capibara.strategies.consensus import ConsensusConfig
@@ -26,7 +27,9 @@ from capibara.strategies.group import arrays
 from capibara.strategies.group.coordinator import Coordinator
 from capibara.strategies.group.exchange import Exchange, Note, Presence, as_json
 from capibara.strategies.group.member import GroupNode
+from capibara.training.base.adopted import Adopted
 from capibara.training.base.options import Evaluation, InitWith
+from capibara.training.methods.grouped import Grouped
 from capibara.training.stability.anomalies import Anomalies
 
 
@@ -296,6 +299,33 @@ def test_what_is_wrong_with_a_group_is_one_line(make_trainer, train, tmp_path):
         UserError, match="the model of round 0 in .*: its parameters are not the group's: .* is missing"
     ):
         train(in_group(make_trainer, folder))
+
+
+class Ahead:
+    """A group that is at some step already."""
+
+    round_steps = 4
+
+    def __init__(self, step):
+        self.step = step
+
+    def join(self, params, reporter):
+        return self
+
+    def meet(self, step, params, score):
+        return Adopted(self.step, params, "they are ahead")
+
+
+@pytest.mark.parametrize("step", [8, 9, 12])
+def test_a_group_that_is_beyond_the_end_of_a_run_is_told(make_trainer, step):
+    hooks = Grouped(Ahead(step)).hooks(make_trainer(steps=8), {}, print)
+    hooks.begin({}, Reporter(print, print, print, print))
+    assert [at for at in range(1, 9) if hooks.is_due(at, is_first=False)] == [4, 8] and hooks.is_due(1, is_first=True)
+    if step == 8:
+        assert hooks.adopt(4, {}, None).step == 8
+        return
+    with pytest.raises(UserError, match=rf"^the group is at step {step}, beyond Trainer.steps \(8\): raise it$"):
+        hooks.adopt(4, {}, None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from capibara.planner.compiler import proof
 from capibara.planner.hardware import slices
 from capibara.sharding import Plan
 from capibara.strategies.consensus import ConsensusConfig
-from capibara.training.base.options import Evaluation
+from capibara.training.base.options import Evaluation, InitWith
+from capibara.training.methods.private import Private
 from capibara.training.privacy.ledger import Ledger
 from capibara.training.stability.anomalies import Anomalies
 
@@ -59,6 +60,21 @@ def test_a_run_ends_where_its_budget_does_and_a_larger_one_resumes_it(make_priva
     more = train(make_private(dataclasses.replace(two, budget=100.0)))
     assert (more.start_step, more.outcome.step, more.outcome.reason) == (10, 12, "finished")
     assert more.metrics[11]["epsilon"] == pytest.approx(two.epsilon(3))
+
+
+@pytest.mark.parametrize(
+    ("passes", "end", "told"),
+    [(2, (10, "privacy_budget"), "allows 10 of Trainer.steps (12)"), (3, (12, "finished"), "")],
+)
+def test_the_budget_says_where_a_run_ends(make_private, passes, end, told):
+    privacy = Privacy(**SIGMA, budget=Privacy(**SIGMA).epsilon(passes) + 1e-6)
+    lines = []
+    hooks = Private(privacy).hooks(make_private(privacy), {"w": np.zeros(10**6)}, lines.append)
+    assert (hooks.last_step, hooks.reason) == end and hooks.metrics(6) == {"epsilon": privacy.epsilon(2)}
+    assert "it drowns" in lines[0] and told in "".join(lines[1:]) and len(lines) == (2 if told else 1)
+    assert "after step 10, in pass 2 over the data" in hooks.closing(10)
+    ended = "the privacy budget is spent at step 10" if told else "the run is at step 10 of 12 already"
+    assert hooks.ended(10).startswith(ended)
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.heavy)])
@@ -113,6 +129,7 @@ def test_what_breaks_the_promise_is_refused(make_private, corpus, tmp_path):
         "DecoderConfig.dtype = 'float16' is not": {"model": dataclasses.replace(base.model, dtype="float16")},
         "Evaluation.unigram_batches is not supported": {"evaluation": Evaluation(unigram_batches=2)},
         "Trainer.loss_normalization is not supported": {"loss_normalization": "documents"},
+        "Trainer.init_with = 'state' is not supported": {"init_with": InitWith.STATE, "init_from": "x"},
     }
     for words, change in changes.items():
         with pytest.raises(UserError, match=words):
