@@ -14,6 +14,7 @@ import pyarrow
 import pytest
 
 import capibara as cb
+from capibara import config
 from capibara.cli import finetune as verb
 from capibara.cli import infer, plan
 from capibara.cli import train as train_verb
@@ -219,6 +220,38 @@ def test_a_pass_over_the_data_is_counted(folder, tmp_path):
     assert tokens / (8 * 32) * 0.9 <= count // 3 <= tokens / (8 * 32) * 1.3 + 1
 
 
+def test_what_was_named_is_what_is_trained(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("capibara.api.finetuning.train", lambda trainer, *others, **options: trainer)
+    chats, texts = f"{folder}/chats.jsonl", f"{folder}/texts.jsonl"
+    named = {"steps": 7, "learning_rate": 0.5, "batch_size": 4, "length": 32, "seed": 3}
+    run = cb.finetune(f"{folder}/hf", texts, str(tmp_path / "run"), eval=["river"], **named)
+    assert (run.steps, run.optimizer.schedule.learning_rate, run.plan.batch_size) == (7, 0.5, 4)
+    assert (run.dataset.length, run.seed, run.dataset.seed) == (32, 3, 3) and run.dataset.source.files == (texts,)
+    (held_out,) = run.dataset.source.validation_files
+    assert records(held_out) == [{"text": "river"}]
+    run = cb.finetune(f"{folder}/hf", chats, str(tmp_path / "run"), steps=7)
+    assert not run.dataset.source.validation_files and run.dataset.source.validation_fraction == 0.03
+
+
+@pytest.mark.parametrize(
+    ("method", "billions", "wanted"),
+    [
+        ("lora", 1, 2e-4),
+        ("qlora", 20, 1e-4),
+        ("full", 1, 2e-5),
+        ("full", 20, 1e-5),
+        ("dpo", 1, 1e-4),
+        ("grpo", 1, 2e-5),
+    ],
+)
+def test_the_learning_rate_is_by_method_and_size(method, billions, wanted):
+    from capibara.cli.composition import finetuning, pretrained
+
+    model = cb.DecoderConfig(vocab_size=256, embed_dim=4096, num_layers=billions, num_heads=32, mlp_dim=81920)
+    found = pretrained.Pretrained("x", model, cb.ByteVocabulary())
+    assert finetuning.learning_rate(finetuning.Method(method), found) == wanted
+
+
 # --- data --------------------------------------------------------------------------------------------------------------
 
 ROWS = [{"text": "river"}, {"text": "sun"}]
@@ -281,3 +314,13 @@ LENGTH = 64
     (tmp_path / "qa.jsonl").write_text('{"prompt": "a", "target": "b"}')
     assert exits.run_verb(infer.main, [f"--model={folder}/hf", f"--gin.MODEL={folder}/hf", "--prompt=a"]) == 2
     assert "names a model, which train, finetune, plan and prove read" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["INIT_FROM", "TOKENIZER"])
+def test_what_is_given_beside_a_model_is_not_the_models(folder, name):
+    from capibara.cli.composition import pretrained
+
+    bindings = [f"MODEL = '{folder}/m.gguf'", "MODEL_DIR = 'x'", "FILES = ('x',)", "TRAIN_STEPS = 1", "BATCH_SIZE = 8"]
+    pretrained.parse(["tasks/chat.gin", "runs/full.gin"], [*bindings, f"{name} = '{folder}/hf'"], ())
+    values = {one: config.macro(one) for one in ("INIT_FROM", "TOKENIZER")}
+    assert values.pop(name) == f"{folder}/hf" and f"{folder}/hf" not in values.values()

@@ -53,6 +53,13 @@ def test_a_chat_is_what_infer_answers(model, folder):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == answer + "\n"
 
 
+def test_a_chat_ends_where_its_template_ends_a_turn(model, monkeypatch):
+    assert model.chat("river?", max_tokens=5, temperature=0)
+    monkeypatch.setitem(model._chat.__dict__, "ends", tuple(range(264)))  # as if it ended a turn with any token
+    assert model.chat("river?", max_tokens=5, temperature=0) == ""
+    assert model.generate("river?", max_tokens=5, temperature=0)
+
+
 def test_numbers_of_a_text_agree(model):
     ids = model.tokenizer.prompt_ids("a b")
     logits = model.logits("a b")
@@ -65,6 +72,8 @@ def test_numbers_of_a_text_agree(model):
     after = jax.nn.log_softmax(model.logits([*model.tokenizer.encode("xa"), *model.tokenizer.encode("bc")]))
     b, c = model.tokenizer.encode("bc")
     assert model.score("bc", "xa") == pytest.approx(float(after[1, b] + after[2, c]), rel=1e-5)
+    whole = model.score("sun", "ab") + model.score(" a", "absun")  # "ab" is one token
+    assert model.score("sun a", "ab") == pytest.approx(whole, rel=1e-5)
     one, two = model.embed(["a b", "sun"])
     np.testing.assert_allclose(one, model.embed("a b"), rtol=1e-6)
     assert one.shape == (32,) and not np.allclose(one, two)
