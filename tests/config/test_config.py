@@ -461,6 +461,13 @@ class TestOperative:
         assert older != now and config.diff(older, now) == []
         assert config.diff(older, now.replace("Herd.limit = None", "Herd.limit = 4")) == ["Herd.limit: (not set) -> 4"]
         assert config.diff(now, older) == ["Herd.limit: None -> (not set)"]
+        assert config.diff(now.replace("Herd.limit = None", "Herd.limit = 4"), now) == ["Herd.limit: 4 -> None"]
+
+    def test_a_field_that_must_still_be_given_is_not_bound(self, parse):
+        parse("FOLDER = %gin.REQUIRED\nHerd.folder = %FOLDER\nsad/Herd.folder = 'a'")
+        assert config.scopes("Herd.folder") == ["sad"] and config.macro("FOLDER") is config.REQUIRED
+        parse("FOLDER = %gin.REQUIRED\nHerd.folder = %FOLDER", "FOLDER = 'a'")
+        assert config.scopes("Herd.folder") == [""] and config.macro("FOLDER") == "a"
 
     def test_bindings_that_nothing_read(self, parse):
         parse("Herd.folder = 'a'\nPond.depth = 3.0")

@@ -141,6 +141,16 @@ def test_mistakes_are_one_line(tmp_path, name, text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("1e-3", 1e-3), ("0x10", 16), ("yes", "yes"), ("True", True), ("~", None), ("(1, 2)", "(1, 2)"), ("1979-05-27", "1979-05-27")],
+)  # fmt: skip
+def test_a_value_without_quotes_is_a_number_a_constant_or_a_text(tmp_path, written, value):
+    (tmp_path / "x.yaml").write_text(f"A: {written}\n")
+    config.parse([str(tmp_path / "x.yaml")])
+    assert config.macro("A") == value and type(config.macro("A")) is type(value)
+
+
 def test_an_empty_file_binds_nothing(tmp_path):
     (tmp_path / "x.yaml").write_text("# nothing\n")
     assert config.parse([str(tmp_path / "x.yaml")]) == [tmp_path / "x.yaml"]
