@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -135,6 +136,28 @@ def test_a_path_that_is_here_or_could_not_be_a_name_stays_one(tmp_path, monkeypa
     (tmp_path / "runs").mkdir()
     for path in ("runs", "runs/mine", "/a/b", "./a/b", "a/b/c", "model.gguf", "gs://bucket/a", "~/model"):
         assert hub.local_path(path) == path  # runs/mine: a mistyped folder is not looked for elsewhere
+
+
+def test_a_model_is_pushed_as_private_as_it_is_asked(monkeypatch, tmp_path):
+    made, uploaded = [], []
+
+    def create_repo(name, **options):
+        made.append((name, options))
+        return f"https://hub/{name}"
+
+    def upload_folder(**options):
+        uploaded.append((options["repo_id"], options["folder_path"]))
+        if len(uploaded) > 2:
+            raise OSError("no space\nleft")
+
+    library = types.SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", library)
+    assert hub.push(str(tmp_path), "me/small") == "https://hub/me/small"
+    hub.push(str(tmp_path), "me/small", private=False)
+    assert made == [("me/small", {"private": is_private, "exist_ok": True}) for is_private in (True, False)]
+    assert uploaded == 2 * [("me/small", str(tmp_path))]
+    with pytest.raises(UserError, match=r"^me/small cannot be pushed to the Hugging Face Hub \(.*no space.*\)$"):
+        hub.push(str(tmp_path), "me/small")
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch):
