@@ -33,7 +33,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import pytest  # noqa: E402
 
 from capibara import config
-from capibara.core import devices  # noqa: E402
+from capibara.core import (
+    devices,  # noqa: E402
+    user_modules,
+)
 
 os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with the first computation
 
@@ -140,9 +143,11 @@ def _no_gin_bindings():
 @pytest.fixture(autouse=True, scope="module")
 def _no_modules_of_tests(tmp_path_factory):
     """What a file of tests wrote and imported is gone for the next one: both may call a module my_metrics."""
-    path, base = [*sys.path], str(tmp_path_factory.getbasetemp())
+    path, base, roots = [*sys.path], str(tmp_path_factory.getbasetemp()), {**user_modules._roots}
     yield
     sys.path[:] = path
+    user_modules._roots.clear()  # a file of tests that a run has imported is nobody's code for the next one
+    user_modules._roots.update(roots)
     for name, module in [*sys.modules.items()]:
         if (getattr(module, "__file__", None) or "").startswith(base):
             del sys.modules[name]

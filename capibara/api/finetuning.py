@@ -93,28 +93,12 @@ def finetune(
     if os.path.isdir(out) and os.path.isdir(path) and os.path.samefile(out, path):
         raise UserError(f"out ({out}) is the folder of the model: name a new one, such as runs/mine")
     asked = FineTuning(
-        model=path,
-        files=_files(data, out, "data"),
-        validation_files=() if eval is None else _files(eval, out, "eval"),
-        out=os.path.expanduser(out),
-        method=chosen,
-        steps=steps,
-        epochs=epochs,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        length=length,
-        seed=seed,
+        model=path, files=_files(data, out, "data"), validation_files=() if eval is None else _files(eval, out, "eval"),
+        out=os.path.expanduser(out), method=chosen, steps=steps, epochs=epochs, learning_rate=learning_rate,
+        batch_size=batch_size, length=length, seed=seed,
         bindings=("REWARDS = (@exact_answer,)", *bindings) if rewards else tuple(bindings),
-    )
-    run = finetuning.choose(asked)
-    print(*run.notes, sep="\n", end="\n" * bool(run.notes), flush=True)
-
-    def built(dtype: str | None = None) -> Trainer:
-        trainer = pretrained.built(run.gin_files, run.bindings, run.search_paths, dtype)
-        return _changed(trainer, chosen, lora, rewards, fields)
-
-    outcome = training_run.train(built(pretrained.UNKNOWN_DTYPE), *others, emulate=emulate, settled=built)
-    return TrainingResult(asked.out, outcome.step, outcome.reason, outcome.signal_number)
+    )  # fmt: skip
+    return _trained(asked, lora, rewards, fields, others, emulate)
 
 
 def dpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
@@ -137,6 +121,26 @@ def grpo(
     if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
     return finetune(model, prompts, out, method="grpo", rewards=rewards, steps=steps, **options)
+
+
+def _trained(
+    asked: FineTuning,
+    lora: Lora | None,
+    rewards: tuple[Reward, ...],
+    fields: dict[str, Any],
+    others: Sequence[Dataclass],
+    emulate: int | None,
+) -> TrainingResult:
+    """Chooses the run and trains it."""
+    run = finetuning.choose(asked)
+    print(*run.notes, sep="\n", end="\n" * bool(run.notes), flush=True)
+
+    def built(dtype: str | None = None) -> Trainer:
+        trainer = pretrained.built(run.gin_files, run.bindings, run.search_paths, dtype)
+        return _changed(trainer, asked.method, lora, rewards, fields)
+
+    outcome = training_run.train(built(pretrained.UNKNOWN_DTYPE), *others, emulate=emulate, settled=built)
+    return TrainingResult(asked.out, outcome.step, outcome.reason, outcome.signal_number)
 
 
 def _method(name: str) -> Method:

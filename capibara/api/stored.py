@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 from capibara.core.types import UserError
 from capibara.interop import hub
 
-if TYPE_CHECKING:
-    from capibara.api.language_model import LanguageModel
+
+@runtime_checkable
+class Loaded(Protocol):
+    """A loaded model: where its files are, and how it was loaded otherwise than they are read."""
+
+    path: str
+    changes: tuple[str, ...]
 
 
 def path_of(path: object, name: str = "model") -> str:
@@ -23,17 +28,17 @@ def path_of(path: object, name: str = "model") -> str:
     return hub.local_path(os.path.expanduser(os.fspath(path)))
 
 
-def stored_path(model: LanguageModel | str | os.PathLike[str], name: str = "model") -> str:
+def stored_path(model: Loaded | str | os.PathLike[str], name: str = "model") -> str:
     """The path from which a function reads a model again, whatever is in memory.
 
     Raises:
       UserError: it is neither a path nor a loaded model; or it was loaded in a way that its files do not say.
     """
-    if (changes := getattr(model, "changes", None)) is not None:
-        if changes:
-            said = ", ".join(changes)
+    if isinstance(model, Loaded):
+        if model.changes:
+            said = ", ".join(model.changes)
             raise UserError(
                 f"{name} was loaded with {said}, and its files are read again: load it without, or pass its path"
             )
-        return str(model.path)  # type: ignore[union-attr]  # a loaded model
+        return model.path
     return path_of(model, name)

@@ -189,7 +189,7 @@ def convert(
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     check_target(target, form, dtype)
     reader.load_modules()
-    path, base = hub.local_path(path) if isinstance(path, str) else path, base and hub.local_path(base)
+    path = hub.local_path(path) if isinstance(path, str) else path
     if part is not None and (form in _ADAPTERS or isinstance(path, Sum) or adapters.is_adapter(path)):
         raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
     if isinstance(path, Sum):

@@ -12,7 +12,7 @@ import numpy as np
 
 from capibara.core import limits, tree
 from capibara.core.types import Params, UserError
-from capibara.interop import open_model
+from capibara.interop import hub, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card
@@ -39,7 +39,7 @@ def base_of(folder: str, base: str | None) -> str:
     Raises:
       UserError: it does not exist here.
     """
-    named = base or fields.read(folder).get("base_model_name_or_path")
+    named = hub.local_path(base) if base else fields.read(folder).get("base_model_name_or_path")
     if not named or not os.path.exists(named):
         raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
     return named

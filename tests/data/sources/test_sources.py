@@ -217,5 +217,5 @@ def test_null_texts_of_a_data_set_are_skipped_and_counted(monkeypatch, caplog):
 
 def test_hugging_face_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"capibara\[hf\]"):
+    with pytest.raises(UserError, match=r"pip install -e .*\[hf\]"):
         HuggingFaceSource(path="x").open("train")
