@@ -9,24 +9,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-import jax
-import numpy as np
-
 from capibara.api import files
+from capibara.api.scored_model import ScoredModel
 from capibara.api.stored import stored_path
 from capibara.core.fields import did_you_mean, short
-from capibara.core.types import Params, UserError
+from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template import ChatTemplate
-from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.evaluation.scoring import Pair, Scorer
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.interactive.chat import Chat, of_run
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import hub
 from capibara.interop.open_model import LoadedModel
-from capibara.models.api import Model, TransformerConfig
 
 if TYPE_CHECKING:
     from capibara.training.trainer import Trainer
@@ -35,7 +30,7 @@ Message = Mapping[str, Any]
 _ALIASES = {"max_tokens": "max_new_tokens"}
 
 
-class LanguageModel:
+class LanguageModel(ScoredModel):
     """A model that is ready to use; made by `capibara.load`.
 
     Attributes:
@@ -65,36 +60,6 @@ class LanguageModel:
         step = "" if self.step is None else f", step {self.step}"
         size = f"{model.param_count:,} parameters"
         return f"LanguageModel({self.path!r}{step}: {config} with {size}, {self.config.dtype}, rows of {self.length} tokens)"
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model's configuration."""
-        return self.loaded.model.config
-
-    @property
-    def model(self) -> Model:
-        """The model's functions."""
-        return self.loaded.model
-
-    @property
-    def params(self) -> Params:
-        """The parameters."""
-        return self.loaded.params
-
-    @property
-    def step(self) -> int | None:
-        """The checkpoint step; None: it is no run."""
-        return self.loaded.step
-
-    @property
-    def tokenizer(self) -> Vocabulary:
-        """Encodes and decodes text."""
-        return self.loaded.tokenizer
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row: a prompt and its text together."""
-        return self.loaded.dataset.length
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -182,72 +147,6 @@ class LanguageModel:
     def _chat(self) -> Chat:
         return of_run(self.loaded.dataset, "a list of messages", template=self.template)
 
-    # --- numbers ------------------------------------------------------------------------------------------------------
-
-    def logits(self, text: str | Sequence[int]) -> np.ndarray:
-        """The logits after each token of a text, with the tokens that its tokenizer adds: float32 [tokens, vocabulary].
-
-        Raises:
-          UserError: the model is no decoder, or the text is empty, longer than a row, or has ids without a row.
-        """
-        if self.model.read is None or self.model.encode is not None:
-            raise UserError(f"logits are of decoders, and the model is a {type(self.config).__name__}")
-        tokens, batch = self._row(text)
-        return np.asarray(self._logits(self.params, batch)[0, : len(tokens)])
-
-    def embed(self, texts: str | Sequence[str]) -> np.ndarray:
-        """The mean of the final hidden states over a text's tokens: float32 [width], or [texts, width] of several."""
-        if self.model.encode is not None:
-            raise UserError("embed is of decoders and encoders, and the model is an encoder-decoder")
-        rows, width = [], self.config.embed_dim
-        for text in [texts] if isinstance(texts, str) else texts:
-            tokens, batch = self._row(text)
-            rows.append(np.asarray(self._hidden(self.params, batch)[0, : len(tokens), :width], np.float32).mean(0))
-        if not rows:
-            raise UserError("the texts are empty: give at least one")
-        return rows[0] if isinstance(texts, str) else np.stack(rows)
-
-    def score(self, continuation: str, context: str = "") -> float:
-        """The natural logarithm of the probability of a text after another, or at the beginning.
-
-        Where the tokenizer would join the end of the context with the continuation, that is tokenized by itself.
-
-        Raises:
-          UserError: the model does not predict the next token, the texts are longer than a row, or the continuation is empty.
-        """
-        if self.model.read is None:
-            raise UserError("score is of models that predict the next token, and this one does not")
-        encode, before = self.tokenizer.encode, self.tokenizer.prompt_ids(context)
-        read, whole = encode(context), encode(context + continuation)
-        is_apart = self.model.encode is not None or whole[: len(read)] != read
-        rest = encode(continuation) if is_apart else whole[len(read) :]
-        if len(before) + len(rest) > self.length + 1:
-            raise UserError(
-                f"the texts have {len(before) + len(rest)} tokens, must have at most {self.length}: cut the context"
-            )
-        return self._scorer([Pair(before, rest)])[0].log_probability
-
-    @functools.cached_property
-    def _logits(self) -> Callable[..., jax.Array]:
-        return jax.jit(self.model.logits)
-
-    @functools.cached_property
-    def _hidden(self) -> Callable[..., jax.Array]:
-        return jax.jit(lambda params, batch: self.model.hidden(params, batch)[0])
-
-    @functools.cached_property
-    def _scorer(self) -> Scorer:
-        dataset, vocabulary = self.loaded.dataset, self.tokenizer
-        return Scorer(
-            self.model, self.params, dataset.length,
-            encoder_length=dataset.encoder_length, pad_id=vocabulary.pad_id, vocabulary=vocabulary,
-        )  # fmt: skip
-
-    def _row(self, text: str | Sequence[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        return _row(
-            self.tokenizer.prompt_ids(text) if isinstance(text, str) else text, self.length, self.config.vocab_size
-        )
-
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str, format: str | None = None, dtype: str | None = None) -> str:
@@ -276,24 +175,6 @@ class LanguageModel:
         """
         with tempfile.TemporaryDirectory() as folder:
             return hub.push(self.save(os.path.join(folder, "model"), "hf", dtype), name, private=private)
-
-
-def _row(ids: Sequence[int], length: int, rows: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The tokens of a text, and a batch with them alone, padded to a power of two so that few programs are compiled."""
-    tokens = np.asarray(ids)
-    if tokens.ndim != 1 or len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= rows):
-        raise UserError(f"the ids must be whole numbers from 0 to {rows - 1}, in one row, and are {short(ids)}")
-    tokens = tokens.astype(np.int32)
-    if not len(tokens) or len(tokens) > length:
-        raise UserError(f"the text has {len(tokens)} tokens, must have from 1 to {length}: cut it")
-    size = min(length, 1 << (len(tokens) - 1).bit_length())
-    positions = np.arange(size, dtype=np.int32)
-    batch = {
-        "tokens": np.pad(tokens, (0, size - len(tokens)))[None],
-        "positions": positions[None],
-        "segment_ids": (positions < len(tokens)).astype(np.int32)[None],
-    }
-    return tokens, batch
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:

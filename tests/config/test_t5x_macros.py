@@ -50,7 +50,7 @@ MACROS = {
     "VOCABULARY": ("x", None, "a task brings its own"),
     "OUTPUT_FEATURES": ("x", None, "a task brings its own"),
     "OPTIMIZER": ("x", None, "bind Optimizer.name"),
-    "MODEL": ("@Optimizer()", None, "bind Trainer.model"),
+    "MODEL": (5, None, "bind Trainer.model"),
     "MODEL_PARALLEL_SUBMESH": (None, None, "Plan.tensor says how many devices"),
     "NUM_EXPERTS": (8, None, "bind MixtureOfExperts.num_experts"),
     "EXPERT_DROPOUT_RATE": (0.1, None, "the model's dropout_rate"),

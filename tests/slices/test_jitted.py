@@ -18,8 +18,8 @@ BY_HAND = ("shard_map", "pallas_call")
 ENGINE = "inference/engine/programs/programs.py on_mesh"
 COVERED = {ENGINE, test_consensus.START, *(program.site for program in test_training.PROGRAMS.values())}
 ON_ONE_DEVICE = {
-    "api/language_model.py LanguageModel._logits": "a notebook's model, one row at a time",
-    "api/language_model.py LanguageModel._hidden": "a notebook's model, one row at a time",
+    "api/scored_model.py ScoredModel._logits": "a notebook's model, one row at a time",
+    "api/scored_model.py ScoredModel._hidden": "a notebook's model, one row at a time",
     "interop/peft_runs.py merged": "convert has all of a model on one device",
     "interop/quantize/awq.py _loss": "convert rounds a layer at a time, on one device",
     "interop/conversion.py _merged": "convert has all of a model on one device",
