@@ -221,15 +221,20 @@ def test_a_pass_over_the_data_is_counted(folder, tmp_path):
 
 
 def test_what_was_named_is_what_is_trained(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("capibara.api.finetuning.train", lambda trainer, *others, **options: trainer)
+    from capibara.cli.composition import training_run
+
+    seen = []
+    monkeypatch.setattr(training_run, "train", lambda trainer, *others, **options: seen.append(trainer) or _Outcome())
     chats, texts = f"{folder}/chats.jsonl", f"{folder}/texts.jsonl"
     named = {"steps": 7, "learning_rate": 0.5, "batch_size": 4, "length": 32, "seed": 3}
-    run = cb.finetune(f"{folder}/hf", texts, str(tmp_path / "run"), eval=["river"], **named)
+    cb.finetune(f"{folder}/hf", texts, str(tmp_path / "run"), eval=["river"], **named)
+    (run,) = seen
     assert (run.steps, run.optimizer.schedule.learning_rate, run.plan.batch_size) == (7, 0.5, 4)
     assert (run.dataset.length, run.seed, run.dataset.seed) == (32, 3, 3) and run.dataset.source.files == (texts,)
     (held_out,) = run.dataset.source.validation_files
     assert records(held_out) == [{"text": "river"}]
-    run = cb.finetune(f"{folder}/hf", chats, str(tmp_path / "run"), steps=7)
+    cb.finetune(f"{folder}/hf", chats, str(tmp_path / "run"), steps=7)
+    run = seen[-1]
     assert not run.dataset.source.validation_files and run.dataset.source.validation_fraction == 0.03
 
 
