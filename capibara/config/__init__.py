@@ -11,8 +11,7 @@ from capibara.config.bound import REQUIRED, given_at, is_bound, macro, scopes, v
 from capibara.config.comparison import changes, diff
 from capibara.config.parsing import Recorded, Statement, bind, load_modules, parse, statements_of
 from capibara.config.registry import MODULE, build, configurable, in_scope, reset
-from capibara.config.search import find_file, search_folders
-from capibara.config.structured import ENDINGS
+from capibara.config.search import ENDINGS, find_file, search_folders
 from capibara.config.used import check_used, imported_modules, operative, origins, unused
 
 __all__ = [

@@ -18,6 +18,8 @@ from capibara.core import fields, user_modules
 from capibara.core.types import UserError
 from capibara.storage import stores
 
+STRUCTURED = (".yaml", ".yml", ".json", ".toml")
+ENDINGS = (".gin", *STRUCTURED)  # of files that are parsed
 _MOST_HINTS = 3
 _SHOWN = 400  # characters of a line that an error shows
 

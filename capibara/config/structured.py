@@ -19,8 +19,6 @@ import yaml
 from capibara.core import limits
 from capibara.core.types import UserError
 
-STRUCTURED = (".yaml", ".yml", ".json", ".toml")
-ENDINGS = (".gin", *STRUCTURED)  # of files that are parsed
 _MOST_VALUES = 10_000
 _MACRO = re.compile(r"[A-Za-z_]\w*")
 _OWNER = re.compile(r"[A-Za-z_][\w./]*")
