@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from capibara.api import files
+from capibara.api import verbs
 from capibara.api.scored_model import ScoredModel
-from capibara.api.stored import stored_path
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
@@ -160,7 +159,7 @@ class LanguageModel(ScoredModel):
         Raises:
           UserError: the path exists, or the format cannot hold the model.
         """
-        return files.convert(stored_path(self), path, format=format, dtype=dtype, base=self.base)
+        return verbs.convert(self, path, format=format, dtype=dtype, base=self.base)
 
     def push_to_hub(self, name: str, *, private: bool = True, dtype: str | None = None) -> str:
         """Uploads the model, with tokenizer and model card, to the Hugging Face Hub; returns its address.

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara.api import files
-from capibara.api.stored import path_of, stored_path
+from capibara.api.stored import Loaded, path_of, stored_path
+from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:
-    from capibara.api.language_model import LanguageModel
     from capibara.consensus.merging.method import Method
 
 
 def convert(
-    source: LanguageModel | str,
+    source: Loaded | str,
     target: str,
     *,
     format: str | None = None,
@@ -36,17 +35,27 @@ def convert(
     Raises:
       UserError: the target exists, the model cannot be read, or the format cannot hold it.
     """
+    from capibara.cli.composition.models import ModelReader
+    from capibara.interop import conversion
+
+    if not isinstance(target, str) or not target:
+        raise UserError(f"the target is {target!r}, must be a new path: try 'mine.gguf'")
+    if format is not None and format not in conversion.FORMATS:
+        raise UserError(
+            f"format is {format!r}, must be one of {', '.join(conversion.FORMATS)}{did_you_mean(str(format), conversion.FORMATS)}"
+        )
     base = None if base is None else path_of(base, "base")
-    return files.convert(stored_path(source, "source"), target, format=format, dtype=dtype, base=base, trust=trust)
+    conversion.convert(stored_path(source, "source"), target, format, dtype, base, ModelReader(trust=trust))
+    return target
 
 
 def merge(
-    models: Sequence[LanguageModel | str],
+    models: Sequence[Loaded | str],
     target: str,
     method: Method,
     *,
-    base: LanguageModel | str | None = None,
-    tokenizer: LanguageModel | str | None = None,
+    base: Loaded | str | None = None,
+    tokenizer: Loaded | str | None = None,
     seed: int = 0,
     format: str | None = None,
     dtype: str | None = None,
@@ -86,7 +95,7 @@ def merge(
 
 
 def evaluate(
-    model: LanguageModel | str,
+    model: Loaded | str,
     tasks: Mapping[str, Any] | None = None,
     *,
     limit: int | None = None,

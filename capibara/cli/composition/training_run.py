@@ -30,16 +30,8 @@ def train(
 ) -> Outcome:
     """Trains a run that Python code describes, as `capibara train` trains one of a Gin file: `capibara.train(trainer)`.
 
-    The run folder has the configuration as Gin text, so that the other verbs read it and the command line resumes it. What Gin
-    has parsed before in this process does not count, and is forgotten.
-
     Args:
-      trainer: the run; if its folder exists, it resumes.
-      others: what else Gin would configure, at most one of each class, such as capibara.Monitoring() or
-        capibara.SampleText().
-      emulate: number of emulated CPU devices, before JAX is first used; None: the devices of this machine.
-      start_over: rename the run folder if it exists, and start a new run.
-      joined: how this process finds the others of a run on several hosts; by default JAX does.
+      trainer, others, emulate, start_over, joined: as for `capibara.train`.
       settled: the run once its devices are known, in the place of `trainer`; None: the same.
 
     Raises:
