@@ -24,7 +24,7 @@ from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card, tables
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.open_model import ForeignModel, LoadedModel
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum

@@ -24,7 +24,7 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import finite
 from capibara.models.api import Adapter, Model
 from capibara.optim import OptimizerConfig

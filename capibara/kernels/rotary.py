@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import enum
+
 import jax
 import jax.numpy as jnp
 
 from capibara import sharding
 
 Angles = tuple[jax.Array, jax.Array]
+
+
+class Pairs(enum.StrEnum):
+    """Which dimensions of a head are rotated together.
+
+    halves: the first half of the rotated dimensions with the second half (GPT-NeoX, Llama). adjacent: each even one with
+    the next (RoFormer, GPT-J, Cohere).
+    """
+
+    HALVES = "halves"
+    ADJACENT = "adjacent"
 
 
 def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
@@ -33,12 +46,16 @@ def reference(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -
     return jnp.sin(angle) * magnitude, jnp.cos(angle) * magnitude
 
 
-def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """Rotates the first half of the R rotated dimensions against the second half, as Llama checkpoints expect."""
+def rotate(x_BTNH: jax.Array, angles: Angles, pairs: Pairs = Pairs.HALVES) -> jax.Array:
+    """Rotates the first R dimensions of each head by their angles, in pairs."""
     sin, cos = angles
     turning = 2 * sin.shape[-1]
     x, rest = x_BTNH[..., :turning].astype(jnp.float32), x_BTNH[..., turning:]
-    first, second = jnp.split(x, 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    if pairs is Pairs.ADJACENT:
+        first, second = x[..., ::2], x[..., 1::2]
+        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+    else:
+        first, second = jnp.split(x, 2, axis=-1)
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x_BTNH.dtype)
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

@@ -3,12 +3,14 @@
 cd examples/extend && python -m capibara.convert --gin_file=my_family.gin --from=FOLDER --to=runs/mine --format=capibara
 """
 
-from capibara.interop.hf import families, tables
+from capibara.interop.hf import families
+from capibara.interop.hf.layout.family import Family
+from capibara.interop.hf.layout.rows import Names, rows
 
 _LAYER, _ATTENTION, _MLP = "blocks.{l}.", "layers/attention/", "layers/mlp/"
 
 families.add(
-    families.Family(
+    Family(
         model_type="my_decoder",
         architectures=("MyDecoderForCausalLM",),
         # Fields of capibara's DecoderConfig, and what config.json calls them.
@@ -23,9 +25,9 @@ families.add(
         defaults={"hidden_act": "silu", "rope_theta": 10_000.0, "epsilon": 1e-5},
         fixed={"qk_norm": "none"},
     ),
-    tables.Names(
+    Names(
         # A tensor, its dimensions (v vocabulary, d embed, n heads, h head_dim, f MLP), and the parameters in it.
-        tables.table(
+        rows(
             [
                 ("embed.weight", "v d", "embedding"),
                 (_LAYER + "norm_1.weight", "d", "layers/attention_norm/scale"),

@@ -38,7 +38,7 @@ users: [{name: fake, user: {}}]
 # Launches the jobs and manages them. Its children are forked after the clients are imported, which takes seconds; a child
 # begins with nothing else than the database.
 PROGRAM = """
-import json, os, pathlib, random, signal, sys, time
+import faulthandler, json, os, pathlib, random, signal, sys, time
 import google.cloud.aiplatform_v1, google.cloud.tpu_v2, kubernetes, gcsfs
 from capibara.jobs import systems
 from capibara.jobs.managing import spec_file
@@ -47,12 +47,14 @@ from capibara.jobs.managing.lifecycle import Rules
 from capibara.jobs.spec import Attempt
 from capibara.jobs.systems import gce, gke, vertex
 
+LONGEST_S = 500.0  # then a manager says where it hangs
 path, texts, kills, seed = pathlib.Path(sys.argv[1]), json.loads(pathlib.Path(sys.argv[2]).read_text()), *map(int, sys.argv[3:])
 gce.CALL_S = gke.CALL_S = vertex.CALL_S = 1.5
 breaker.FIRST_S, breaker.LONGEST_S = 0.05, 0.3
 rules = Rules(settle_s=4.0, vanish_s=1.0, hung_s=600.0, start_s=600.0, well_s=60.0, first_s=0.05, longest_s=0.2)
 
 def manage():
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     opened = records.Records(path, say=lambda line: None)
     for name, text in texts.items():
         launch = os.urandom(4).hex()
@@ -170,6 +172,13 @@ def texts(count):
     return found
 
 
+def state_of(folder, hosts):
+    """What the manager and the systems have, for a run that did not end."""
+    lines = [str(one) for one in Records(folder / "jobs.sqlite").all()]
+    lines += [f"{system}: {line}" for system in FAKES for line in journal(folder, system)[-8:]]
+    return "\n".join(["", *lines, f"hosts alive: {hosts.is_alive()}, {hosts.reported}"])
+
+
 def assert_none_twice_and_none_lost(folder, names):
     """By what the systems themselves have written down."""
     created = [(system, key_of(line)) for system in FAKES for line in journal(folder, system) if line["op"] == "create"
@@ -210,7 +219,7 @@ def test_a_manager_that_is_killed_launches_no_job_twice_and_loses_none(tmp_path,
         command = [sys.executable, "-c", PROGRAM, tmp_path / "jobs.sqlite", tmp_path / "texts", str(kills), "5"]
         environment = {**os.environ, **environment, "PYTHONPATH": str(CHECKOUT)}
         done = subprocess.run(command, env=environment, cwd=CHECKOUT, capture_output=True, text=True, timeout=570)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, f"{done.stderr[-6000:]}{state_of(tmp_path, hosts)}"
     hosts.ended.set()
     assert done.stdout.splitlines() == [f"killed {number + 1}" for number in range(kills)]
     records = Records(tmp_path / "jobs.sqlite")

@@ -23,15 +23,17 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]
+sys.path[:0] = [str(HERE), str(HERE / "families"), str(HERE.parent / "models" / "golden")]
 
 import answers  # noqa: E402
 import config_keys  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
+from cases import CASES  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -63,6 +65,7 @@ FAMILIES = {
     "t5": make_encoders.CASES["t5"],
     "umt5": make_encoders.CASES["t5"] | {"model_type": "umt5", "feed_forward_proj": "gated-gelu"},
     "bert": make_encoders.CASES["bert"],
+    **CASES,
 }
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
@@ -367,7 +370,8 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     transformers.logging.disable_progress_bar()
     for name in names or FAMILIES:
         base = dict(FAMILIES[name])
-        base.setdefault("architectures", [ARCHITECTURES[base["model_type"]]])
+        architecture = ARCHITECTURES.get(base["model_type"]) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base["model_type"]]
+        base.setdefault("architectures", [architecture])
         rows = []
         for number, (key, value) in enumerate(cases_of(base)):
             where = folder / name / f"{number:04}"

@@ -11,7 +11,8 @@ import pytest
 
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import Lora

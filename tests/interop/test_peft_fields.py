@@ -26,7 +26,8 @@ from capibara.interop import open_model
 from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.interop.peft import fields
 from capibara.interop.peft import folder as peft
 from capibara.loading import adapters as beside

@@ -32,9 +32,13 @@ config_keys = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(config_keys)
 PYTHON = os.environ.get("TORCH_PYTHON")
 RECORDED = HERE / "config_keys.json"
+sys.path.insert(0, str(HERE / "families"))
+
+from cases import CASES  # noqa: E402
+
 FAMILIES = (
     "gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3", "llama", "llama_llama3", "llama_yarn", "llama_dynamic",
-    "gemma3_text", "gemma3", "qwen2", "qwen3", "phi3_long", "mixtral", "qwen3_moe", "gpt_oss", "t5", "umt5", "bert",
+    "gemma3_text", "gemma3", "qwen2", "qwen3", "phi3_long", "mixtral", "qwen3_moe", "gpt_oss", "t5", "umt5", "bert", *CASES,
 )  # fmt: skip
 ROWS, LENGTH, ENCODER_LENGTH, PADDING, VOCAB = 2, 24, 32, 7, 96
 # Differences beyond it are not of rounding: the reference's own answers in float32 and float64 differ by `rounding`.

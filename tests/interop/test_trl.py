@@ -18,7 +18,8 @@ from capibara.data.chat.answers import PreferenceJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.objectives.preference import Dpo

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from capibara.core import tree
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.quantize.grid import Packed
 
 MODEL_TYPE = "gpt_oss"

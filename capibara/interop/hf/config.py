@@ -15,7 +15,8 @@ from capibara.core.types import UserError
 from capibara.interop.hf import families, gemma3n, keys, tables
 from capibara.interop.hf import rope as hf_rope
 from capibara.interop.hf import values as hf_values
-from capibara.interop.hf.families import FAMILIES, Family
+from capibara.interop.hf.families import FAMILIES
+from capibara.interop.hf.layout.family import Family, Kind
 from capibara.models.api import (
     DecoderConfig,
     EncoderConfig,
@@ -73,11 +74,11 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
         raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
-    if family.kind == families.DECODER and "head_dim" not in fields and values.get("head_dim"):
+    if family.kind == Kind.DECODER and "head_dim" not in fields and values.get("head_dim"):
         fields["head_dim"] = values["head_dim"]  # no key of the family's class, and read where a file has it
     if (bias := families.bias(values, family)) is not None:
         fields["bias"] = bias
-    if family.kind == families.ENCODER_DECODER and fields["head"] == "tied":
+    if family.kind == Kind.ENCODER_DECODER and fields["head"] == "tied":
         fields["head_scale"] = families.head_scale(values)
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2's default
@@ -94,7 +95,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
     names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
-    if family.kind not in (families.DECODER, families.ENCODER):
+    if family.kind not in (Kind.DECODER, Kind.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
     theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", message)]
     return UserError(f"{message} (in transformers' words {', '.join(theirs)})" if theirs else message)
@@ -102,11 +103,11 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
 
 def _config(values: Values, family: Family, fields: dict[str, Any]) -> TransformerConfig:
     match family.kind:
-        case families.DECODER:
+        case Kind.DECODER:
             fields |= _decoder(values, family, fields["num_layers"])
             fields |= {} if family.read is None else family.read(values)
             return (family.config or DecoderConfig)(**fields)
-        case families.ENCODER:
+        case Kind.ENCODER:
             return EncoderConfig(**fields)
         case _:
             both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
@@ -243,9 +244,9 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 _MOE_FIELDS = ("num_experts", "top_k", "shared_experts", "routing", "score", "gates", "bias")
 _CLASSES = {
-    families.DECODER: DecoderConfig,
-    families.ENCODER: EncoderConfig,
-    families.ENCODER_DECODER: EncoderDecoderConfig,
+    Kind.DECODER: DecoderConfig,
+    Kind.ENCODER: EncoderConfig,
+    Kind.ENCODER_DECODER: EncoderDecoderConfig,
 }
 
 

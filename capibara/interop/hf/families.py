@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping
+import importlib
+import pkgutil
+from collections.abc import Collection
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf import gemma3n, tables
+from capibara.interop.hf import catalog, gemma3n, tables
+from capibara.interop.hf.layout.family import (
+    ATTENTION_BIAS,
+    CAPS,
+    CAUSAL,
+    GEMMA,
+    KEYS,
+    LAYER_NORM,
+    NO_BIAS,
+    QWEN_WINDOW,
+    SILU,
+    TANH_DEFAULT,
+    WITHOUT_GROUPS,
+    Family,
+    Kind,
+    Values,
+)
+from capibara.interop.hf.layout.rows import Names
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
 
-Values = Mapping[str, Any]
-
-DECODER, ENCODER, ENCODER_DECODER = "decoder", "encoder", "encoder_decoder"
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
 # Keys that have other names in other versions of transformers.
@@ -23,98 +38,34 @@ OTHER_NAMES = (
     "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "hidden_activation", "experts_per_token",
 )  # fmt: skip
 
-_KINDS = {"full_attention": "global", "sliding_attention": "local"}
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-_GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu")
-_PLAIN = {"relu": "relu", "gelu": "gelu_exact"} | dict.fromkeys(_TANH, "gelu")
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", "relu": "reglu"} | dict.fromkeys(_TANH, "geglu")
+_PLAIN = {"relu": "relu", "relu2": "relu2", "gelu": "gelu_exact", "silu": "silu", "swish": "silu"}
+_PLAIN |= dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {
     "swiglu": "silu",
     "clamped_swiglu": "silu",
     "geglu": "gelu_pytorch_tanh",
+    "geglu_exact": "gelu",
+    "reglu": "relu",
     "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
     "gelu_exact": "gelu",
     "gelu": "gelu_new",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """An architecture.
-
-    Attributes:
-      model_type: its name.
-      kind: kind of our model.
-      architectures: class names in config.json with these tensors; the first one is written.
-      keys: our fields -> its keys.
-      fixed: our fields with fixed values.
-      defaults: its keys -> their values if config.json does not set them.
-      only: its keys -> supported values; the first one is written.
-      tied: whether the head is tied to the embedding if config.json does not say.
-      activation: key of the activation's name.
-      gated: whether its MLP is gated.
-      window: which layers have a window: "none", "all" or "types" (as in layer_types).
-      rope: whether positions are rotary.
-      rope_by_layer: whether layers with a window have rotary positions of their own.
-      theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
-        rope_parameters.
-      fraction: share of a head that is rotated if config.json does not say.
-      experts: key of the number of experts; "": it has none.
-      partial: whether only a part of a head may be rotated.
-      aliases: other names of its keys; one of these comes first where a file has both.
-      biases: keys of optional biases in config.json, and the value of our `bias` for each.
-      read_keys: further keys that it reads.
-      divides: whether transformers requires embed_dim to be a multiple of the number of heads.
-      config: the class of our decoder's configuration; None: DecoderConfig.
-      read, write: convert values of config.json to further fields of ours, and a configuration to those values.
-    """
-
-    model_type: str
-    kind: str = DECODER
-    architectures: tuple[str, ...]
-    keys: dict[str, str]
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    tied: bool = False
-    activation: str = "hidden_act"
-    gated: bool = True
-    window: str = "none"
-    rope: bool = True
-    rope_by_layer: bool = False
-    theta: str = "rope_theta"
-    share: str = "partial_rotary_factor"
-    fraction: float = 1.0
-    experts: str = ""
-    partial: bool = False
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    biases: dict[str, str] = dataclasses.field(default_factory=dict)
-    read_keys: tuple[str, ...] = ()
-    divides: bool = False
-    config: type[DecoderConfig] | None = None
-    read: Callable[[Values], dict[str, Any]] | None = None
-    write: Callable[[TransformerConfig], dict[str, Any]] | None = None
-
-
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "embed_dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
+# The projections with a bias, for each value of ours.
+_BIASED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "qkv": frozenset({"qkv"}),
+    "out": frozenset({"out"}),
+    "attention": frozenset({"qkv", "out"}),
+    "mlp": frozenset({"mlp"}),
+    "qkv_mlp": frozenset({"qkv", "mlp"}),
+    "out_mlp": frozenset({"out", "mlp"}),
+    "all": frozenset({"qkv", "out", "mlp"}),
 }
-_WITHOUT_GROUPS = {ours: theirs for ours, theirs in _KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
-_LAYER_NORM = {"norm_eps": "layer_norm_eps"}
-_CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
-_NO_BIAS = {"attention_bias": (False, None)}
-_ATTENTION_BIAS = {"attention_bias": "attention"}
-_CAUSAL = {"use_bidirectional_attention": (False, None)}
-_SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
-_TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
+
 
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
@@ -139,38 +90,38 @@ _LIST = (
     Family(
         model_type="llama",
         architectures=("LlamaForCausalLM",),
-        keys=_KEYS,
-        defaults=_SILU,
-        biases=_ATTENTION_BIAS | {"mlp_bias": "mlp"},
+        keys=KEYS,
+        defaults=SILU,
+        biases=ATTENTION_BIAS | {"mlp_bias": "mlp"},
         divides=True,
     ),
     Family(
         model_type="mistral",
         architectures=("MistralForCausalLM",),
-        keys=_KEYS,
-        defaults=_SILU | {"sliding_window": 4096, "num_key_value_heads": 8},
+        keys=KEYS,
+        defaults=SILU | {"sliding_window": 4096, "num_key_value_heads": 8},
         window="all",
     ),
     Family(
         model_type="gemma",
         architectures=("GemmaForCausalLM",),
-        keys=_KEYS,
-        fixed=_GEMMA,
-        defaults=_TANH_DEFAULT | {"hidden_act": "gelu_pytorch_tanh"},
-        only=_CAUSAL,
-        biases=_ATTENTION_BIAS,
+        keys=KEYS,
+        fixed=GEMMA,
+        defaults=TANH_DEFAULT | {"hidden_act": "gelu_pytorch_tanh"},
+        only=CAUSAL,
+        biases=ATTENTION_BIAS,
         tied=True,
     ),
     Family(
         model_type="gemma2",
         architectures=("Gemma2ForCausalLM",),
-        keys=_KEYS | _CAPS,
-        fixed=_GEMMA | {"norm_placement": "sandwich"},
-        defaults=_TANH_DEFAULT
+        keys=KEYS | CAPS,
+        fixed=GEMMA | {"norm_placement": "sandwich"},
+        defaults=TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "query_pre_attn_scalar": 256}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        only=_CAUSAL,
-        biases=_ATTENTION_BIAS,
+        only=CAUSAL,
+        biases=ATTENTION_BIAS,
         tied=True,
         activation="hidden_activation",
         window="types",
@@ -179,18 +130,18 @@ _LIST = (
     Family(
         model_type="gemma3_text",
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"},  # that of attention is a key, and is not computed
+        keys=KEYS | {"logit_soft_cap": "final_logit_softcapping"},  # that of attention is a key, and is not computed
         rope_by_layer=True,
         read_keys=("sliding_window_pattern",),
-        fixed=_GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
+        fixed=GEMMA | {"norm_placement": "sandwich", "qk_norm": "head"},
         # Published files of Gemma 3 omit sizes that equal the defaults.
-        defaults=_TANH_DEFAULT
+        defaults=TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "query_pre_attn_scalar": 256}
         | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "num_key_value_heads": 4}
         | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-        only=_CAUSAL,
-        biases=_ATTENTION_BIAS,
+        only=CAUSAL,
+        biases=ATTENTION_BIAS,
         tied=True,
         activation="hidden_activation",
         window="types",
@@ -199,14 +150,14 @@ _LIST = (
     Family(
         model_type="gemma3n_text",
         architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-        keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
+        keys=KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
         rope_by_layer=True,
         read_keys=("activation_sparsity_pattern",),
         fixed={"embedding_scale": "sqrt_dim", "norm_placement": "sandwich", "qk_norm": "head"},
-        defaults=_TANH_DEFAULT
+        defaults=TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
         | gemma3n.DEFAULTS,
-        only=_NO_BIAS | _CAUSAL | gemma3n.ONLY,
+        only=NO_BIAS | CAUSAL | gemma3n.ONLY,
         tied=True,
         activation="hidden_activation",
         window="types",
@@ -217,26 +168,26 @@ _LIST = (
     Family(
         model_type="qwen2",
         architectures=("Qwen2ForCausalLM",),
-        keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
+        keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
         read_keys=("head_dim",),
         fixed={"bias": "qkv"},
-        defaults=_SILU | _QWEN_WINDOW,
+        defaults=SILU | QWEN_WINDOW,
         window="types",
     ),
     Family(
         model_type="qwen3",
         architectures=("Qwen3ForCausalLM",),
-        keys=_KEYS,
+        keys=KEYS,
         fixed={"qk_norm": "head"},
-        defaults=_SILU | _QWEN_WINDOW | {"head_dim": 128},
-        biases=_ATTENTION_BIAS,
+        defaults=SILU | QWEN_WINDOW | {"head_dim": 128},
+        biases=ATTENTION_BIAS,
         window="types",
     ),
     Family(
         model_type="mixtral",
         architectures=("MixtralForCausalLM",),
-        keys=_KEYS,
-        defaults=_SILU
+        keys=KEYS,
+        defaults=SILU
         | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
         | {"num_experts_per_tok": 2, "num_local_experts": 8},
         aliases=_EXPERTS_ALIAS,
@@ -246,36 +197,36 @@ _LIST = (
     Family(
         model_type="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
-        keys=_KEYS | {"mlp_dim": "moe_intermediate_size"},
+        keys=KEYS | {"mlp_dim": "moe_intermediate_size"},
         fixed={"qk_norm": "head"},
-        defaults=_SILU
+        defaults=SILU
         | {"num_experts_per_tok": 8, "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096},
         only={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         aliases={"num_local_experts": "num_experts"},
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
         window="all",
         experts="num_experts",
     ),
     Family(
         model_type="gpt_oss",
         architectures=("GptOssForCausalLM",),
-        keys=_KEYS | {"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+        keys=KEYS | {"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
         fixed={"attention_sinks": "head"},
-        defaults=_SILU
+        defaults=SILU
         | {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}
         | {"sliding_window": 128, "num_experts_per_tok": 4, "num_local_experts": 128, "attention_bias": True}
         | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "output_router_logits": False},
         aliases=_EXPERTS_ALIAS,
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
         window="types",
         experts="num_local_experts",
     ),
     Family(
         model_type="phi3",
         architectures=("Phi3ForCausalLM",),
-        keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
+        keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
         read_keys=("head_dim",),
-        defaults=_SILU | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
+        defaults=SILU | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
         window="all",
         partial=True,
     ),
@@ -308,13 +259,13 @@ _LIST = (
     Family(
         model_type="gpt_neox",
         architectures=("GPTNeoXForCausalLM",),
-        keys=_WITHOUT_GROUPS | _LAYER_NORM,
+        keys=WITHOUT_GROUPS | LAYER_NORM,
         fixed={"norm": "layer", "bias": "mlp"},
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10_000.0, "attention_bias": True},
         theta="rotary_emb_base",
         share="rotary_pct",
         read_keys=("use_parallel_residual", "head_dim"),
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
         gated=False,
         fraction=0.25,
         partial=True,
@@ -322,7 +273,7 @@ _LIST = (
     ),
     Family(
         model_type="t5",
-        kind=ENCODER_DECODER,
+        kind=Kind.ENCODER_DECODER,
         architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
         keys=_T5_KEYS,
         defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu"},
@@ -333,7 +284,7 @@ _LIST = (
     ),
     Family(
         model_type="umt5",
-        kind=ENCODER_DECODER,
+        kind=Kind.ENCODER_DECODER,
         architectures=("UMT5ForConditionalGeneration",),
         keys=_T5_KEYS,
         fixed={"relative_tables": "each_layer"},
@@ -354,11 +305,9 @@ _LIST = (
     ),
     Family(
         model_type="bert",
-        kind=ENCODER,
+        kind=Kind.ENCODER,
         architectures=("BertForMaskedLM", "BertForPreTraining"),
-        keys=_WITHOUT_GROUPS
-        | _LAYER_NORM
-        | {"max_length": "max_position_embeddings", "token_types": "type_vocab_size"},
+        keys=WITHOUT_GROUPS | LAYER_NORM | {"max_length": "max_position_embeddings", "token_types": "type_vocab_size"},
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512},
         only={"position_embedding_type": ("absolute",), "is_decoder": (False,), "add_cross_attention": (False,)},
         tied=True,
@@ -368,10 +317,10 @@ _LIST = (
     ),
 )
 FAMILIES: dict[str, Family] = {}
-OWN = frozenset(family.model_type for family in _LIST)
+OWN = {family.model_type for family in _LIST}
 
 
-def add(family: Family, names: tables.Names) -> None:
+def add(family: Family, names: Names) -> None:
     """Registers a family, whose folders can then be read and written: see examples/extend/my_family.py.
 
     Args:
@@ -389,6 +338,10 @@ def add(family: Family, names: tables.Names) -> None:
 
 for _family in _LIST:
     add(_family, tables.NAMES[_family.model_type])
+for _module in pkgutil.iter_modules(catalog.__path__):
+    for _family, _names in importlib.import_module(f"{catalog.__name__}.{_module.name}").FAMILIES:
+        OWN.add(_family.model_type)
+        add(_family, _names)
 
 
 def head(values: Values, family: Family) -> str:
@@ -430,14 +383,14 @@ def write_head(config: TransformerConfig) -> dict[str, Any]:
 
 def bias(values: Values, family: Family) -> str | None:
     """Our `bias` for the keys of config.json; None: the family's own."""
-    found = {family.fixed["bias"]} if "bias" in family.fixed else set()
-    found |= {ours for key, ours in family.biases.items() if values.get(key)}
-    return "all" if len(found) > 1 else next(iter(found), None)
+    biased = set(_BIASED[family.fixed.get("bias", "none")])
+    biased |= {part for key, ours in family.biases.items() if values.get(key) for part in _BIASED[ours]}
+    return next(ours for ours, parts in _BIASED.items() if parts == biased) if biased else None
 
 
 def write_bias(config: TransformerConfig, family: Family) -> dict[str, bool]:
     """Values of config.json for the projections' biases."""
-    return {key: config.bias in (ours, "all") for key, ours in family.biases.items()}
+    return {key: _BIASED[ours] <= _BIASED[str(config.bias)] for key, ours in family.biases.items()}
 
 
 def activation(values: Values, family: Family) -> str:
@@ -464,7 +417,8 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
     """Values of config.json for the activation."""
     name = _WRITTEN[str(config.activation)]
     if family.model_type in _T5S:
-        name = {"swiglu": "gated-silu", "geglu": "gated-gelu"}.get(str(config.activation), name)
+        gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}
+        name = gated.get(str(config.activation), name)
     written = {family.activation: name}
     # Readers of Gemma use either key.
     return written | ({"hidden_act": name, "hidden_activation": name} if family.model_type.startswith("gemma") else {})
@@ -490,12 +444,12 @@ def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple
     if family.window == "all":
         return ("local",), window
     types = values.get("layer_types") or _default_types(values, family, num_layers)
-    unknown = [kind for kind in types if kind not in _KINDS]
+    unknown = [kind for kind in types if kind not in family.kinds]
     if unknown:
-        raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(_KINDS)}")
+        raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(family.kinds)}")
     if len(types) != num_layers:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {num_layers} layers")
-    found = [_KINDS[kind] for kind in types]
+    found = [family.kinds[kind] for kind in types]
     size = next(n for n in range(1, num_layers + 1) if all(found[i] == found[i % n] for i in range(num_layers)))
     pattern = tuple(found[:size])
     return pattern, window if "local" in pattern else None
@@ -518,8 +472,8 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     used = {"use_sliding_window": window is not None} if family.model_type.startswith("qwen") else {}
     if family.window == "all":
         return {"sliding_window": window} | used
-    theirs = {ours: name for name, ours in _KINDS.items()}
-    written: dict[str, Any] = {"layer_types": [theirs[kind] for kind in found], "sliding_window": window} | used
+    theirs = {ours: name for name, ours in family.kinds.items()}
+    written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
     if used:
         written["max_window_layers"] = found.index("local") if "local" in found else len(found)
     elif "global" in found:
@@ -529,9 +483,9 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json that our configuration does not have, if no other file sets them."""
-    if family.kind == ENCODER_DECODER:
+    if family.kind == Kind.ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    if family.kind == ENCODER or not family.rope:
+    if family.kind == Kind.ENCODER or not family.rope:
         return {}
     assert isinstance(config, DecoderConfig), "others have no rotary positions"
     rope = config.rope

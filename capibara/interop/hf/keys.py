@@ -7,7 +7,8 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf import families, tables
-from capibara.interop.hf.families import FAMILIES, Family
+from capibara.interop.hf.families import FAMILIES
+from capibara.interop.hf.layout.family import Family, Kind
 
 Values = Mapping[str, Any]
 
@@ -65,7 +66,7 @@ def read(family: Family) -> frozenset[str]:
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()
     names |= {*_EXPERTS, family.experts} if family.experts else set()
     names |= set(_WINDOWS if family.window == "types" else _WINDOWS[:1] if family.window == "all" else ())
-    names |= set(_T5) if family.kind == families.ENCODER_DECODER else set()
+    names |= set(_T5) if family.kind == Kind.ENCODER_DECODER else set()
     return frozenset(names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.families import Family
+from capibara.interop.hf.layout.family import Family
 from capibara.models.api import DecoderConfig
 
 Values = Mapping[str, Any]
@@ -59,6 +59,8 @@ def read(values: Values, family: Family) -> dict[str, Any]:
             f"config.json has rope_type {local.get('rope_type')!r} for sliding_attention, must be 'default': take another model"
         )
     rope = {"theta": full["rope_theta"], "fraction": _fraction(values, family, full, kind)}
+    if family.pairs != "halves":
+        rope["pairs"] = family.pairs
     if "rope_theta" in local:
         rope["local_theta"] = local["rope_theta"]
     if kind == "yarn" and not full.get("truncate", True):

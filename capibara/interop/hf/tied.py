@@ -9,6 +9,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf import families, tables
+from capibara.interop.hf.layout.family import Kind
 
 Read = Callable[[str], np.ndarray]
 
@@ -40,7 +41,7 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
                 "tie_word_embeddings says: take another model"
             )
     head, embedding = tables.ends(model_type)
-    of_t5 = family.kind == families.ENCODER_DECODER  # ties them whatever its config.json says
+    of_t5 = family.kind == Kind.ENCODER_DECODER  # ties them whatever its config.json says
     if not {head, embedding} <= by_name.keys() or not (of_t5 or families.head(config, family) == "tied"):
         return families.with_head_of(config, stored)
     if _equal(by_name[head], by_name[embedding], read):

@@ -22,7 +22,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf import torch_pickle
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 
 # Storage class -> dtype in safetensors, and in numpy.
 _KINDS = {

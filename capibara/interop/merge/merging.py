@@ -18,7 +18,7 @@ from capibara.interop import conversion
 from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import model_card
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.merge import assembly, inputs
 from capibara.interop.merge.assembly import Part
 from capibara.interop.merge.inputs import Described, Tensors

@@ -17,7 +17,7 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.hf.tensors import Tensor
+from capibara.interop.hf.layout.tensors import Tensor
 from capibara.interop.peft import fields
 from capibara.interop.peft.modules import PARTS
 from capibara.interop.peft.variants import Weight

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf.tensors import Shape, Tensor, own_letters
+from capibara.interop.hf.layout.tensors import Shape, Tensor, own_letters
 from capibara.models.api import Lora
 
 _GATE_UP, _DOWN, _ROUTER = "gate_up_proj", "down_proj", "gate.weight"

@@ -20,7 +20,8 @@ import numpy as np
 from capibara.core import extras, limits, tree
 from capibara.core.types import Params, UserError
 from capibara.interop.hf import safetensors_header, tables
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf.layout.rows import Names
+from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.peft import ends, fields, variants
 from capibara.interop.peft import experts as peft_experts
 from capibara.interop.peft import modules as peft_modules
@@ -438,7 +439,7 @@ def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> s
     raise UserError(f"PEFT cannot name {row.name} without others: give them an adapter too (Lora.targets)")
 
 
-def _read_tensors(folder: str, table: tables.Names, config: Mapping[str, Any]) -> tuple[Values, dict[str, str]]:
+def _read_tensors(folder: str, table: Names, config: Mapping[str, Any]) -> tuple[Values, dict[str, str]]:
     """The tensors by names of the table: a module's with the suffix of its part, or a parameter's.
 
     Returns:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf.tensors import Shape, Tensor, own_letters
+from capibara.interop.hf.layout.tensors import Shape, Tensor, own_letters
 from capibara.interop.peft import experts as peft_experts
 from capibara.models.api import Lora
 

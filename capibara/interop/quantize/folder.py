@@ -20,7 +20,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf.folder import DTYPES
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.quantize import mxfp4
 from capibara.interop.quantize.grid import AWQ_ORDER
 

@@ -18,8 +18,9 @@ import numpy as np
 from capibara.core import projections, tree
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.interop.hf import tables, tensors
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
+from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import awq, calibration, finite, grid
 from capibara.interop.quantize.gptq import gptq
 from capibara.interop.quantize.grid import Grid, Packed

@@ -7,7 +7,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf import tables
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 
 _SELF = "encoder.block.0.layer.0.SelfAttention."
 

@@ -17,8 +17,8 @@ from typing import Any
 from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf import tables
+from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
-from capibara.interop.hf.tensors import Shape, Tensor, letters
 
 # Kernels are matrices [inputs, outputs].
 _ATTENTION = {one.name: f"{letters(one.in_axes)} {letters(one.out_axes)}" for one in projections.ATTENTION}

@@ -22,7 +22,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import PyTree, UserError
 from capibara.interop.hf import folder as hf_folder
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.t5x import arrays as t5x_arrays
 from capibara.interop.t5x import config, run_files
 from capibara.interop.t5x import index as t5x_index

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from capibara.core.types import PyTree, UserError
-from capibara.interop.hf.tensors import Shape
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.t5x import names as t5x_names
 from capibara.optim import FactoredState, Optimizer, OptimizerConfig, OptimizerName, Parts
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
-from capibara.interop.hf.tensors import Shape
 from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import states as t5x_states
 from capibara.interop.t5x.read import INDEX

@@ -24,13 +24,15 @@ from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
-from capibara.models.layers.relative import RelativeBias
-from capibara.models.layers.rope import Rope
+from capibara.models.layers.relative import Alibi, RelativeBias
+from capibara.models.layers.rope import Pairs, Rope
 from capibara.models.parts import transformer
 from capibara.models.parts.config import (
     ComputeDtype,
+    EmbeddingNorm,
     EmbeddingScale,
     Head,
+    HeadBias,
     LayerKind,
     Positions,
     TransformerConfig,
@@ -58,8 +60,9 @@ class DecoderConfig(TransformerConfig):
 
     Attributes:
       positions, rope: rotary (configured by `rope`), learned, relative (T5's bias of the scores, one table for all
-        layers) or no positions. If rotary frequencies depend on the row length, all rows of a cache use those of
+        layers), alibi (a bias that falls with the distance, Press et al. 2022, arXiv:2108.12409) or no positions. If rotary frequencies depend on the row length, all rows of a cache use those of
         max_length (which an engine sets), or of the cache's capacity.
+      position_offset: for learned positions: the table's row of a document's first token (OPT: 2).
       relative_buckets, relative_distance: for relative positions: the number of buckets, and the distance from which on
         all share the last.
       inputs_attention: whether an example's inputs attend to each other in both directions; Dataset.kind is then
@@ -71,6 +74,7 @@ class DecoderConfig(TransformerConfig):
 
     positions: Positions = Positions.ROPE
     rope: Rope = Rope()
+    position_offset: int = 0
     window: int | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
     relative_buckets: int = 32
@@ -83,6 +87,10 @@ class DecoderConfig(TransformerConfig):
         return "prefix" if self.inputs_attention is InputsAttention.BIDIRECTIONAL else "causal"
 
     @property
+    def rotary_pairs(self) -> Pairs:
+        return self.rope.pairs
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         kinds = (self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
         return tuple(self.window if kind is LayerKind.LOCAL else None for kind in kinds)
@@ -90,6 +98,7 @@ class DecoderConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_relative()
+        self._check_blocks()
         if self.positions is Positions.ROPE and self.head_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
@@ -125,6 +134,18 @@ class DecoderConfig(TransformerConfig):
                 'set DecoderConfig.layer_pattern = ("local",), or window = None'
             )
 
+    def _check_blocks(self) -> None:
+        if LayerKind.UNROTATED in self.layer_pattern and self.positions is not Positions.ROPE:
+            raise UserError(
+                f"DecoderConfig.layer_pattern has layers that are unrotated, positions are {str(self.positions)!r}, for all "
+                "layers: write 'global'"
+            )
+        if self.position_offset < 0 or (self.position_offset and self.positions is not Positions.LEARNED):
+            raise UserError(
+                f"DecoderConfig.position_offset is {self.position_offset}, must be at least 0, and is for learned positions "
+                "only: leave it out"
+            )
+
     def _check_relative(self) -> None:
         if self.relative_buckets < 2 or self.relative_buckets % 2:
             raise UserError(
@@ -140,9 +161,12 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
                 f"{str(self.positions)!r}: leave them out"
             )
-        if self.positions is Positions.RELATIVE and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+        if self.positions in (Positions.RELATIVE, Positions.ALIBI) and self.attention in (
+            AttentionBackend.SPLASH,
+            AttentionBackend.CUDNN,
+        ):
             raise UserError(
-                f"DecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"
+                f"DecoderConfig.attention ({str(self.attention)!r}) cannot add {str(self.positions)} positions: try 'auto'"
             )
         if not 0 < self.logit_scale < math.inf:
             raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
@@ -157,14 +181,18 @@ class DecoderBase(nnx.Module):
         self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(0.02))
         if config.positions is Positions.LEARNED:
             assert config.max_length is not None, "the configuration checks it"
-            shape = (config.max_length, D)
+            shape = (config.max_length + config.position_offset, D)
             self.position_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(0.02))
         if config.positions is Positions.RELATIVE:
             self.relative_bias = RelativeBias(config, rngs, bidirectional=False)
+        if config.embedding_norm is EmbeddingNorm.LAYER:
+            self.embedding_norm = config.make_norm(rngs)
         self._make_layers(rngs)
         self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+        if config.head_bias is HeadBias.VOCAB:
+            self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
 
     @abc.abstractmethod
     def _make_layers(self, rngs: nnx.Rngs) -> None:
@@ -175,27 +203,45 @@ class DecoderBase(nnx.Module):
     ) -> dense.Cache:
         """An empty cache for rows of up to `length` tokens; see api.Model.start_cache."""
         config = self.config
-        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: None if config.window is None else config.window + spare}
+        windows = dict.fromkeys(LayerKind, None) | {
+            LayerKind.LOCAL: None if config.window is None else config.window + spare
+        }
         kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
         of_layers = tuple(dense.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def head(self) -> jax.Array:
-        """The output projection [V, D]: logits are hidden @ head.T."""
-        return trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
+        """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias."""
+        head_VD = trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
+        if self.config.head_bias is HeadBias.NONE:
+            return head_VD
+        dtype = jnp.promote_types(head_VD.dtype, self.config.dtype.value)  # not that of a frozen embedding for the bias
+        return jnp.concatenate([head_VD.astype(dtype), self.output_bias[...][:, None].astype(dtype)], axis=1)
 
     def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
-        """Normalises and scales the final hidden states."""
+        """Normalises and scales the final hidden states; where the head has a bias, a column of ones is appended."""
         x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
+
+    @property
+    def _distances(self) -> RelativeBias | Alibi | None:
+        """What adds a bias to the scores by the distance from query to key; None: nothing."""
+        match self.config.positions:
+            case Positions.RELATIVE:
+                return self.relative_bias
+            case Positions.ALIBI:
+                return Alibi(self.config.num_heads)
+            case _:
+                return None
 
     def _bias(self, length: int, row_positions: jax.Array | None = None) -> jax.Array | None:
-        """The relative bias of the scores in rows of this length; None: no relative positions."""
-        return self.relative_bias(length, row_positions) if self.config.positions is Positions.RELATIVE else None
+        """The bias of the scores in rows of this length; None: no positions that add one."""
+        return None if self._distances is None else self._distances(length, row_positions)
 
     @property
     def _bias_at(self) -> dense.PositionBias | None:
-        return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
+        return None if self._distances is None else self._distances.at
 
     def _length(self, kept: dense.Cache) -> int:
         """The token capacity of the cache's rows."""
@@ -203,17 +249,21 @@ class DecoderBase(nnx.Module):
 
     def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config
-        return {
-            LayerKind.GLOBAL: config.attention_kind(causal=True),
-            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window),
+        whole = config.attention_kind(causal=True)
+        return dict.fromkeys(LayerKind, whole) | {
+            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window)
         }
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config
         x = trainable_tokens.lookup(self, batch["tokens"], config.dtype.value)
         if config.positions is Positions.LEARNED:
-            x = x + self.position_embedding[...][batch["positions"]].astype(x.dtype)
+            x = x + self.position_embedding[...][batch["positions"] + config.position_offset].astype(x.dtype)
         x = transformer.residual(x)
+        if config.embedding_norm is EmbeddingNorm.LAYER:
+            x = self.embedding_norm(x)
+        if config.embedding_multiplier != 1:
+            x = x * config.embedding_multiplier
         return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
 
     def _rows(self, batch: Batch, length: int | None = None) -> Rows:

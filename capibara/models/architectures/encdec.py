@@ -22,7 +22,7 @@ from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.parts import transformer
 from capibara.models.parts.attention import Attention
-from capibara.models.parts.config import EmbeddingScale, Head, LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.config import OF_DECODERS, EmbeddingScale, Head, LayerKind, NormPlacement, TransformerConfig
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -88,8 +88,7 @@ class EncoderDecoderConfig(TransformerConfig):
                 f"EncoderDecoderConfig.relative_distance ({self.relative_distance}) must be above half of "
                 f"relative_buckets ({self.relative_buckets}): try {4 * self.relative_buckets}"
             )
-        if self.residual is Residual.PARALLEL:
-            raise UserError("EncoderDecoderConfig.residual ('parallel') is for decoders only: leave it out")
+        self.refuse(*OF_DECODERS, "residual")
         if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
                 f"EncoderDecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"
@@ -106,8 +105,9 @@ class CrossBlock(Block):
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         self.cross_attention = Attention(config, rngs)
-        self.cross_attention_norm = config.make_norm(rngs)
-        if config.norm_placement is NormPlacement.SANDWICH:
+        if config.norm_placement is not NormPlacement.OUTPUT:
+            self.cross_attention_norm = config.make_norm(rngs)
+        if config.norm_placement.of_outputs:
             self.cross_attention_post_norm = config.make_norm(rngs)
 
     def __call__(

@@ -105,38 +105,50 @@ def dense(
 class Bias(enum.StrEnum):
     """Which projections have a bias.
 
-    none: no projection. qkv: queries, keys and values (Qwen 2). attention: all of attention (Llama's attention_bias).
-      mlp:
-    all of the MLP (Llama's mlp_bias). all: both (GPT-2).
+    none: no projection. qkv: queries, keys and values (Qwen 2). out: attention's output projection. attention: all of
+    attention (Llama's attention_bias). mlp: all of the MLP (Llama's mlp_bias). qkv_mlp, out_mlp (GPT-Neo): two of them.
+    all: attention and the MLP (GPT-2).
     """
 
     NONE = "none"
     QKV = "qkv"
+    OUT = "out"
     ATTENTION = "attention"
     MLP = "mlp"
+    QKV_MLP = "qkv_mlp"
+    OUT_MLP = "out_mlp"
     ALL = "all"
 
     @property
     def of_heads(self) -> bool:
         """Whether queries, keys and values have a bias."""
-        return self not in (Bias.NONE, Bias.MLP)
+        return self in (Bias.QKV, Bias.ATTENTION, Bias.QKV_MLP, Bias.ALL)
 
     @property
-    def of_attention(self) -> bool:
-        """Whether all attention projections have a bias."""
-        return self in (Bias.ATTENTION, Bias.ALL)
+    def of_out(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self in (Bias.OUT, Bias.ATTENTION, Bias.OUT_MLP, Bias.ALL)
 
     @property
     def of_mlp(self) -> bool:
         """Whether the MLP's projections have a bias."""
-        return self in (Bias.MLP, Bias.ALL)
+        return self in (Bias.MLP, Bias.QKV_MLP, Bias.OUT_MLP, Bias.ALL)
 
 
 class QKNorm(enum.StrEnum):
-    """Whether queries and keys get an RMSNorm per head before rotation (Qwen 3, Gemma 3)."""
+    """Normalisation of queries and keys.
+
+    none: no norm. head: an RMSNorm of each head before rotation (Qwen 3, Gemma 3). rotated: the same after rotation
+    (HunYuan, nanochat). layer: a LayerNorm of each head, with a bias (Phi, Persimmon). heads: a LayerNorm of each head
+    with a scale of its own and no bias (Cohere, StableLM). whole: an RMSNorm over all heads together (OLMo 2).
+    """
 
     NONE = "none"
     HEAD = "head"
+    ROTATED = "rotated"
+    LAYER = "layer"
+    HEADS = "heads"
+    WHOLE = "whole"
 
 
 class AttentionSinks(enum.StrEnum):
@@ -147,38 +159,61 @@ class AttentionSinks(enum.StrEnum):
 
 
 class NormKind(enum.StrEnum):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450).
+
+    layer_unbiased: a LayerNorm without a bias (Cohere, MPT).
+    """
 
     RMS = "rms"
     LAYER = "layer"
+    LAYER_UNBIASED = "layer_unbiased"
 
 
 class NormScale(enum.StrEnum):
-    """Meaning of the scale parameter: the factor itself, or (Gemma) its offset from 1."""
+    """Meaning of the scale parameter: the factor itself, (Gemma) its offset from 1, or no parameters at all (OLMo)."""
 
     ONE = "one"
     OFFSET = "offset"
+    NONE = "none"
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in float32."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016), computed in float32.
 
-    def __init__(self, size: int, *, kind: NormKind, eps: float, rngs: nnx.Rngs, scale: NormScale = NormScale.ONE):
+    It is over the last axis, or over all axes of the parameters where `whole`.
+    """
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...],
+        *,
+        kind: NormKind,
+        eps: float,
+        rngs: nnx.Rngs,
+        scale: NormScale = NormScale.ONE,
+        axes: Axes = ("norm",),
+        whole: bool = False,
+    ):
+        shape = (size,) if isinstance(size, int) else size
         self.kind = kind
         self.eps = eps
+        self.over = tuple(range(-len(shape), 0)) if whole else -1
         self.offset = 1.0 if scale is NormScale.OFFSET else 0.0
-        self.scale = param(rngs, (size,), ("norm",), zeros if scale is NormScale.OFFSET else ones)
-        if kind is NormKind.LAYER:
-            self.bias = param(rngs, (size,), ("norm",), zeros)
+        self.scaled = scale is not NormScale.NONE
+        if self.scaled:
+            self.scale = param(rngs, shape, axes, zeros if scale is NormScale.OFFSET else ones)
+        if self.scaled and kind is NormKind.LAYER:
+            self.bias = param(rngs, shape, axes, zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = x.dtype
         x = x.astype(jnp.float32)
-        if self.kind is NormKind.LAYER:
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        x = x * (self.scale[...] + self.offset)
-        if self.kind is NormKind.LAYER:
+        if self.kind is not NormKind.RMS:
+            x = x - jnp.mean(x, axis=self.over, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=self.over, keepdims=True) + self.eps)
+        if self.scaled:
+            x = x * (self.scale[...] + self.offset)
+        if self.scaled and self.kind is NormKind.LAYER:
             x = x + self.bias[...]
         return x.astype(dtype)
 
@@ -186,33 +221,42 @@ class Norm(nnx.Module):
 class Activation(enum.StrEnum):
     """Activation of the MLP. SwiGLU and GeGLU (Shazeer 2020) are gated: they take two projections, the others one.
 
-    gelu and geglu use the tanh approximation, gelu_exact the error function (BERT, GPT-NeoX). clamped_swiglu is
-    gpt-oss's; `ClampedSwiglu` computes it.
+    gelu and geglu use the tanh approximation, gelu_exact and geglu_exact the error function (BERT, GPT-NeoX). relu2 is
+    the square of ReLU (So et al. 2021, arXiv:2109.08668). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it.
     """
 
     SWIGLU = "swiglu"
     CLAMPED_SWIGLU = "clamped_swiglu"
     GEGLU = "geglu"
+    GEGLU_EXACT = "geglu_exact"
+    REGLU = "reglu"
+    SILU = "silu"
     GELU = "gelu"
     GELU_EXACT = "gelu_exact"
     RELU = "relu"
+    RELU2 = "relu2"
 
     @property
     def gated(self) -> bool:
-        return self in (Activation.SWIGLU, Activation.CLAMPED_SWIGLU, Activation.GEGLU)
+        return self in _GATED
 
     def __call__(self, x: jax.Array) -> jax.Array:
         match self:
-            case Activation.SWIGLU:
+            case Activation.SWIGLU | Activation.SILU:
                 return jax.nn.silu(x)
-            case Activation.RELU:
+            case Activation.RELU | Activation.REGLU:
                 return jax.nn.relu(x)
+            case Activation.RELU2:
+                return jnp.square(jax.nn.relu(x))
             case _:
-                return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)
+                return jax.nn.gelu(x, approximate=self not in (Activation.GELU_EXACT, Activation.GEGLU_EXACT))
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """activation(gate) * up, for a gated activation; both of the same shape and dtype."""
-        return gated(self, gate, up, once=self is Activation.GEGLU)
+        return gated(self, gate, up, once=self in (Activation.GEGLU, Activation.GEGLU_EXACT))
+
+
+_GATED = (Activation.SWIGLU, Activation.CLAMPED_SWIGLU, Activation.GEGLU, Activation.GEGLU_EXACT, Activation.REGLU)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""T5's relative positions: a bias of the attention scores that depends on the distance from query to key."""
+"""Biases of the attention scores that depend on the distance from query to key: T5's relative positions, ALiBi."""
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import jax
@@ -86,3 +87,29 @@ class RelativeBias(nnx.Module):
         index = jnp.asarray(buckets(-back, count=self.count, longest=self.longest, bidirectional=False))
         back_BTS = jnp.clip(q_positions_BT[:, :, None] - kv_positions_BS[:, None, :], 0, self.longest)
         return jnp.moveaxis(self.table[...][index[back_BTS]], -1, 1)
+
+
+class Alibi:
+    """Attention with linear biases (Press et al. 2022, arXiv:2108.12409): a head's slope times the distance is subtracted."""
+
+    def __init__(self, num_heads: int):
+        self.slopes_N = slopes(num_heads)
+
+    def __call__(self, length: int, row_positions_T: jax.Array | np.ndarray | None = None) -> jax.Array:
+        """Biases [N, T, T] in float32 of rows of this length; arbitrary for masked keys. As `RelativeBias`."""
+        columns_T = jnp.arange(length) if row_positions_T is None else row_positions_T
+        back_TT = jnp.maximum(columns_T[:, None] - columns_T[None, :], 0).astype(jnp.float32)
+        return constrain(-self.slopes_N[:, None, None] * back_TT, ("act_heads", "act_time", None))
+
+    def at(self, q_positions_BT: jax.Array, kv_positions_BS: jax.Array) -> jax.Array:
+        """Biases [B, N, T, S] in float32, by position; arbitrary for masked keys."""
+        back_BTS = jnp.maximum(q_positions_BT[:, :, None] - kv_positions_BS[:, None, :], 0).astype(jnp.float32)
+        return -self.slopes_N[:, None, None] * back_BTS[:, None]
+
+
+def slopes(num_heads: int) -> np.ndarray:
+    """ALiBi's slope of each head, float32 [N]: 2**(-8 i / n) for a power of two n, and between them for the other heads."""
+    whole = 2 ** math.floor(math.log2(num_heads))
+    powers = [8 * (i + 1) / whole for i in range(whole)]
+    powers += [4 * (2 * i + 1) / whole for i in range(num_heads - whole)]
+    return np.exp2(-np.array(powers)).astype(np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.kernels import rotary
-from capibara.kernels.rotary import Angles
+from capibara.kernels.rotary import Angles, Pairs
 
 Length = TypeVar("Length", float, jax.Array)
 
@@ -57,6 +57,7 @@ class Rope:
       theta: base of the wavelengths.
       local_theta: theta of layers with a window, which are never scaled; None: the same theta.
       fraction: share of head_dim that is rotated, from its start (GPT-NeoX: 0.25).
+      pairs: which of these dimensions are rotated together.
       scaling, factor: how frequencies are changed, and by what multiple the context grows.
       original_length: row length in pre-training; required by every scaling but linear.
       low_frequency_factor, high_frequency_factor: for llama3: wavelengths above original_length / low are divided by
@@ -73,6 +74,7 @@ class Rope:
     theta: float = 10_000.0
     local_theta: float | None = None
     fraction: float = 1.0
+    pairs: Pairs = Pairs.HALVES
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
     original_length: int | None = None

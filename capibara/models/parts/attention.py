@@ -39,13 +39,15 @@ class Attention(nnx.Module):
             self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), projections.KEY.out_axes, layers.zeros)
             self.value_bias = layers.param(rngs, (K, H), projections.VALUE.out_axes, layers.zeros)
-        if config.bias.of_attention:
+        if config.bias.of_out:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.attention_sinks is layers.AttentionSinks.HEAD:
             self.sinks = layers.param(rngs, (N,), ("heads",), layers.zeros)
-        if config.qk_norm is layers.QKNorm.HEAD:
-            norm = functools.partial(layers.Norm, H, kind=layers.NormKind.RMS, eps=config.norm_eps, rngs=rngs)
-            self.query_norm, self.key_norm = norm(scale=config.norm_scale), norm(scale=config.norm_scale)
+        if config.qk_norm is not layers.QKNorm.NONE:
+            self.query_norm, self.key_norm = (
+                _norm(config, projections.QUERY, N, rngs),
+                _norm(config, projections.KEY, K, rngs),
+            )
 
     def __call__(
         self,
@@ -148,7 +150,7 @@ class Attention(nnx.Module):
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
         y = self._dense(projections.OUT, y)
-        if self.config.bias.of_attention:
+        if self.config.bias.of_out:
             y = y + self.out_bias[...].astype(y.dtype)
         return layers.named(y, projections.OUT)
 
@@ -160,11 +162,16 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, y_BSD: jax.Array, angles: rotary.Angles | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries of x, keys and values of y, normalised and rotated."""
+        config = self.config
         q, k, v = self._projections(x_BTD, y_BSD)
-        if self.config.qk_norm is layers.QKNorm.HEAD:
+        if config.qk_norm not in (layers.QKNorm.NONE, layers.QKNorm.ROTATED):
             q, k = self.query_norm(q), self.key_norm(k)
+        if config.attention_clip is not None:
+            q, k, v = (jnp.clip(x, -config.attention_clip, config.attention_clip) for x in (q, k, v))
         if angles is not None:
-            q, k = rotary.rotate(q, angles), rotary.rotate(k, angles)
+            q, k = rotary.rotate(q, angles, config.rotary_pairs), rotary.rotate(k, angles, config.rotary_pairs)
+        if config.qk_norm is layers.QKNorm.ROTATED:
+            q, k = self.query_norm(q), self.key_norm(k)
         return q, k, v
 
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -180,3 +187,18 @@ class Attention(nnx.Module):
         k = constrain(k, ("batch", "act_time", "act_kv_heads", None))
         v = constrain(v, ("batch", "act_time", "act_kv_heads", None))
         return q, k, v
+
+
+def _norm(config: TransformerConfig, of: Projection, heads: int, rngs: nnx.Rngs) -> layers.Norm:
+    """The norm of queries or keys."""
+    norm = functools.partial(layers.Norm, eps=config.norm_eps, rngs=rngs)
+    shape = (heads, config.head_size)
+    match config.qk_norm:
+        case layers.QKNorm.WHOLE:
+            return norm(shape, kind=layers.NormKind.RMS, scale=config.norm_scale, axes=of.out_axes, whole=True)
+        case layers.QKNorm.HEADS:
+            return norm(shape, kind=layers.NormKind.LAYER_UNBIASED, axes=of.out_axes)
+        case layers.QKNorm.LAYER:
+            return norm(config.head_size, kind=layers.NormKind.LAYER)
+        case _:
+            return norm(config.head_size, kind=layers.NormKind.RMS, scale=config.norm_scale)

@@ -12,6 +12,7 @@ from capibara.core.types import UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.matmul.quantized import Quantization
+from capibara.kernels.rotary import Pairs
 from capibara.models.adapters.lora import Lora
 from capibara.models.layers.layers import (
     Activation,
@@ -29,11 +30,12 @@ from capibara.models.parts.router import Moe
 
 
 class Positions(enum.StrEnum):
-    """Position encoding: rotary, a learned table, T5's relative biases, or none."""
+    """Position encoding: rotary, a learned table, T5's relative biases, ALiBi's slopes, or none."""
 
     ROPE = "rope"
     LEARNED = "learned"
     RELATIVE = "relative"
+    ALIBI = "alibi"
     NONE = "none"
 
 
@@ -42,6 +44,13 @@ class Head(enum.StrEnum):
 
     TIED = "tied"
     SEPARATE = "separate"
+
+
+class HeadBias(enum.StrEnum):
+    """Whether the output projection has a bias for each entry of the vocabulary (GPT-J, Phi)."""
+
+    NONE = "none"
+    VOCAB = "vocab"
 
 
 class ComputeDtype(enum.StrEnum):
@@ -53,25 +62,52 @@ class ComputeDtype(enum.StrEnum):
 
 
 class NormPlacement(enum.StrEnum):
-    """What a block normalises: its inputs, the sums after its residuals (BERT), or inputs and outputs (Gemma 2)."""
+    """What a block normalises.
+
+    pre: the inputs of its branches. post: the sums after its residuals (BERT). sandwich: inputs and outputs of its
+    branches (Gemma 2). output: their outputs alone (OLMo 2).
+    """
 
     PRE = "pre"
     POST = "post"
     SANDWICH = "sandwich"
+    OUTPUT = "output"
+
+    @property
+    def of_inputs(self) -> bool:
+        """Whether the inputs of a block's branches are normalised."""
+        return self in (NormPlacement.PRE, NormPlacement.SANDWICH)
+
+    @property
+    def of_outputs(self) -> bool:
+        """Whether the outputs of a block's branches are normalised before they are added."""
+        return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
 
 
 class Residual(enum.StrEnum):
-    """Whether the MLP follows attention, or both have the same input (GPT-NeoX)."""
+    """Whether the MLP follows attention, or both have the same input, each with its norm (GPT-NeoX) or one (GPT-J)."""
 
     SEQUENTIAL = "sequential"
     PARALLEL = "parallel"
+    SHARED = "shared"
 
 
 class LayerKind(enum.StrEnum):
-    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local)."""
+    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
+
+    unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2).
+    """
 
     GLOBAL = "global"
     LOCAL = "local"
+    UNROTATED = "unrotated"
+
+
+class EmbeddingNorm(enum.StrEnum):
+    """Whether the token embeddings are normalised, as the layers are (BLOOM, nanochat)."""
+
+    NONE = "none"
+    LAYER = "layer"
 
 
 class EmbeddingScale(enum.StrEnum):
@@ -81,11 +117,15 @@ class EmbeddingScale(enum.StrEnum):
     SQRT_DIM = "sqrt_dim"
 
 
+OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias")
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
     "attention_scale": "None",
     "attention_soft_cap": "None",
     "logit_soft_cap": "None",
+    "attention_clip": "None",
+    "embedding_multiplier": "1.0",
+    "residual_multiplier": "1.0",
     "swiglu_alpha": "1.702",
     "swiglu_limit": "7.0",
 }
@@ -107,6 +147,11 @@ class TransformerConfig:
       attention_sinks: a learned logit per head in the softmax's denominator, or none.
       attention_scale: factor of q k^T; None: head_dim**-0.5.
       attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: no cap.
+      attention_clip: queries, keys and values are clipped to at most this magnitude (MPT, OLMo); None: they are not.
+      embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
+        the residual stream (Granite).
+      embedding_norm: whether the token embeddings are normalised.
+      head_bias: whether the output projection has a bias.
       attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
       moe: a mixture of experts in place of every MLP; None: none.
@@ -140,6 +185,11 @@ class TransformerConfig:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    attention_clip: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE
+    head_bias: HeadBias = HeadBias.NONE
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
     moe: Moe | None = None
@@ -173,6 +223,11 @@ class TransformerConfig:
                 f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
                 f"{str(self.activation)!r}: leave them out"
             )
+        if self.residual is Residual.SHARED and self.norm_placement is not NormPlacement.PRE:
+            raise UserError(
+                f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
+                f"{str(self.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
+            )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -184,6 +239,18 @@ class TransformerConfig:
                 f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
                 f"or set {own}.head_dim"
             )
+
+    def refuse(self, *names: str) -> None:
+        """Refuses fields that only decoders compute.
+
+        Raises:
+          UserError: one of them has another value than its default.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise UserError(f"{type(self).__name__}.{name} ({value!s}) is for decoders only: leave it out")
 
     @property
     def streams(self) -> int:
@@ -224,6 +291,11 @@ class TransformerConfig:
     def embedded_dim(self) -> int:
         """Values per token that are embedded once and kept beside the residual stream until their layers read them."""
         return 0
+
+    @property
+    def rotary_pairs(self) -> Pairs:
+        """Which dimensions of a head its rotary positions rotate together."""
+        return Pairs.HALVES
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -125,8 +125,11 @@ class Block(nnx.Module):
         self.config = config
         self.attention = Attention(config, rngs)
         self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
-        self.attention_norm, self.mlp_norm = config.make_norm(rngs), config.make_norm(rngs)
-        if config.norm_placement is NormPlacement.SANDWICH:
+        if config.norm_placement is not NormPlacement.OUTPUT:
+            self.attention_norm = config.make_norm(rngs)
+            if config.residual is not Residual.SHARED:
+                self.mlp_norm = config.make_norm(rngs)
+        if config.norm_placement.of_outputs:
             self.attention_post_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
 
     def __call__(
@@ -136,7 +139,7 @@ class Block(nnx.Module):
         stats: Stats = {}
 
         def attention(x: jax.Array) -> jax.Array:
-            angles = None if rows.angles is None else rows.angles[layer_kind]
+            angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y = self.attention(
                 x,
                 kind=kind,
@@ -165,7 +168,7 @@ class Block(nnx.Module):
         written: dense.LayerCache = {}
 
         def attention(x: jax.Array) -> jax.Array:
-            angles = None if rows.angles is None else rows.angles[layer_kind]
+            angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y, new = self.attention.cached(
                 x, layer, now, kind=kind, angles=angles,
                 bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
@@ -176,9 +179,15 @@ class Block(nnx.Module):
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
 
     def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
+        if self.config.residual is Residual.SHARED:
+            h_BTD = within(self.attention_norm(x_BTD))
+            with jax.named_scope("attention"):
+                y = attention(h_BTD)
+            with jax.named_scope("mlp"):
+                return residual(x_BTD + self._scaled(y + mlp(h_BTD)))
         if self.config.residual is Residual.PARALLEL:
             y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
-            return residual(x_BTD + y)
+            return residual(x_BTD + self._scaled(y))
         x_BTD = self.add(x_BTD, "attention", attention)
         return self.add(x_BTD, "mlp", mlp)
 
@@ -198,13 +207,17 @@ class Block(nnx.Module):
         """`x + part(x)`, with the block's norms of that name. Profiles show the name."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
-                return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
-        return residual(x + self._normed(x, name, part))
+                return residual(getattr(self, f"{name}_norm")(x + self._scaled(part(within(x)))))
+        return residual(x + self._scaled(self._normed(x, name, part)))
+
+    def _scaled(self, y: jax.Array) -> jax.Array:
+        """What a branch adds to the residual stream."""
+        return y if self.config.residual_multiplier == 1 else y * self.config.residual_multiplier
 
     def _normed(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
         with jax.named_scope(name):
-            y = part(within(getattr(self, f"{name}_norm")(x)))
-            if self.config.norm_placement is NormPlacement.SANDWICH:
+            y = part(within(getattr(self, f"{name}_norm")(x) if self.config.norm_placement.of_inputs else x))
+            if self.config.norm_placement.of_outputs:
                 y = getattr(self, f"{name}_post_norm")(y)
             return y
 
@@ -222,8 +235,9 @@ def within(x_BTD: jax.Array) -> jax.Array:
 def rotary(
     config: TransformerConfig, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
 ) -> dict[LayerKind, Angles]:
-    """Rotary angles for each kind of layer; equal ones share a table. `length` is as in `rope.angles`."""
-    local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in kinds}
+    """Rotary angles for each kind of rotated layer; equal ones share a table. `length` is as in `rope.angles`."""
+    rotated = kinds - {LayerKind.UNROTATED}
+    local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in rotated}
     tables = {
         flag: angles(positions_BT, rope, config.head_size, local=flag, length=length) for flag in set(local.values())
     }

@@ -13,7 +13,8 @@ import pytest
 from capibara import config, sharding
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.api import EncoderConfig
 from capibara.sharding import Plan, Remat

@@ -15,7 +15,8 @@ from flax import nnx
 from capibara import config, sharding
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.interop.hf import tables, tensors
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout import tensors
 from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig

@@ -8,7 +8,15 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNorm
-from capibara.models.parts.config import EmbeddingScale, LayerKind, NormPlacement, Positions, Residual
+from capibara.models.parts.config import (
+    EmbeddingNorm,
+    EmbeddingScale,
+    HeadBias,
+    LayerKind,
+    NormPlacement,
+    Positions,
+    Residual,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +112,13 @@ class Gemma3nConfig(DecoderConfig):
         """
         only = {
             "activation": (Activation.GEGLU, Activation.SWIGLU),
+            "attention_clip": (None,),
             "attention_sinks": (AttentionSinks.NONE,),
             "bias": (Bias.NONE,),
             "dropout_rate": (0.0,),
+            "embedding_multiplier": (1.0,),
+            "embedding_norm": (EmbeddingNorm.NONE,),
+            "head_bias": (HeadBias.NONE,),
             "inputs_attention": ("causal",),
             "logit_scale": (1.0,),
             "moe": (None,),
@@ -114,7 +126,10 @@ class Gemma3nConfig(DecoderConfig):
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
             "residual": (Residual.SEQUENTIAL,),
+            "residual_multiplier": (1.0,),
         }
+        if LayerKind.UNROTATED in self.layer_pattern:
+            raise UserError("Gemma3nConfig.layer_pattern has 'unrotated' layers, Gemma 3n has none: write 'global'")
         for name, allowed in only.items():
             value = getattr(self, name)
             if value not in allowed:

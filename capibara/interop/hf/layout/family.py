@@ -1,0 +1,107 @@
+"""What a family of Hugging Face models is: the keys of its config.json and their meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from capibara.models.api import DecoderConfig, TransformerConfig
+
+Values = Mapping[str, Any]
+
+
+class Kind(enum.StrEnum):
+    """The kind of our model."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+KINDS = {"full_attention": "global", "sliding_attention": "local"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """An architecture.
+
+    Attributes:
+      model_type: its name.
+      kind: of our model.
+      architectures: class names in config.json with these tensors; the first one is written.
+      keys: our fields -> its keys.
+      fixed: our fields with fixed values.
+      defaults: its keys -> their values if config.json does not set them.
+      only: its keys -> supported values; the first one is written.
+      tied: whether the head is tied to the embedding if config.json does not say.
+      activation: key of the activation's name.
+      gated: whether its MLP is gated.
+      window: which layers have a window: "none", "all" or "types" (as in layer_types).
+      kinds: the entries of layer_types, and our kinds of layers.
+      rope: whether positions are rotary.
+      pairs: which dimensions of a head are rotated together.
+      rope_by_layer: whether layers with a window have rotary positions of their own.
+      theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
+        rope_parameters.
+      fraction: share of a head that is rotated if config.json does not say.
+      experts: key of the number of experts; "": it has none.
+      partial: whether only a part of a head may be rotated.
+      aliases: other names of its keys; one of these comes first where a file has both.
+      biases: keys of optional biases in config.json, and the value of our `bias` for each.
+      read_keys: further keys that it reads.
+      divides: whether transformers requires embed_dim to be a multiple of the number of heads.
+      config: the class of our decoder's configuration; None: DecoderConfig.
+      read, write: convert values of config.json to further fields of ours, and a configuration to those values.
+    """
+
+    model_type: str
+    kind: Kind = Kind.DECODER
+    architectures: tuple[str, ...]
+    keys: dict[str, str]
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    tied: bool = False
+    activation: str = "hidden_act"
+    gated: bool = True
+    window: str = "none"
+    kinds: dict[str, str] = dataclasses.field(default_factory=lambda: dict(KINDS))
+    rope: bool = True
+    pairs: str = "halves"
+    rope_by_layer: bool = False
+    theta: str = "rope_theta"
+    share: str = "partial_rotary_factor"
+    fraction: float = 1.0
+    experts: str = ""
+    partial: bool = False
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    biases: dict[str, str] = dataclasses.field(default_factory=dict)
+    read_keys: tuple[str, ...] = ()
+    divides: bool = False
+    config: type[DecoderConfig] | None = None
+    read: Callable[[Values], dict[str, Any]] | None = None
+    write: Callable[[TransformerConfig], dict[str, Any]] | None = None
+
+
+KEYS = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+}
+WITHOUT_GROUPS = {ours: theirs for ours, theirs in KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
+LAYER_NORM = {"norm_eps": "layer_norm_eps"}
+CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
+NO_BIAS = {"attention_bias": (False, None)}
+ATTENTION_BIAS = {"attention_bias": "attention"}
+CAUSAL = {"use_bidirectional_attention": (False, None)}
+SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
+TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}

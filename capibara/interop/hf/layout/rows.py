@@ -1,0 +1,166 @@
+"""Rows of the tables of Hugging Face checkpoints, and the rows that most decoders share. Needs only numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from capibara.core import projections
+from capibara.interop.hf.layout.tensors import Tensor, letters
+
+# The dimensions of our parameters, in the letters of interop.hf.tensors.
+_LAYER = {
+    **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
+    **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
+    **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
+    **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
+    **{f"{one.path}_norm/scale": "lh" for one in (projections.QUERY, projections.KEY)},
+    "attention/sinks": "ln",
+}
+_CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
+_LAYOUTS = {
+    **dict.fromkeys(("embedding", "output"), "vd"),
+    "position_embedding": "pd",
+    "type_embedding": "td",
+    "transform": "do",
+    "output_bias": "v",
+    **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
+    "transform_bias": "d",
+    **{f"layers/{path}": layout for path, layout in _LAYER.items()},
+    **{
+        f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
+    },
+    "relative_bias/table": "rn",
+    **{f"{side}/relative_bias/table": "rn" for side in ("encoder", "decoder")},
+    **{f"{side}/layers/relative_bias/table": "lrn" for side in ("encoder", "decoder")},
+    **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
+}
+_LAYOUTS |= {  # of Gemma 3n
+    "per_layer_embedding": "wx",
+    "per_layer_projection": "dx",
+    "per_layer_norm/scale": "y",
+    **dict.fromkeys(("stream_projections", "stream_unprojections"), "ado"),
+    "layers/altup/modality_router": "lda",
+    "layers/altup/prediction": "labc",
+    "layers/altup/correction": "lab",
+    **dict.fromkeys(("layers/altup/correct_scale", "layers/altup/router_norm/scale"), "ld"),
+    "layers/laurel/left": "ldk",
+    "layers/laurel/right": "lkd",
+    "layers/per_layer/input_gate": "ldy",
+    "layers/per_layer/projection": "lyd",
+    **dict.fromkeys(("layers/laurel/norm/scale", "layers/per_layer/norm/scale"), "ld"),
+}
+EXPERTS = {
+    "layers/mlp/router": "lde",
+    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.EXPERTS},
+    "layers/mlp/router_bias": "le",
+    **{f"layers/{one.path}_bias": "le" + letters(one.out_axes) for one in projections.EXPERTS},
+}
+
+Rows = tuple[Tensor, ...]
+
+
+def rows(declared: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None = None) -> Rows:
+    """The rows of a table.
+
+    Args:
+      declared: (tensor's name, its dimensions, the parameters of ours that it holds), and, if it concatenates several, the
+        letter of that dimension. Dimensions are in the letters of interop.hf.layout.tensors; our names are those of core.tree.
+      layouts: dimensions of our parameters that no other family has, by name.
+    """
+    made, known = [], _LAYOUTS | dict(layouts or {})
+    for name, dims, ours, *along in declared:
+        paths = tuple(ours.split())
+        made.append(Tensor(name, dims, paths, along[0] if along else "", known[paths[0]]))
+    return tuple(made)
+
+
+def without(rows: Rows, *words: str) -> Rows:
+    """The rows whose tensors have none of these words in their names."""
+    return tuple(row for row in rows if not any(word in row.name for word in words))
+
+
+L, A, M = "model.layers.{l}.", "layers/attention/", "layers/mlp/"
+
+LLAMA = rows(
+    [
+        ("model.embed_tokens.weight", "v d", "embedding"),
+        (L + "input_layernorm.weight", "d", "layers/attention_norm/scale"),
+        (L + "self_attn.q_proj.weight", "nh d", A + "query"),
+        (L + "self_attn.k_proj.weight", "nh d", A + "key"),
+        (L + "self_attn.v_proj.weight", "nh d", A + "value"),
+        (L + "self_attn.o_proj.weight", "d nh", A + "out"),
+        (L + "post_attention_layernorm.weight", "d", "layers/mlp_norm/scale"),
+        (L + "mlp.gate_proj.weight", "f d", M + "gate"),
+        (L + "mlp.up_proj.weight", "f d", M + "up"),
+        (L + "mlp.down_proj.weight", "d f", M + "down"),
+        ("model.norm.weight", "d", "final_norm/scale"),
+        ("lm_head.weight", "v d", "output"),
+    ]
+)
+
+QWEN2 = LLAMA + rows(
+    [
+        (L + "self_attn.q_proj.bias", "nh", A + "query_bias"),
+        (L + "self_attn.k_proj.bias", "nh", A + "key_bias"),
+        (L + "self_attn.v_proj.bias", "nh", A + "value_bias"),
+    ]
+)
+# With attention_bias, and with mlp_bias.
+ATTENTION_BIASES = QWEN2[len(LLAMA) :] + rows([(L + "self_attn.o_proj.bias", "d", A + "out_bias")])
+MLP_BIASES = rows(
+    [
+        (L + "mlp.gate_proj.bias", "f", M + "gate_bias"),
+        (L + "mlp.up_proj.bias", "f", M + "up_bias"),
+        (L + "mlp.down_proj.bias", "d", M + "down_bias"),
+    ]
+)
+LLAMA_BIASED = LLAMA + ATTENTION_BIASES + MLP_BIASES
+
+QK_NORM = rows(
+    [
+        (L + "self_attn.q_norm.weight", "h", A + "query_norm/scale"),
+        (L + "self_attn.k_norm.weight", "h", A + "key_norm/scale"),
+    ]
+)
+QKV = f"{A}query {A}key {A}value"
+QKV_BIAS = f"{A}query_bias {A}key_bias {A}value_bias"
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The tensors of an architecture, and their alternative names.
+
+    Attributes:
+      rows: its table.
+      renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
+      ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
+      parts: pattern of tensors of parts that are not supported.
+    """
+
+    rows: Rows
+    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: str = r"(?!)"
+    parts: str = r"(?!)"
+
+    def canonical(self, name: str) -> str | None:
+        """The table's name of a tensor; None: it is not used."""
+        name = self._renamed(name)
+        return None if re.search(self.ignored, name) or re.search(self.parts, name) else name
+
+    def of_part(self, name: str) -> bool:
+        """Whether a tensor is of a part that is not supported."""
+        return re.search(self.parts, self._renamed(name)) is not None
+
+    def _renamed(self, name: str) -> str:
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
+TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text model of a multimodal one
+TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
+BUFFERS = r"\.rotary_emb\.inv_freq$"
+LLAMA_LIKE = ((BARE,), BUFFERS)

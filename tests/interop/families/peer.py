@@ -1,0 +1,120 @@
+"""transformers' models of cases.py and what they answer: the peer program of test_families.py.
+
+    python tests/interop/families/peer.py write FOLDER [NAME ...]   FOLDER/NAME/theirs, the model; FOLDER/NAME/answers.npz
+    python tests/interop/families/peer.py read FOLDER [NAME ...]    what transformers answers with FOLDER/NAME/ours: read.npz
+
+answers.npz has `logits` of answers.tokens in float32, `exact` the same in float64, `greedy` (the tokens that follow the
+first eight of each row), and `losses` of five steps of AdamW. Needs torch, transformers and safetensors.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import numpy as np
+import safetensors.numpy
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
+
+import answers  # noqa: E402
+from cases import CASES  # noqa: E402
+
+START, NEW_TOKENS, STEPS = 8, 32, 5
+
+
+class Double(TorchFunctionMode):
+    """float64 throughout: transformers computes norms, softmax, angles and losses in float32 whatever the model's dtype."""
+
+    BYTES = (torch.asarray, torch.frombuffer, torch.Tensor.view)  # their dtype reinterprets existing bytes
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.BYTES:
+            return func(*args, **(kwargs or {}))
+        wide = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(3, answers.VOCAB, (answers.ROWS, answers.LENGTH))
+
+
+def write(case: dict, where: pathlib.Path) -> None:
+    """A folder as transformers writes it, whose tensors are drawn by their names there."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case), dtype=torch.float32).eval()
+    model.save_pretrained(where / "theirs")
+    path = where / "theirs" / "model.safetensors"
+    stored = safetensors.numpy.load_file(path)
+    drawn = {name: answers.draw(name, value.shape) for name, value in stored.items()}
+    safetensors.numpy.save_file(drawn, path, metadata={"format": "pt"})
+
+
+def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=dtype, output_loading_info=True, experts_implementation="eager"
+    )
+    strange = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
+    assert not strange, strange
+    return model.eval()
+
+
+def logits(model: torch.nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+
+
+def greedy(model: torch.nn.Module) -> np.ndarray:
+    ids = torch.from_numpy(tokens())[:, :START]
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids.numpy()[:, START:]
+
+
+def losses(model: torch.nn.Module) -> np.ndarray:
+    ids = torch.from_numpy(tokens())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    found = []
+    for _ in range(STEPS):
+        # Their own loss shifts the labels, and ours are shifted already.
+        predicted = model(ids[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return np.array(found)
+
+
+def main(what: str, folder: pathlib.Path, *names: str) -> None:
+    torch.set_num_threads(1)
+    for name in names or CASES:
+        where = folder / name
+        if what == "read":
+            np.savez(where / "read.npz", logits=logits(opened(where / "ours")))
+            continue
+        write(CASES[name], where)
+        with Double():
+            exact = opened(where / "theirs", torch.float64)
+            found = {"exact": logits(exact), "exact_losses": losses(exact)}
+        model = opened(where / "theirs")
+        np.savez(where / "answers.npz", logits=logits(model), greedy=greedy(model), **found, losses=losses(model))
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,236 @@
+"""Every family of interop/hf/catalog: the answers, losses and files that transformers has for it.
+
+`make test` compares what was recorded of transformers: recorded.json. Against transformers itself, both ways:
+    make test-families PEER_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" safetensors); NAMES="cohere olmo2"
+    TORCH_PYTHON=PATH/bin/python python tests/interop/families/test_families.py [NAME ...]    records families
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import SingleDeviceSharding
+
+from capibara import sharding
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.models import api
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training.base import state as states
+from capibara.training.step import make_train_step
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
+
+import answers  # noqa: E402
+from cases import CASES  # noqa: E402
+
+PYTHON = os.environ.get("TORCH_PYTHON")
+NAMES = os.environ.get("NAMES", " ".join(CASES)).split()
+RECORDED_FILE = HERE / "recorded.json"
+RECORDED = json.loads(RECORDED_FILE.read_text()) if RECORDED_FILE.exists() else {}
+# Of the largest logit; float32's own error in transformers may be larger with random weights.
+RELATIVE, ROUNDINGS = 1e-5, 4
+LOSSES = 1e-4
+START, LENGTH = 8, 24
+
+live = pytest.mark.skipif(not PYTHON, reason="TORCH_PYTHON names no python with torch")
+
+
+def peer(what, folder, names):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    argv = [PYTHON, HERE / "peer.py", what, folder, *names]
+    done = subprocess.run(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def tokens():
+    return np.random.default_rng(0).integers(3, answers.VOCAB, (answers.ROWS, answers.LENGTH)).astype(np.int32)
+
+
+def batch_of(tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return {"tokens": tokens, "segment_ids": np.ones(tokens.shape, np.int32), "positions": positions}
+
+
+def loaded(path):
+    foreign = open_model.open_model(str(path))
+    model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
+    open_model.check(foreign, model)
+    here = SingleDeviceSharding(jax.devices()[0])
+    return model, open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params)), foreign
+
+
+def write_ours(path):
+    model, params, foreign = loaded(path / "theirs")
+    values = hf_config.to_hf(model.config, foreign.config)
+    shapes = open_model.hf_shapes(model, values["model_type"])
+    tensors = dict(open_model.hf_tensors(params, model, values["model_type"]))
+    hf_folder.save_hf(str(path / "ours"), values, shapes, tensors.items(), {}, dtype="float32")
+    return values
+
+
+def logits(model, params):
+    return np.asarray(jax.jit(model.logits)(params, batch_of(tokens())))
+
+
+def greedy(model, params, count):
+    """The tokens after the first ones of each row, by the engine; they end where the engine does."""
+    engine = Engine(model, params, ByteVocabulary(), START + count + 1, EngineConfig(slots=2))
+    asked = Sampling(temperature=0.0, max_new_tokens=count)
+    streams = [engine.submit(row[:START].tolist(), asked) for row in tokens()]
+    return [stream.result().tokens for stream in streams]
+
+
+def losses(model, params, steps):
+    if model.config.moe is not None:  # transformers adds a balance loss only if it is configured
+        moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
+        model = api.build(dataclasses.replace(model.config, moe=moe))
+    plan, ids = Plan(batch_size=2), tokens()
+    mesh = sharding.make_mesh(plan, jax.devices()[:1])
+    optimizer = Optimizer(schedule=Schedule(kind="constant", learning_rate=1e-4), weight_decay=0.0, b2=0.95, eps=1e-6)
+    tx = optimizer.build(100, model.axes)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False)
+    state = states.init_state(model, tx, jax.random.key(0), ema=False)
+    state = jax.device_put(dataclasses.replace(state, params=params), shardings)
+    step = make_train_step(model, tx, optimizer.schedule.build(100), plan, mesh)
+    step = jax.jit(step, out_shardings=(shardings, None))
+    weights = np.ones((len(ids), ids.shape[1] - 1), np.float32)
+    batch = batch_of(ids[:, :-1]) | {"targets": ids[:, 1:], "weights": weights}
+    batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+def ended(row):
+    end = ByteVocabulary().eos_id
+    return row[: row.index(end)] if end in row else row
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    peer("write", folder, NAMES)
+    for name in NAMES:
+        write_ours(folder / name)
+    peer("read", folder, NAMES)
+    return folder
+
+
+@live
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_answers_as_transformers_does(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want = np.load(folder / name / "answers.npz")
+    size, own = np.abs(want["exact"]).max(), np.abs(want["logits"] - want["exact"]).max()
+    apart = np.abs(logits(model, params) - want["exact"]).max()
+    print(
+        f"\n{name:>14}: logits differ by {apart / size:.1e}, transformers' float32 by {own / size:.1e}", file=sys.stderr
+    )
+    assert apart <= max(RELATIVE * size, ROUNDINGS * own)
+
+
+@live
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_continues_as_transformers_does(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want = np.load(folder / name / "answers.npz")["greedy"].tolist()
+    assert greedy(model, params, len(want[0])) == [ended(row) for row in want]
+
+
+@live
+@pytest.mark.parametrize("name", NAMES)
+def test_five_losses_are_those_of_torch(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want = np.load(folder / name / "answers.npz")["exact_losses"]
+    got = losses(model, params, len(want))
+    print(f"\n{name:>14}: losses differ by {np.abs(got - want).max():.1e}", file=sys.stderr)
+    np.testing.assert_allclose(got, want, rtol=0, atol=LOSSES)
+    assert abs(got[-1] - got[0]) > 10 * LOSSES, "it has learned nothing to compare"
+
+
+@live
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_answers_alike_with_what_we_write(name, folder):
+    theirs, ours = (safetensors.numpy.load_file(folder / name / of / "model.safetensors") for of in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    jax.tree.map(np.testing.assert_array_equal, theirs, ours)
+    want, got = np.load(folder / name / "answers.npz"), np.load(folder / name / "read.npz")
+    np.testing.assert_array_equal(got["logits"], want["logits"])
+
+
+def write_drawn(folder, recorded):
+    """A folder with the weights that the peer program draws, without torch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
+    tensors = {name: answers.draw(name, tuple(shape)) for name, shape in recorded["tensors"].items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_answers_as_recorded(name, tmp_path):
+    recorded = RECORDED[name]
+    write_drawn(tmp_path / "theirs", recorded)
+    model, params, foreign = loaded(tmp_path / "theirs")
+    got = np.array([answers.some(row) for row in logits(model, params)])
+    np.testing.assert_allclose(got, recorded["logits"], rtol=0, atol=max(2e-5, RELATIVE * recorded["size"]))
+    values = write_ours(tmp_path)
+    assert hf_config.differences(values, model.config) == {}
+    theirs, ours = (safetensors.numpy.load_file(tmp_path / of / "model.safetensors") for of in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    jax.tree.map(np.testing.assert_array_equal, theirs, ours)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_learns_and_continues_as_recorded(name, tmp_path):
+    recorded = RECORDED[name]
+    write_drawn(tmp_path, recorded)
+    model, params, _ = loaded(tmp_path)
+    assert greedy(model, params, len(recorded["greedy"][0])) == [ended(row) for row in recorded["greedy"]]
+    np.testing.assert_allclose(losses(model, params, len(recorded["losses"])), recorded["losses"], rtol=0, atol=LOSSES)
+
+
+def record(names):
+    """Writes what transformers answers for families into recorded.json; the others stay."""
+    table = dict(RECORDED)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        peer("write", folder, names)
+        for name in names:
+            found = np.load(folder / name / "answers.npz")
+            config = json.loads((folder / name / "theirs" / "config.json").read_text())
+            tensors = safetensors.numpy.load_file(folder / name / "theirs" / "model.safetensors")
+            table[name] = {
+                "transformers": config.pop("transformers_version"),
+                "config": config,
+                "tensors": {key: list(x.shape) for key, x in sorted(tensors.items())},
+                "logits": [answers.some(row) for row in found["exact"]],
+                "size": round(float(np.abs(found["exact"]).max()), 3),
+                "greedy": found["greedy"].tolist(),
+                "losses": [round(x, 7) for x in found["exact_losses"].tolist()],
+            }
+    lines = [f"{json.dumps(key)}: {json.dumps(table[key], separators=(',', ':'))}" for key in sorted(table)]
+    RECORDED_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    record(sys.argv[1:] or list(CASES))
