@@ -338,8 +338,8 @@ def add(family: Family, names: Names) -> None:
 
 for _family in _LIST:
     add(_family, tables.NAMES[_family.model_type])
-for _module in pkgutil.iter_modules(catalog.__path__):
-    for _family, _names in importlib.import_module(f"{catalog.__name__}.{_module.name}").FAMILIES:
+for _module in pkgutil.walk_packages(catalog.__path__, f"{catalog.__name__}."):
+    for _family, _names in () if _module.ispkg else importlib.import_module(_module.name).FAMILIES:
         OWN.add(_family.model_type)
         add(_family, _names)
 

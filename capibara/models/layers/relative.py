@@ -93,7 +93,7 @@ class Alibi:
     """Attention with linear biases (Press et al. 2022, arXiv:2108.12409): a head's slope times the distance is subtracted."""
 
     def __init__(self, num_heads: int):
-        self.slopes_N = slopes(num_heads)
+        self.slopes_N = jnp.asarray(slopes(num_heads))
 
     def __call__(self, length: int, row_positions_T: jax.Array | np.ndarray | None = None) -> jax.Array:
         """Biases [N, T, T] in float32 of rows of this length; arbitrary for masked keys. As `RelativeBias`."""

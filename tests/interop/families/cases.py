@@ -2,34 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dense
+import experts
+import older
 
-VOCAB = 96
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=False,
-    max_position_embeddings=64,
-    pad_token_id=None,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-RMS = dict(SIZES, rms_norm_eps=1e-5)
-LAYER = dict(SIZES, layer_norm_eps=1e-5)
-
-
-def rope(kind: str = "default", theta: float = 10_000.0, **rest: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": theta, **rest}
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "cohere": dict(LAYER, model_type="cohere", logit_scale=0.0625, use_qk_norm=True, tie_word_embeddings=True)
-    | {"rope_parameters": rope(theta=500.0)},
-    "granite": dict(RMS, model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0)
-    | {"attention_multiplier": 0.2, "attention_bias": True, "mlp_bias": True, "rope_parameters": rope()},
-    "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
-}
+CASES = dense.CASES | older.CASES | experts.CASES

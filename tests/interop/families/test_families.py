@@ -1,6 +1,6 @@
 """Every family of interop/hf/catalog: the answers, losses and files that transformers has for it.
 
-`make test` compares what was recorded of transformers: recorded.json. Against transformers itself, both ways:
+`make test` compares what was recorded of transformers: recorded/NAME.json. Against transformers itself, both ways:
     make test-families PEER_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" safetensors); NAMES="cohere olmo2"
     TORCH_PYTHON=PATH/bin/python python tests/interop/families/test_families.py [NAME ...]    records families
 """
@@ -42,8 +42,7 @@ from cases import CASES  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
 NAMES = os.environ.get("NAMES", " ".join(CASES)).split()
-RECORDED_FILE = HERE / "recorded.json"
-RECORDED = json.loads(RECORDED_FILE.read_text()) if RECORDED_FILE.exists() else {}
+RECORDED = HERE / "recorded"
 # Of the largest logit; float32's own error in transformers may be larger with random weights.
 RELATIVE, ROUNDINGS = 1e-5, 4
 LOSSES = 1e-4
@@ -187,7 +186,7 @@ def write_drawn(folder, recorded):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_answers_as_recorded(name, tmp_path):
-    recorded = RECORDED[name]
+    recorded = json.loads((RECORDED / f"{name}.json").read_text())
     write_drawn(tmp_path / "theirs", recorded)
     model, params, foreign = loaded(tmp_path / "theirs")
     got = np.array([answers.some(row) for row in logits(model, params)])
@@ -202,7 +201,7 @@ def test_a_family_answers_as_recorded(name, tmp_path):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_learns_and_continues_as_recorded(name, tmp_path):
-    recorded = RECORDED[name]
+    recorded = json.loads((RECORDED / f"{name}.json").read_text())
     write_drawn(tmp_path, recorded)
     model, params, _ = loaded(tmp_path)
     assert greedy(model, params, len(recorded["greedy"][0])) == [ended(row) for row in recorded["greedy"]]
@@ -210,8 +209,8 @@ def test_a_family_learns_and_continues_as_recorded(name, tmp_path):
 
 
 def record(names):
-    """Writes what transformers answers for families into recorded.json; the others stay."""
-    table = dict(RECORDED)
+    """Writes what transformers answers for families, a file each."""
+    RECORDED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         peer("write", folder, names)
@@ -219,7 +218,7 @@ def record(names):
             found = np.load(folder / name / "answers.npz")
             config = json.loads((folder / name / "theirs" / "config.json").read_text())
             tensors = safetensors.numpy.load_file(folder / name / "theirs" / "model.safetensors")
-            table[name] = {
+            values = {
                 "transformers": config.pop("transformers_version"),
                 "config": config,
                 "tensors": {key: list(x.shape) for key, x in sorted(tensors.items())},
@@ -228,8 +227,8 @@ def record(names):
                 "greedy": found["greedy"].tolist(),
                 "losses": [round(x, 7) for x in found["exact_losses"].tolist()],
             }
-    lines = [f"{json.dumps(key)}: {json.dumps(table[key], separators=(',', ':'))}" for key in sorted(table)]
-    RECORDED_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in values.items()]
+            (RECORDED / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,12 @@ FAMILIES = (
             architectures=("GraniteForCausalLM",),
             keys=_KEYS,
             defaults=SILU
-            | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
+            | {
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
             biases={"attention_bias": "attention", "mlp_bias": "mlp"},
             divides=True,
             read=_read,

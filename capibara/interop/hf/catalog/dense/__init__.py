@@ -1,0 +1,1 @@
+"""Decoders without experts of today: rotary positions, RMSNorm, gated MLPs and their variants."""

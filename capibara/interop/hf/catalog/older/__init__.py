@@ -1,0 +1,1 @@
+"""Decoders of earlier years: LayerNorm, biases, plain MLPs, learned positions and linear biases."""

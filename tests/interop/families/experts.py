@@ -1,0 +1,7 @@
+"""Cases of interop/hf/catalog/experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CASES: dict[str, dict[str, Any]] = {}
