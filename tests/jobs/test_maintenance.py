@@ -141,9 +141,13 @@ def test_a_second_announcement_while_the_run_rests_does_not_end_its_launcher(val
     assert staged._through_maintenance(run) == 0
     assert len(starts) == 2 and starts[1] - starts[0] > 1.1  # it has rested again
     starts.clear()
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     values["maintenance-event"] = "NONE"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(threading, "Timer", lambda *_: threading.Thread(target=lambda: None))
-        assert staged._through_maintenance(run) == 128 + signal.SIGTERM
+    monkeypatch.setattr(staged, "_REST_S", 30.0)  # the signal ends it
+
+    def run_and_be_ended():
+        ended = run()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        return ended
+
+    assert staged._through_maintenance(run_and_be_ended) == 128 + signal.SIGTERM
     assert len(starts) == 1

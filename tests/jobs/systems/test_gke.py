@@ -604,11 +604,11 @@ def test_a_server_of_its_own_makes_each_job_once_whatever_befalls_the_calls(tmp_
             for index, name in enumerate(names):
                 spec = job("v5e-8" if index % 2 else GPUS, name=name)
                 until(lambda: _is_done(cluster.submit, spec))
-            until(lambda: all(one.phase.has_ended for one in _list(cluster)), within_s=20.0)
+            until(lambda: all(one.phase.has_ended for one in _list(cluster)), within_s=120.0)
             phases = {one.job: one.phase for one in _list(cluster)}
             for resource in _list(cluster):
                 until(lambda: _is_done(cluster.delete, resource))
-            until(lambda: not _list(cluster), within_s=20.0)
+            until(lambda: not _list(cluster), within_s=120.0)
         finally:
             server.terminate()
     assert sorted(phases) == names

@@ -64,7 +64,7 @@ class Client:
         """Name -> id of all runs, once all have been read."""
         return {run["name"]: run["id"] for run in self.loaded()}
 
-    def loaded(self, within_s=20.0):
+    def loaded(self, within_s=120.0):
         limit_s = time.monotonic() + within_s
         while time.monotonic() < limit_s:
             rows = self.get("/api/runs")["runs"]

@@ -304,10 +304,9 @@ def test_memory_is_bounded_and_rows_come_back(tmp_path, follow, few_rows):
     assert dropped.step == 2_000 and len(dropped.view("train")) == len(few) + 1  # it is followed all the same
     assert dropped.goodput()["productive"] == goodput["productive"] + 1.0
     follower.run(dropped.id)
-    for _ in range(200):
+    limit_s = time.monotonic() + 60
+    while len(dropped.view("train")) != 2_000 and time.monotonic() < limit_s:
         follower.look()
-        if len(dropped.view("train")) == 2_000:
-            break
         time.sleep(0.02)
     assert len(dropped.view("train")) == 2_000 and dropped.goodput()["productive"] == goodput["productive"] + 1.0
 

@@ -215,7 +215,7 @@ def test_the_library_of_charts_comes_from_its_package(dashboard):
     assert status == 200 and headers["content-type"].startswith("text/javascript") and len(body) > 1_000_000
 
 
-def events(client, until, query="", within_s=20.0):
+def events(client, until, query="", within_s=120.0):
     """The events up to the one for which `until` returns true: (name, data), and the time of it."""
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=within_s)
     found, text, limit_s = [], b"", time.monotonic() + within_s

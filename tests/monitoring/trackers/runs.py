@@ -33,7 +33,7 @@ def lived(folder, steps, *, start=0, reason="finished", loss=1.0):
     return metrics
 
 
-def sent(trackers, folder, within_s=20.0):
+def sent(trackers, folder, within_s=120.0):
     """Feeds trackers with what a run has written; returns the lines for the user, and what they have not got."""
     said = []
     feeds = Feeds(trackers, str(folder), said.append)

@@ -60,7 +60,7 @@ def losses(path):
     return {one["step"]: one["metrics"]["train/loss"] for one in found if "train/loss" in one.get("metrics", {})}
 
 
-def wait_for(what, within_s=20.0):
+def wait_for(what, within_s=120.0):
     limit_s = time.monotonic() + within_s
     while not (found := what()):
         assert time.monotonic() < limit_s
