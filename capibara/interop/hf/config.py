@@ -228,6 +228,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     if config.moe is not None:
         moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
         moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # there are no other MLPs
+        width = moe["expert_dim"] if config.moe.shared_dim is None else config.moe.shared_dim
+        moe["shared_width"] = width * config.moe.shared_experts
     if isinstance(config, EncoderDecoderConfig):
         fields["num_encoder_layers"] = config.encoder_layers
         if config.head != "tied":
@@ -242,7 +244,9 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     return fields
 
 
-_MOE_FIELDS = ("num_experts", "top_k", "shared_experts", "routing", "score", "gates", "bias")
+_MOE_FIELDS = (
+    "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups", "scale", "shared_gate", "bias",
+)  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,
     Kind.ENCODER: EncoderConfig,
@@ -296,6 +300,8 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
         experts = {"num_experts": count, "top_k": values["num_experts_per_tok"], "balance_loss": balance_loss}
         experts |= {"gates": "normalized" if normalized else "scores"}
         experts |= {"bias": "all" if family.model_type == "gpt_oss" else "mlp"}
+        experts |= {ours: values[theirs] for ours, theirs in family.moe_keys.items() if values.get(theirs) is not None}
+        experts |= family.moe
         fields["moe"] = Moe(**experts)
     return fields
 
@@ -325,10 +331,11 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if family.experts and config.moe is not None:
         values |= {family.experts: config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
         values |= {"router_aux_loss_coef": config.moe.balance_loss}
+        values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
         values[family.keys["mlp_dim"]] = config.moe.expert_dim or config.mlp_dim
         if family.model_type == "gpt_oss":
             values["output_router_logits"] = config.moe.balance_loss > 0
-        elif family.model_type != "mixtral":
+        elif "norm_topk_prob" in family.defaults:
             values["norm_topk_prob"] = config.moe.gates == "normalized"
     return values
 

@@ -61,6 +61,7 @@ def read(family: Family) -> frozenset[str]:
         *family.biases,
         family.activation,
         *family.read_keys,
+        *family.moe_keys.values(),
     }
     names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()

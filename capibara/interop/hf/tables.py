@@ -17,6 +17,7 @@ from capibara.interop.hf.layout.rows import (
     QKV,
     QKV_BIAS,
     QWEN2,
+    QWEN_EXPERTS,
     TEXT,
     TEXT_HEAD,
     A,
@@ -24,6 +25,7 @@ from capibara.interop.hf.layout.rows import (
     M,
     Names,
     Rows,
+    experts,
     rows,
     without,
 )
@@ -75,23 +77,11 @@ PHI3 = without(LLAMA, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") + ro
 )
 
 
-def _experts(router: str, gate: str, up: str, down: str) -> Rows:
-    declared = [
-        (L + router, "e d", M + "router"),
-        (L + gate, "f d", M + "gate"),
-        (L + up, "f d", M + "up"),
-        (L + down, "d f", M + "down"),
-    ]
-    return rows(declared, EXPERTS)
-
-
-_BLOCK, _EXPERT = "block_sparse_moe.", "mlp.experts.{e}."
-MIXTRAL = without(LLAMA, ".mlp.") + _experts(
+_BLOCK = "block_sparse_moe."
+MIXTRAL = without(LLAMA, ".mlp.") + experts(
     _BLOCK + "gate.weight", *(f"{_BLOCK}experts.{{e}}.{name}.weight" for name in ("w1", "w3", "w2"))
 )
-QWEN3_MOE = without(QWEN3, ".mlp.") + _experts(
-    "mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down"))
-)
+QWEN3_MOE = without(QWEN3, ".mlp.") + QWEN_EXPERTS
 # The experts of a layer in one tensor, as transformers 5 stores them in memory.
 FUSED_EXPERTS = rows(
     [
@@ -321,7 +311,8 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
     if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
         rows = T5X_DECODER_PLAIN
     if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # its files always have them fused
-        rows = tuple(row for row in rows if not row.ours[0].startswith(M)) + FUSED_EXPERTS
+        fused = {path for row in FUSED_EXPERTS for path in row.ours}
+        rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)
 
 

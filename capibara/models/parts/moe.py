@@ -20,6 +20,7 @@ from capibara.models.parts import dispatch, router
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.router import (
     Choice,
+    Correction,
     Dispatch,
     ExpertChoice,
     Gates,
@@ -28,6 +29,7 @@ from capibara.models.parts.router import (
     MoeBias,
     Routing,
     Score,
+    SharedGate,
     Stats,
     router_loss,
     router_metrics,
@@ -81,6 +83,10 @@ class MoeMLP(nnx.Module):
             for one in (projections.SHARED_UP, projections.SHARED_GATE)[: 1 + gated]:
                 setattr(self, one.name, layers.projection(rngs, one, (D, shared)))
             self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
+        if moe.shared_gate is SharedGate.SIGMOID:
+            self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
+        if moe.correction is Correction.EXPERT:
+            self.correction = layers.param(rngs, (E,), ("router",), layers.zeros)
 
     @property
     def has_biases(self) -> bool:
@@ -119,7 +125,9 @@ class MoeMLP(nnx.Module):
             logits = logits + self.router_bias[...]
         logits = constrain(logits, ("batch", "act_time", None))
         real_BT = segment_ids_BT > 0
-        choice, stats = router.choose(logits, real_BT, moe, router.hint_of(moe, domains_BT, step))
+        hint = router.hint_of(moe, domains_BT, step)
+        correction = self.correction[...] if moe.correction is Correction.EXPERT else None
+        choice, stats = router.choose(logits, real_BT, moe, hint, correction)
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         if isinstance(choice, Choice) and moe.has_capacity:
@@ -147,7 +155,10 @@ class MoeMLP(nnx.Module):
             h = self.config.gating.gate(gate, h)
         else:
             h = self.config.activation(h)
-        return dense(projections.SHARED_DOWN, h)
+        y = dense(projections.SHARED_DOWN, h)
+        if self.moe.shared_gate is SharedGate.NONE:
+            return y
+        return y * jax.nn.sigmoid(layers.dense(x_BTD, self.shared_switch[...]))
 
     def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""

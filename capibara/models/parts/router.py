@@ -56,6 +56,23 @@ class Gates(enum.StrEnum):
     NORMALIZED = "normalized"
 
 
+class Correction(enum.StrEnum):
+    """Whether a bias of each expert's score decides the choice, and not the weights (Wang et al. 2024, arXiv:2408.15664).
+
+    Training leaves it as it is: it has no gradient (DeepSeek-V3, GLM 4.5).
+    """
+
+    NONE = "none"
+    EXPERT = "expert"
+
+
+class SharedGate(enum.StrEnum):
+    """Whether the shared experts' output has a factor for each token: none, or the sigmoid of a projection (Qwen2-MoE)."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
+
+
 class MoeBias(enum.StrEnum):
     """Which parts of a mixture have biases.
 
@@ -136,6 +153,11 @@ class Moe:
         used with dispatch "capacity" and expert choice.
       routing: whether tokens or experts choose.
       score, gates: how the weights of a token's experts are computed.
+      correction: whether a bias decides the choice.
+      groups, top_groups: experts are in `groups` groups of equal size, and a token chooses among those of the `top_groups`
+        whose two best scores have the highest sum (DeepSeek-V3); 1 group: among all.
+      scale: factor of all gates.
+      shared_gate: factor of the shared experts' output.
       bias: which projections have a bias.
       balance_loss: coefficient of the load-balance loss, which is 1 per token and layer if experts are used evenly.
       router_z_loss: coefficient of the router's squared log normaliser (ST-MoE, Zoph et al. 2022).
@@ -152,6 +174,11 @@ class Moe:
     routing: Routing = Routing.TOKEN_CHOICE
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
+    correction: Correction = Correction.NONE
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared_gate: SharedGate = SharedGate.NONE
     bias: MoeBias = MoeBias.MLP
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
@@ -172,6 +199,7 @@ class Moe:
         for name, usual in (("balance_loss", 0.01), ("router_z_loss", 0.001)):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"Moe.{name} is {getattr(self, name)}, must be finite and at least 0: try {usual}")
+        self._check_choice()
         if self.hints is not None:
             for domain, experts in zip(self.hints.domains, self.hints.assignment(self.num_experts)):
                 if not experts or not all(0 <= e < self.num_experts for e in experts):
@@ -179,6 +207,32 @@ class Moe:
                         f"Hints.experts of the domain {domain!r} are {experts}, must be at least one of 0 to "
                         f"{self.num_experts - 1} (Moe.num_experts is {self.num_experts})"
                     )
+
+    def _check_choice(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise UserError(f"Moe.scale is {self.scale}, must be finite and above 0: try 1.0")
+        if self.groups < 1 or self.num_experts % self.groups:
+            raise UserError(
+                f"Moe.groups ({self.groups}) must divide num_experts ({self.num_experts}) and be at least 1: try 1"
+            )
+        if not 1 <= self.top_groups <= self.groups:
+            raise UserError(f"Moe.top_groups ({self.top_groups}) must be from 1 to groups ({self.groups}): try 1")
+        if self.groups > 1 and self.num_experts // self.groups < 2:
+            raise UserError(
+                f"Moe.groups ({self.groups}) of num_experts ({self.num_experts}) have one expert each, must have two or more: "
+                f"try {self.num_experts // 2}"
+            )
+        if self.top_k > self.num_experts // self.groups * self.top_groups:
+            raise UserError(
+                f"Moe.top_k ({self.top_k}) must be at most the experts of top_groups ({self.top_groups}): "
+                f"{self.num_experts // self.groups * self.top_groups}"
+            )
+        if self.routing is Routing.EXPERT_CHOICE and (self.correction is not Correction.NONE or self.groups > 1):
+            raise UserError(
+                "Moe.correction and groups decide which experts a token chooses, routing is 'expert_choice': leave them out"
+            )
+        if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
+            raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")
 
     @property
     def has_capacity(self) -> bool:
@@ -240,7 +294,11 @@ def hint_of(moe: Moe, domains_BT: jax.Array | None, step: jax.Array | None) -> H
 
 
 def choose(
-    logits_BTE: jax.Array, real_BT: jax.Array, moe: Moe, hint: Hint | None = None
+    logits_BTE: jax.Array,
+    real_BT: jax.Array,
+    moe: Moe,
+    hint: Hint | None = None,
+    correction_E: jax.Array | None = None,
 ) -> tuple[Choice | ExpertChoice, Stats]:
     """Routes the tokens.
 
@@ -249,6 +307,7 @@ def choose(
       real_BT: bool; padding is neither routed nor counted.
       moe: the configuration.
       hint: the tokens' domain hints.
+      correction_E: bias of each expert's score in the choice.
 
     Returns:
       The choice, and float32 sums over real tokens, which can be added over rows:
@@ -281,7 +340,7 @@ def choose(
     if moe.routing is Routing.EXPERT_CHOICE:
         choice, of_choice = _expert_choice(log_scores, real_BT, moe)
     else:
-        choice, of_choice = _token_choice(log_scores, p, real_BT, moe)
+        choice, of_choice = _token_choice(log_scores, p, real_BT, moe, correction_E)
     return choice, stats | of_choice
 
 
@@ -322,8 +381,29 @@ def domain_load(logits_BTE: jax.Array, real_BT: jax.Array, domains_BT: jax.Array
     return jnp.einsum("BTd,BTE->dE", of_domain.astype(jnp.float32), best.astype(jnp.float32))
 
 
-def _token_choice(log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Array, moe: Moe) -> tuple[Choice, Stats]:
-    rest = jax.lax.stop_gradient(log_scores_BTE)
+def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) -> jax.Array:
+    """What a token's experts are chosen by, [B, T, E]: the highest; -inf for experts outside of its groups."""
+    if correction_E is None and moe.groups == 1:
+        return log_scores_BTE
+    ranks_BTE = jnp.exp(log_scores_BTE) + (0.0 if correction_E is None else correction_E)
+    ranks_BTE = jnp.where(log_scores_BTE < _NEVER / 2, -jnp.inf, ranks_BTE)
+    if moe.groups == 1:
+        return ranks_BTE
+    in_groups = ranks_BTE.reshape(*ranks_BTE.shape[:2], moe.groups, -1)
+    best = jnp.max(in_groups, axis=-1)
+    first = jnp.argmax(in_groups, axis=-1)[..., None] == jnp.arange(in_groups.shape[-1])
+    left = best + jnp.max(jnp.where(first, -jnp.inf, in_groups), axis=-1)
+    chosen = jnp.zeros(left.shape, bool)
+    for _ in range(moe.top_groups):
+        one = jnp.argmax(left, axis=-1)[..., None] == jnp.arange(moe.groups)
+        chosen, left = chosen | one, jnp.where(one, -jnp.inf, left)
+    return jnp.where(chosen[..., None], in_groups, -jnp.inf).reshape(ranks_BTE.shape)
+
+
+def _token_choice(
+    log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Array, moe: Moe, correction_E: jax.Array | None
+) -> tuple[Choice, Stats]:
+    rest = jax.lax.stop_gradient(_ranks(log_scores_BTE, moe, correction_E))
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
     experts, possible = [], []
     # Not lax.top_k: the partitioner would gather all tokens for that call.
@@ -339,6 +419,8 @@ def _token_choice(log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Arra
     gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
     if moe.gates is Gates.NORMALIZED:
         gates_BTk = gates_BTk / jnp.maximum(jnp.sum(gates_BTk, axis=-1, keepdims=True), 1e-20)
+    if moe.scale != 1:
+        gates_BTk = gates_BTk * moe.scale
     real = real_BT.astype(jnp.float32)
     load_BE = jnp.sum(chosen_BTkE.astype(jnp.float32), axis=(1, 2))
     p_BE = jnp.sum(p_BTE * real[..., None], axis=1)

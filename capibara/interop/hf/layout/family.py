@@ -47,6 +47,8 @@ class Family:
         rope_parameters.
       fraction: share of a head that is rotated if config.json does not say.
       experts: key of the number of experts; "": it has none.
+      moe: fields of our Moe with fixed values.
+      moe_keys: other fields of our Moe -> its keys.
       partial: whether only a part of a head may be rotated.
       aliases: other names of its keys; one of these comes first where a file has both.
       biases: keys of optional biases in config.json, and the value of our `bias` for each.
@@ -75,6 +77,8 @@ class Family:
     share: str = "partial_rotary_factor"
     fraction: float = 1.0
     experts: str = ""
+    moe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    moe_keys: dict[str, str] = dataclasses.field(default_factory=dict)
     partial: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     biases: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -55,6 +55,9 @@ EXPERTS = {
     "layers/mlp/router": "lde",
     **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.EXPERTS},
     "layers/mlp/router_bias": "le",
+    "layers/mlp/correction": "le",
+    "layers/mlp/shared_switch": "lds",
+    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.SHARED},
     **{f"layers/{one.path}_bias": "le" + letters(one.out_axes) for one in projections.EXPERTS},
 }
 
@@ -76,12 +79,30 @@ def rows(declared: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None 
     return tuple(made)
 
 
+L, A, M = "model.layers.{l}.", "layers/attention/", "layers/mlp/"
+
+
+def experts(router: str, gate: str, up: str, down: str) -> Rows:
+    """The rows of a router and its experts, by the ends of their tensors' names in a layer."""
+    declared = [
+        (L + router, "e d", M + "router"),
+        (L + gate, "f d", M + "gate"),
+        (L + up, "f d", M + "up"),
+        (L + down, "d f", M + "down"),
+    ]
+    return rows(declared, EXPERTS)
+
+
+def shared_experts(module: str) -> Rows:
+    """The rows of the experts that every token meets, in a module of a layer."""
+    names = ("gate_proj", "f d", "shared_gate"), ("up_proj", "f d", "shared_up"), ("down_proj", "d f", "shared_down")
+    return rows([(f"{L}{module}.{name}.weight", dims, M + ours) for name, dims, ours in names], EXPERTS)
+
+
 def without(rows: Rows, *words: str) -> Rows:
     """The rows whose tensors have none of these words in their names."""
     return tuple(row for row in rows if not any(word in row.name for word in words))
 
-
-L, A, M = "model.layers.{l}.", "layers/attention/", "layers/mlp/"
 
 LLAMA = rows(
     [
@@ -164,3 +185,15 @@ TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # th
 TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
 BUFFERS = r"\.rotary_emb\.inv_freq$"
 LLAMA_LIKE = ((BARE,), BUFFERS)
+
+_EXPERT = "mlp.experts.{e}."
+# The experts of Qwen2-MoE and of what has followed it.
+QWEN_EXPERTS = experts("mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down")))
+# Norms over all heads of the queries, and of the keys.
+WHOLE_NORMS = rows(
+    [
+        (L + "self_attn.q_norm.weight", "nh", A + "query_norm/scale"),
+        (L + "self_attn.k_norm.weight", "nh", A + "key_norm/scale"),
+    ],
+    {A + "query_norm/scale": "lnh", A + "key_norm/scale": "lnh"},
+)
