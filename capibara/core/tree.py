@@ -11,12 +11,22 @@ from typing import Any
 
 from capibara.core.types import PyTree
 
+# Of stacked layers, a module "mlp" exists in those after the layers that have its partner "first_mlp".
+FIRST = "first_"
+
 
 def path_names(tree: PyTree) -> list[str]:
     """The name of every leaf, in the order of jax.tree.leaves."""
     import jax
 
     return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def first_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The first layer that has a stacked parameter, by the shapes of all parameters: 0 without a partner (`FIRST`)."""
+    head, _, rest = name.rpartition("layers/")
+    partner = f"{head}layers/{FIRST}{rest.partition('/')[0]}/"
+    return max((shape[0] for other, shape in shapes.items() if other.startswith(partner)), default=0)
 
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:

@@ -330,7 +330,7 @@ def build(config: TransformerConfig) -> Model:
         found = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
         return found if own is None else _checked_head(found, own, (config.vocab_size, config.embed_dim))
 
-    begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) else (None, None)
+    begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and not config.first_dense else (None, None)
     read, empty_cache = _generating(bind) if hasattr(make, "read") else (None, None)
     return Model(
         config=config,

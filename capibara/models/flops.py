@@ -57,7 +57,9 @@ def _weights_per_token(
     config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]
 ) -> float:
     """Number of a parameter's weights that one token is multiplied by."""
-    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude", "_lora/rows"))
+    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(
+        ("bias", "magnitude", "_lora/rows", "_norm/scale")
+    )
     if not matrix or "vocab" in names or "position" in names:
         return 0.0
     size = leaf.size * _share(config, name)

@@ -93,9 +93,17 @@ def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.
 def _of_layer(of_all: Params, number: int) -> Params:
     """Picks one layer from tuples that have an entry for each layer."""
     if isinstance(of_all, dict):
-        parts = {name: _of_layer(value, number) for name, value in of_all.items()}
-        return {name: part for name, part in parts.items() if part is not None}
-    return of_all[number] if number < len(of_all) else None
+        first = {name: _depth(of_all[tree.FIRST + name]) if tree.FIRST + name in of_all else 0 for name in of_all}
+        parts = {name: _of_layer(value, number - first[name]) for name, value in of_all.items()}
+        return {
+            name: part for name, part in parts.items() if part is not None and not (isinstance(part, dict) and not part)
+        }
+    return of_all[number] if 0 <= number < len(of_all) else None
+
+
+def _depth(of_all: Params | tuple) -> int:
+    """The number of layers that have a module."""
+    return max(map(_depth, of_all.values())) if isinstance(of_all, dict) else len(of_all)
 
 
 def _output_first(axes: Axes, x: jax.Array) -> jax.Array | OutputFirst:

@@ -73,7 +73,8 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         values["window"] = max(1, round(window * shorter))
     if (moe := model.moe) is not None:
         expert_dim, shared_dim = width(moe.expert_dim, 64), width(moe.shared_dim, 64)
-        values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim)
+        first_dense = min(moe.first_dense, values["num_layers"] - 1)
+        values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim, first_dense=first_dense)
     return dataclasses.replace(model, **values)
 
 

@@ -30,6 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE / "families"), str(HERE.parent / "models" / 
 
 import answers  # noqa: E402
 import config_keys  # noqa: E402
+import experts  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
@@ -351,7 +352,8 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
 
 def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarray:
     """The logits of the model that transformers loads of a folder."""
-    eager = {"experts_implementation": "eager"} if model_type in MIXTURES else {}  # it supports float64
+    mixture = model_type in MIXTURES or model_type in experts.CASES
+    eager = {"experts_implementation": "eager"} if mixture else {}  # it supports float64
     model, info = kind_of(model_type).from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **eager
     )

@@ -227,7 +227,9 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields["attention_scale"] = config.head_size**-0.5
     if config.moe is not None:
         moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
-        moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # there are no other MLPs
+        moe["expert_dim"] = config.moe.expert_dim or config.mlp_dim
+        if not config.first_dense:  # there are no other MLPs
+            fields["mlp_dim"] = moe["expert_dim"]
         width = moe["expert_dim"] if config.moe.shared_dim is None else config.moe.shared_dim
         moe["shared_width"] = width * config.moe.shared_experts
     if isinstance(config, EncoderDecoderConfig):
@@ -245,7 +247,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MOE_FIELDS = (
-    "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups", "scale", "shared_gate", "bias",
+    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups", "scale", "shared_gate", "bias",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,
@@ -332,7 +334,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         values |= {family.experts: config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
         values |= {"router_aux_loss_coef": config.moe.balance_loss}
         values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
-        values[family.keys["mlp_dim"]] = config.moe.expert_dim or config.mlp_dim
+        of_experts = family.moe_keys.get("expert_dim", family.keys["mlp_dim"])
+        values[of_experts] = config.moe.expert_dim or config.mlp_dim
         if family.model_type == "gpt_oss":
             values["output_router_logits"] = config.moe.balance_loss > 0
         elif "norm_topk_prob" in family.defaults:

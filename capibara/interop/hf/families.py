@@ -463,7 +463,7 @@ def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple
 
 
 def _default_types(values: Values, family: Family, num_layers: int) -> list[str]:
-    if family.model_type.startswith("qwen"):
+    if "max_window_layers" in family.defaults:
         first = values["max_window_layers"]
         return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     default = {"gemma3_text": 6, "gemma3n_text": 5}.get(family.model_type, 2)
@@ -476,12 +476,12 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.window == "none":
         return {}
     found, window = kinds(config), config.window
-    used = {"use_sliding_window": window is not None} if family.model_type.startswith("qwen") else {}
+    used = {"use_sliding_window": window is not None} if "use_sliding_window" in family.defaults else {}
     if family.window == "all":
         return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in family.kinds.items()}
     written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
-    if used:
+    if "max_window_layers" in family.defaults:
         written["max_window_layers"] = found.index("local") if "local" in found else len(found)
     elif "global" in found:
         written["sliding_window_pattern"] = found.index("global") + 1

@@ -323,7 +323,7 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
       rows: of the model.
       shapes: of its parameters.
     """
-    depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l"}
+    depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l" and "/attention/" in row.ours[0]}
     deepest = max(depths.values(), default=0)
     return {row.name.format(l=layer) for row, depth in depths.items() for layer in range(depth, deepest)}
 

@@ -294,6 +294,9 @@ class Decoder(DecoderBase):
     def _make_layers(self, rngs: nnx.Rngs) -> None:
         config = self.config
         self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
+        if config.first_dense:
+            stack.keep_layers(self.layers.first_mlp, 0, config.first_dense)
+            stack.keep_layers(self.layers.mlp, config.first_dense, config.num_layers)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
@@ -305,17 +308,36 @@ class Decoder(DecoderBase):
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
         def apply(
-            block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: jax.Array | int = 0
+            block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            kind, in_first = entry
+            own = shared._replace(in_first=in_first)
+            own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, own, kinds[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
-        pattern, loop, numbered = config.layer_pattern, config.layer_loop, drop is not None
-        x, stats = stack.run(
-            self.layers, x, rows, apply, pattern, loop, remat, all_trained=config.lora is None, numbered=numbered
-        )
+        stats: stack.Stats = {}
+        for start, stop in self._spans():
+            at = start % len(config.layer_pattern)
+            pattern = config.layer_pattern[at:] + config.layer_pattern[:at]
+            x, stats = stack.run(
+                self.layers,
+                x,
+                rows,
+                apply,
+                [(kind, stop <= config.first_dense) for kind in pattern],
+                config.layer_loop,
+                remat,
+                all_trained=config.lora is None,
+                numbered=drop is not None,
+                span=(start, stop) if config.first_dense else None,
+            )
         return self._normed(x, drop), stats
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Start and end of the layers that have the same modules."""
+        first, count = self.config.first_dense, self.config.num_layers
+        return [(0, first), (first, count)] if first else [(0, count)]
 
     def read(
         self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
@@ -342,7 +364,8 @@ class Decoder(DecoderBase):
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind = config.layer_pattern[index % len(config.layer_pattern)]
-            x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
+            own = shared._replace(in_first=index < config.first_dense)
+            x, layer = block.cached(x, kept["layers"][index], now, rows, own, kinds[kind], kind)
             of_layers.append(layer)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
         return self._normed(x), kept

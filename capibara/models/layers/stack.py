@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding
-from capibara.core import projections
+from capibara.core import projections, tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.kernels.gradients import gradients_together
 from capibara.models.layers import pipeline
@@ -50,6 +50,15 @@ def stacked(make: Callable[[nnx.Rngs], _Layer], rngs: nnx.Rngs, num_layers: int)
     return nnx.merge(graphdef, jax.tree.unflatten(structure, stacked_variables))
 
 
+def keep_layers(module: nnx.Module, start: int, stop: int) -> None:
+    """Keeps the parameters of a stacked module's layers from `start` to `stop`."""
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Param):
+            setattr(module, name, nnx.Param(value[...][start:stop], axes=value.axes))
+        elif isinstance(value, nnx.Module):
+            keep_layers(value, start, stop)
+
+
 def unstacked(values: Params) -> tuple[Params, ...]:
     """Splits stacked parameters into a tuple with one nested dict per layer; a tuple is returned unchanged.
 
@@ -65,17 +74,28 @@ def depth(values: Params) -> int:
     return max((leaf.shape[0] for leaf in jax.tree.leaves(values)), default=0)
 
 
+def first_layer(values: Params, name: str) -> int:
+    """The first layer that has this module: 0, or the one after the layers of its partner, which is called first_NAME."""
+    return depth(values[tree.FIRST + name]) if tree.FIRST + name in values else 0
+
+
 def _one(values: Params, index: int) -> Params:
     """The parameters of one layer that exist in it."""
     if isinstance(values, dict):
-        return {name: _one(value, index) for name, value in values.items() if index < depth(value)}
+        within = {name: index - first_layer(values, name) for name in values}
+        return {name: _one(value, within[name]) for name, value in values.items() if 0 <= within[name] < depth(value)}
     return jax.tree.map(lambda v: v[index], values)
 
 
 def _between(values: Params, start: int, stop: int) -> Params:
     """Slices a stack from layer `start` to `stop`; keeps the parameters that exist in all of these layers."""
     if isinstance(values, dict):
-        return {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
+        first = {name: first_layer(values, name) for name in values}
+        return {
+            name: _between(value, start - first[name], stop - first[name])
+            for name, value in values.items()
+            if first[name] <= start and stop - first[name] <= depth(value)
+        }
     return jax.tree.map(lambda v: v[start:stop], values)
 
 
@@ -124,7 +144,8 @@ def run(
     values: Params = nnx.to_pure_dict(state)
     values = values if span is None else _between(values, *span)
     count, group = depth(values), len(pattern)
-    own = jnp.arange(count, dtype=jnp.int32) if numbered else beside
+    start = 0 if span is None else span[0]
+    own = jnp.arange(start, start + count, dtype=jnp.int32) if numbered else beside
 
     def one(kind: _Kind, in_scan: bool) -> _Body:
         def body(x: jax.Array, layer: PyTree, rows: _Rows) -> tuple[jax.Array, Stats]:
@@ -136,7 +157,7 @@ def run(
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     scanned, unrolled = ([one(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
     bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained)
-    shape = _active_pipeline(numbered)
+    shape = _active_pipeline(numbered, span is not None)
     values = values if own is None else (own, values)
     if shape is None:
         return _in_sequence(bodies, x, values, rows, count)
@@ -201,7 +222,12 @@ def _finished(x: jax.Array, values: PyTree, ties: bool) -> tuple[jax.Array, PyTr
     )
 
 
-def _active_pipeline(numbered: bool) -> sharding.Pipeline | None:
+def _active_pipeline(numbered: bool, in_part: bool) -> sharding.Pipeline | None:
+    if in_part and sharding.active_pipeline() is not None:
+        raise UserError(
+            "Plan.stage is above 1, and the model's layers differ in their modules: set Plan.stage to 1, and share out by "
+            "fsdp, tensor or context"
+        )
     if numbered and sharding.active_pipeline() is not None:
         raise UserError(
             "dropout_rate is above 0 and Plan.stage above 1, pipelines have no dropout: set dropout_rate to 0"

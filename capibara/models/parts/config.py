@@ -223,6 +223,11 @@ class TransformerConfig:
                 f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
                 f"{str(self.activation)!r}: leave them out"
             )
+        if self.moe is not None and self.moe.first_dense >= self.num_layers:
+            raise UserError(
+                f"Moe.first_dense ({self.moe.first_dense}) must be below {own}.num_layers ({self.num_layers}): try "
+                f"{self.num_layers - 1}, or leave {own}.moe out"
+            )
         if self.residual is Residual.SHARED and self.norm_placement is not NormPlacement.PRE:
             raise UserError(
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
@@ -251,6 +256,8 @@ class TransformerConfig:
             value = getattr(self, name)
             if value != defaults[name]:
                 raise UserError(f"{type(self).__name__}.{name} ({value!s}) is for decoders only: leave it out")
+        if self.moe is not None and self.moe.first_dense:
+            raise UserError(f"Moe.first_dense ({self.moe.first_dense}) is for decoders only: leave it out")
 
     @property
     def streams(self) -> int:
@@ -305,7 +312,12 @@ class TransformerConfig:
     @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
-        return True
+        return not self.first_dense
+
+    @property
+    def first_dense(self) -> int:
+        """Number of the first layers that have an MLP where the others have experts."""
+        return 0 if self.moe is None else self.moe.first_dense
 
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """The attention spec of a layer."""

@@ -146,6 +146,7 @@ class Moe:
       num_experts: experts of a layer.
       top_k: experts per token; with expert choice their mean.
       expert_dim: hidden width of an expert; None: the model's mlp_dim.
+      first_dense: number of the first layers that have an MLP of the model's mlp_dim, and no experts (DeepSeek-V3: 3).
       shared_experts: experts that process every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
       shared_dim: hidden width of a shared expert; None: as the other experts.
       dispatch: dropless, or up to a capacity.
@@ -167,6 +168,7 @@ class Moe:
     num_experts: int
     top_k: int = 2
     expert_dim: int | None = None
+    first_dense: int = 0
     shared_experts: int = 0
     shared_dim: int | None = None
     dispatch: Dispatch = Dispatch.DROPLESS
@@ -192,8 +194,9 @@ class Moe:
         if self.top_k > self.num_experts:
             most = self.num_experts
             raise UserError(f"Moe.top_k ({self.top_k}) must be at most num_experts ({most}): try {min(2, most)}")
-        if self.shared_experts < 0:
-            raise UserError(f"Moe.shared_experts is {self.shared_experts}, must be at least 0")
+        for name in ("shared_experts", "first_dense"):
+            if getattr(self, name) < 0:
+                raise UserError(f"Moe.{name} is {getattr(self, name)}, must be at least 0")
         if not 0 < self.capacity_factor < math.inf:
             raise UserError(f"Moe.capacity_factor is {self.capacity_factor}, must be finite and above 0: try 1.25")
         for name, usual in (("balance_loss", 0.01), ("router_z_loss", 0.001)):

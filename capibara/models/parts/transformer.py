@@ -54,6 +54,7 @@ class Shared(NamedTuple):
       step: int32 scalar, the train step; None outside training.
       drop: the layer's dropout; None: no dropout.
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
+      in_first: whether the layer is one of the first, which have an MLP where the others have experts.
     """
 
     row_positions: jax.Array | None = None
@@ -61,6 +62,7 @@ class Shared(NamedTuple):
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     drop: Dropout | None = None
+    in_first: bool = False
 
 
 class MLP(nnx.Module):
@@ -125,6 +127,8 @@ class Block(nnx.Module):
         self.config = config
         self.attention = Attention(config, rngs)
         self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
+        if config.first_dense:
+            self.first_mlp = MLP(config, rngs)
         if config.norm_placement is not NormPlacement.OUTPUT:
             self.attention_norm = config.make_norm(rngs)
             if config.residual is not Residual.SHARED:
@@ -193,11 +197,12 @@ class Block(nnx.Module):
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
+        mlp = self.first_mlp if shared.in_first else self.mlp
 
         def part(x: jax.Array) -> jax.Array:
-            if not isinstance(self.mlp, MoeMLP):
-                return dropout.apply(shared.drop, self.mlp(x, shared.drop), Site.MLP)
-            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
+            if not isinstance(mlp, MoeMLP):
+                return dropout.apply(shared.drop, mlp(x, shared.drop), Site.MLP)
+            y, of_experts = mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
             stats.update(of_experts)
             return dropout.apply(shared.drop, y, Site.MLP)
 

@@ -8,7 +8,18 @@ from sizes import RMS, rope
 
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 
+DEEPSEEK = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4)
+DEEPSEEK |= dict(
+    topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1, num_hidden_layers=3
+)
+
 CASES: dict[str, dict[str, Any]] = {
+    "dots1": dict(RMS, model_type="dots1", attention_bias=True, head_dim=16, sliding_window=8, max_window_layers=2)
+    | DEEPSEEK
+    | {"rope_parameters": rope()},
+    "glm4_moe": dict(RMS, model_type="glm4_moe", attention_bias=True, use_qk_norm=True, head_dim=16)
+    | DEEPSEEK
+    | {"rope_parameters": rope(partial_rotary_factor=0.5)},
     "flex_olmo": dict(
         RMS, model_type="flex_olmo", num_experts=4, num_experts_per_tok=2, rope_parameters=rope(theta=500.0)
     ),

@@ -14,6 +14,7 @@ _LAYER = {
     **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
     **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
+    **{f"first_{one.path}": "l" + letters(one.axes) for one in projections.MLP},
     **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
     **{f"{one.path}_norm/scale": "lh" for one in (projections.QUERY, projections.KEY)},
     "attention/sinks": "ln",
@@ -189,6 +190,15 @@ LLAMA_LIKE = ((BARE,), BUFFERS)
 _EXPERT = "mlp.experts.{e}."
 # The experts of Qwen2-MoE and of what has followed it.
 QWEN_EXPERTS = experts("mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down")))
+# MLPs in the first layers, then experts with a correction of the choice beside shared ones (DeepSeek-V3).
+_DENSE = (("gate_proj", "f d", "gate"), ("up_proj", "f d", "up"), ("down_proj", "d f", "down"))
+FIRST_MLP = rows([(f"{L}mlp.{name}.weight", dims, f"layers/first_mlp/{ours}") for name, dims, ours in _DENSE])
+DEEPSEEK_EXPERTS = (
+    FIRST_MLP
+    + QWEN_EXPERTS
+    + shared_experts("mlp.shared_experts")
+    + rows([(L + "mlp.gate.e_score_correction_bias", "e", M + "correction")], EXPERTS)
+)
 # Norms over all heads of the queries, and of the keys.
 WHOLE_NORMS = rows(
     [

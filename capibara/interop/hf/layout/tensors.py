@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from capibara.core import tree
 from capibara.core.projections import Axes
 
 Shape = tuple[int, ...]
@@ -68,8 +69,10 @@ class Tensor:
           shapes: of our parameters.
         """
         letters = self.numbered
+        first = tree.first_layer(self.ours[0], shapes) if "l" in letters else 0
         for at in np.ndindex(*shapes[self.ours[0]][: len(letters)]):
-            yield self.name.format(**dict(zip(letters, at))), at
+            numbers = dict(zip(letters, at))
+            yield self.name.format(**numbers | ({"l": numbers["l"] + first} if "l" in numbers else {})), at
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """Its shape in the checkpoint, from those of our parameters."""
