@@ -98,6 +98,14 @@ KEY = _attention("key", ("embed", "kv_heads", "head_dim"), "key", reads="query")
 VALUE = _attention("value", ("embed", "kv_heads", "head_dim"), "value", reads="query")
 OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 
+# Of latent attention. What expands latents is no matrix that adapters know: generation applies it to queries and results.
+QUERY_DOWN = Projection(part="attention", name="query_down", axes=("embed", None))
+QUERY_UP = Projection(part="attention", name="query_up", axes=("latent", "heads", "head_dim"))
+KV_DOWN = dataclasses.replace(QUERY_DOWN, name="kv_down", reads="query_down")
+KEY_ROTARY = dataclasses.replace(QUERY_DOWN, name="key_rotary", reads="query_down")
+KEY_UP = dataclasses.replace(QUERY_UP, name="key_up", adaptable=False)
+VALUE_UP = dataclasses.replace(KEY_UP, name="value_up", reads="key_up")
+
 UP = Projection(part="mlp", name="up", axes=("embed", "mlp"), result="mlp_up", quantizable=True)
 GATE = dataclasses.replace(UP, name="gate", reads="up", result="mlp_gate")
 # The last product of a layer: the backward pass does not read its result again.
@@ -122,8 +130,9 @@ ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
+LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
-ALL = ATTENTION + MLP + EXPERTS + SHARED + GEMMA3N
+ALL = ATTENTION + MLP + EXPERTS + SHARED + LATENT + GEMMA3N
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -42,6 +42,7 @@ from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.parts import moe
 from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig
+from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
 
@@ -56,6 +57,7 @@ __all__ = [
     "Gemma3n",
     "Gemma3nConfig",
     "Head",
+    "LatentAttention",
     "LayerKind",
     "Lora",
     "Model",

@@ -32,6 +32,7 @@ class Rules:
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)
     head_dim: tuple[str, ...] = ()
+    latent: tuple[str, ...] = ("fsdp", "expert", "context")
     norm: tuple[str, ...] = ()
     position: tuple[str, ...] = ()
     layers: tuple[str, ...] = ("stage",)

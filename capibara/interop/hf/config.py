@@ -64,6 +64,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
     values = {**family.defaults, **keys.canonical(values, family)}
+    values |= {} if family.prepare is None else family.prepare(values)
     for key, allowed in family.only.items():
         if values.get(key, allowed[0]) not in allowed:
             raise UserError(
@@ -106,6 +107,8 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
         case Kind.DECODER:
             fields |= _decoder(values, family, fields["num_layers"])
             fields |= {} if family.read is None else family.read(values)
+            if family.mscale and (scale := hf_rope.mscale(values)) != 1:
+                fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale
             return (family.config or DecoderConfig)(**fields)
         case Kind.ENCODER:
             return EncoderConfig(**fields)
@@ -230,6 +233,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         moe["expert_dim"] = config.moe.expert_dim or config.mlp_dim
         if not config.first_dense:  # there are no other MLPs
             fields["mlp_dim"] = moe["expert_dim"]
+        if config.moe.groups == 1:
+            del moe["group_score"]
         width = moe["expert_dim"] if config.moe.shared_dim is None else config.moe.shared_dim
         moe["shared_width"] = width * config.moe.shared_experts
     if isinstance(config, EncoderDecoderConfig):
@@ -247,7 +252,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MOE_FIELDS = (
-    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups", "scale", "shared_gate", "bias",
+    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
+    "group_score", "scale", "shared_gate", "bias",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,
@@ -260,7 +266,7 @@ def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> 
     """The effective frequencies and magnitudes, for the kinds of layers that the model has."""
     if config.positions != "rope":
         return None
-    rope, size = config.rope, config.head_size
+    rope, size = config.rope, config.rotary_size
     flags = [flag for flag, there in ((True, has_local), (False, has_global)) if there]
     lengths: tuple[int | None, ...] = (None,)
     if rope.scaling.by_length:

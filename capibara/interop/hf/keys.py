@@ -62,6 +62,7 @@ def read(family: Family) -> frozenset[str]:
         family.activation,
         *family.read_keys,
         *family.moe_keys.values(),
+        *((family.pairs_key,) if family.pairs_key else ()),
     }
     names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()

@@ -59,8 +59,8 @@ def read(values: Values, family: Family) -> dict[str, Any]:
             f"config.json has rope_type {local.get('rope_type')!r} for sliding_attention, must be 'default': take another model"
         )
     rope = {"theta": full["rope_theta"], "fraction": _fraction(values, family, full, kind)}
-    if family.pairs != "halves":
-        rope["pairs"] = family.pairs
+    if (pairs := family.pairs if values.get(family.pairs_key, True) else "halves") != "halves":
+        rope["pairs"] = pairs
     if "rope_theta" in local:
         rope["local_theta"] = local["rope_theta"]
     if kind == "yarn" and not full.get("truncate", True):
@@ -79,6 +79,16 @@ def read(values: Values, family: Family) -> dict[str, Any]:
         if full.get(theirs) is not None:
             rope[ours] = full[theirs]
     return rope
+
+
+def mscale(values: Values) -> float:
+    """The factor of the scores that mscale_all_dim of YaRN stands for, as DeepSeek's models compute it."""
+    parameters = _object(values, "rope_scaling") or _object(values, "rope_parameters")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    over, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
+    if kind == "default" or not over or not factor or factor <= 1:
+        return 1.0
+    return (0.1 * over * math.log(factor) + 1.0) ** 2
 
 
 def _parameters(values: Values, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -187,8 +197,13 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
             scaling[theirs] = list(value) if isinstance(value, tuple) else value
     if kind == "yarn" and rope.yarn_bounds == "exact":
         scaling["truncate"] = False
+    if family.mscale and config.attention_scale is not None and rope.factor > 1:
+        ratio = config.attention_scale * config.head_size**0.5
+        scaling["mscale_all_dim"] = round((ratio**0.5 - 1.0) / (0.1 * math.log(rope.factor)), 9)
     turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
     full = scaling | {"rope_theta": rope.theta} | turned
+    if family.pairs_key:
+        turned |= {family.pairs_key: rope.pairs == "adjacent"}
     old: dict[str, Any] | None = None if kind == "default" else scaling
     if kind == "longrope" and family.model_type == "phi3":  # transformers 4 rejects other keys
         old = {"type": kind} | {key: scaling[key] for key in ("short_factor", "long_factor")}

@@ -99,18 +99,18 @@ class DecoderConfig(TransformerConfig):
         super().__post_init__()
         self._check_relative()
         self._check_blocks()
-        if self.positions is Positions.ROPE and self.head_size % 2:
+        if self.positions is Positions.ROPE and self.rotary_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
                 f"try {max(2, self.head_size - 1)}"
             )
-        if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.head_size):
+        if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.rotary_size):
             raise UserError(
                 f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
                 "nothing is rotated: try 0.25, or DecoderConfig.positions = 'none'"
             )
         if self.positions is Positions.ROPE:
-            self.rope.check(self.head_size)
+            self.rope.check(self.rotary_size)
         if self.positions is not Positions.ROPE and self.rope != Rope():
             raise UserError(
                 f"DecoderConfig.rope is set, but positions ({str(self.positions)!r}) are not rotary: leave it out, or set "

@@ -36,9 +36,7 @@ class Heads(Protocol):
     """The sizes of a model that a cache depends on."""
 
     @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
+    def cached_heads(self) -> tuple[int, int]: ...
 
 
 class PrefillInputs(NamedTuple):
@@ -73,7 +71,8 @@ def empty_layer(
 ) -> LayerCache:
     """An empty cache for one layer; `dtype` int8 adds scales."""
     capacity = length if window is None else min(length, window)
-    shape = (batch, config.kv_heads, capacity, config.head_size)
+    count, size = config.cached_heads
+    shape = (batch, count, capacity, size)
     layer = {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
     if jnp.dtype(dtype) == jnp.int8:
         layer |= {"key_scale": jnp.zeros(shape[:3], jnp.float32), "value_scale": jnp.zeros(shape[:3], jnp.float32)}

@@ -26,6 +26,7 @@ from capibara.models.layers.layers import (
     QKNorm,
 )
 from capibara.models.layers.stack import LayerLoop
+from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe
 
 
@@ -117,7 +118,8 @@ class EmbeddingScale(enum.StrEnum):
     SQRT_DIM = "sqrt_dim"
 
 
-OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias")
+OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "latent")
+_NOT_LATENT = ("bias", "qk_norm", "attention_sinks", "attention_clip", "num_kv_heads")  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
     "attention_scale": "None",
@@ -154,6 +156,8 @@ class TransformerConfig:
       head_bias: whether the output projection has a bias.
       attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
+      latent: multi-head latent attention, with head_dim as the size of a query's head; None: attention as the fields above
+        have it.
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: factor of the token embeddings; kind of output projection.
       quantization: of the matmuls with weights, in training too.
@@ -192,6 +196,7 @@ class TransformerConfig:
     head_bias: HeadBias = HeadBias.NONE
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
+    latent: LatentAttention | None = None
     moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
@@ -233,6 +238,8 @@ class TransformerConfig:
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
                 f"{str(self.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
             )
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -244,6 +251,20 @@ class TransformerConfig:
                 f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
                 f"or set {own}.head_dim"
             )
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        own, size = type(self).__name__, self.head_size
+        if latent.rotary_dim >= size or latent.value_dim > size:
+            raise UserError(
+                f"{own}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
+                f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _NOT_LATENT:
+            if getattr(self, name) != defaults[name]:
+                raise UserError(
+                    f"{own}.{name} ({getattr(self, name)!s}) has no effect with {own}.latent: leave it out, or latent"
+                )
 
     def refuse(self, *names: str) -> None:
         """Refuses fields that only decoders compute.
@@ -298,6 +319,18 @@ class TransformerConfig:
     def embedded_dim(self) -> int:
         """Values per token that are embedded once and kept beside the residual stream until their layers read them."""
         return 0
+
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that has rotary positions."""
+        return self.head_size if self.latent is None else self.latent.rotary_dim
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Number and size of the heads of keys and values that a cache has for each token."""
+        if self.latent is None:
+            return self.kv_heads, self.head_size
+        return 1, self.latent.kv_rank + self.latent.rotary_dim
 
     @property
     def rotary_pairs(self) -> Pairs:

@@ -66,6 +66,13 @@ class Correction(enum.StrEnum):
     EXPERT = "expert"
 
 
+class GroupScore(enum.StrEnum):
+    """By what groups of experts are chosen: the sum of their two best scores (DeepSeek-V3), or the best (DeepSeek-V2)."""
+
+    PAIR = "pair"
+    BEST = "best"
+
+
 class SharedGate(enum.StrEnum):
     """Whether the shared experts' output has a factor for each token: none, or the sigmoid of a projection (Qwen2-MoE)."""
 
@@ -155,8 +162,8 @@ class Moe:
       routing: whether tokens or experts choose.
       score, gates: how the weights of a token's experts are computed.
       correction: whether a bias decides the choice.
-      groups, top_groups: experts are in `groups` groups of equal size, and a token chooses among those of the `top_groups`
-        whose two best scores have the highest sum (DeepSeek-V3); 1 group: among all.
+      groups, top_groups, group_score: experts are in `groups` groups of equal size, and a token chooses among those of
+        the `top_groups` with the highest scores; 1 group: among all.
       scale: factor of all gates.
       shared_gate: factor of the shared experts' output.
       bias: which projections have a bias.
@@ -179,6 +186,7 @@ class Moe:
     correction: Correction = Correction.NONE
     groups: int = 1
     top_groups: int = 1
+    group_score: GroupScore = GroupScore.PAIR
     scale: float = 1.0
     shared_gate: SharedGate = SharedGate.NONE
     bias: MoeBias = MoeBias.MLP
@@ -393,9 +401,10 @@ def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) 
     if moe.groups == 1:
         return ranks_BTE
     in_groups = ranks_BTE.reshape(*ranks_BTE.shape[:2], moe.groups, -1)
-    best = jnp.max(in_groups, axis=-1)
-    first = jnp.argmax(in_groups, axis=-1)[..., None] == jnp.arange(in_groups.shape[-1])
-    left = best + jnp.max(jnp.where(first, -jnp.inf, in_groups), axis=-1)
+    left = jnp.max(in_groups, axis=-1)
+    if moe.group_score is GroupScore.PAIR:
+        first = jnp.argmax(in_groups, axis=-1)[..., None] == jnp.arange(in_groups.shape[-1])
+        left = left + jnp.max(jnp.where(first, -jnp.inf, in_groups), axis=-1)
     chosen = jnp.zeros(left.shape, bool)
     for _ in range(moe.top_groups):
         one = jnp.argmax(left, axis=-1)[..., None] == jnp.arange(moe.groups)

@@ -19,6 +19,7 @@ from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.attention import Attention
 from capibara.models.parts.config import LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.latent import Latent
 from capibara.models.parts.moe import MoeMLP
 from capibara.sharding import constrain
 
@@ -125,7 +126,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
         self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
         if config.first_dense:
             self.first_mlp = MLP(config, rngs)
@@ -244,6 +245,6 @@ def rotary(
     rotated = kinds - {LayerKind.UNROTATED}
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in rotated}
     tables = {
-        flag: angles(positions_BT, rope, config.head_size, local=flag, length=length) for flag in set(local.values())
+        flag: angles(positions_BT, rope, config.rotary_size, local=flag, length=length) for flag in set(local.values())
     }
     return {kind: tables[flag] for kind, flag in local.items()}

@@ -13,7 +13,20 @@ DEEPSEEK |= dict(
     topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1, num_hidden_layers=3
 )
 
+LATENT = dict(
+    kv_lora_rank=12, q_lora_rank=20, qk_rope_head_dim=8, v_head_dim=10, qk_nope_head_dim=6, num_key_value_heads=4
+)
+YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+
 CASES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": dict(RMS, model_type="deepseek_v2", topk_method="group_limited_greedy")
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": rope()},
+    "deepseek_v3": dict(RMS, model_type="deepseek_v3") | DEEPSEEK | LATENT | {"rope_parameters": YARN},
+    "youtu": dict(RMS, model_type="youtu", tie_word_embeddings=True)
+    | LATENT
+    | {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": rope()},
     "dots1": dict(RMS, model_type="dots1", attention_bias=True, head_dim=16, sliding_window=8, max_window_layers=2)
     | DEEPSEEK
     | {"rope_parameters": rope()},

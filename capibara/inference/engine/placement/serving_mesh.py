@@ -66,9 +66,9 @@ class ServingMesh:
         if tensor * data == _processes(devices) == 1:
             here = SingleDeviceSharding(devices[0])
             return jax.tree.map(lambda _: here, model.abstract_params)
-        if heads := model.config.kv_heads % tensor:
+        if heads := model.config.cached_heads[0] % tensor:
             raise UserError(
-                f"ServingMesh.tensor ({tensor}) must divide the model's {model.config.kv_heads} heads of keys and values: "
+                f"ServingMesh.tensor ({tensor}) must divide the model's {model.config.cached_heads[0]} heads of keys and values: "
                 f"try {math.gcd(heads, tensor)}"
             )
         used = _of_each_process(devices, tensor * data)

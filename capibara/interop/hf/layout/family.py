@@ -42,6 +42,8 @@ class Family:
       kinds: the entries of layer_types, and our kinds of layers.
       rope: whether positions are rotary.
       pairs: which dimensions of a head are rotated together.
+      pairs_key: key that says whether these are adjacent ones.
+      mscale: whether mscale_all_dim of YaRN is a factor of the scores, too.
       rope_by_layer: whether layers with a window have rotary positions of their own.
       theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
         rope_parameters.
@@ -55,6 +57,7 @@ class Family:
       read_keys: further keys that it reads.
       divides: whether transformers requires embed_dim to be a multiple of the number of heads.
       config: the class of our decoder's configuration; None: DecoderConfig.
+      prepare: values that take the place of those in config.json, before any is read.
       read, write: convert values of config.json to further fields of ours, and a configuration to those values.
     """
 
@@ -72,6 +75,8 @@ class Family:
     kinds: dict[str, str] = dataclasses.field(default_factory=lambda: dict(KINDS))
     rope: bool = True
     pairs: str = "halves"
+    pairs_key: str = ""
+    mscale: bool = False
     rope_by_layer: bool = False
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
@@ -85,6 +90,7 @@ class Family:
     read_keys: tuple[str, ...] = ()
     divides: bool = False
     config: type[DecoderConfig] | None = None
+    prepare: Callable[[Values], dict[str, Any]] | None = None
     read: Callable[[Values], dict[str, Any]] | None = None
     write: Callable[[TransformerConfig], dict[str, Any]] | None = None
 

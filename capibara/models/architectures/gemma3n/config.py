@@ -120,6 +120,7 @@ class Gemma3nConfig(DecoderConfig):
             "embedding_norm": (EmbeddingNorm.NONE,),
             "head_bias": (HeadBias.NONE,),
             "inputs_attention": ("causal",),
+            "latent": (None,),
             "logit_scale": (1.0,),
             "moe": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),

@@ -1,0 +1,153 @@
+"""DeepSeek-V2 (2024, arXiv:2405.04434), DeepSeek-V3 (2024, arXiv:2412.19437) and what has their latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE
+from capibara.interop.hf.layout.family import KEYS, NO_BIAS, SILU, Family, Values
+from capibara.interop.hf.layout.rows import (
+    DEEPSEEK_EXPERTS,
+    LLAMA,
+    LLAMA_LIKE,
+    A,
+    L,
+    Names,
+    rows,
+    without,
+)
+from capibara.models.api import DecoderConfig, LatentAttention, TransformerConfig
+
+_SIZES = {
+    "kv_rank": "kv_lora_rank",
+    "query_rank": "q_lora_rank",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+_SIZE_KEYS = (*_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
+_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEFAULTS |= {"qk_nope_head_dim": 128}
+_LAYOUTS = {
+    A + "query_down": "ldq",
+    A + "query_norm/scale": "lq",
+    A + "query_up": "lqnh",
+    A + "kv_down": "ldk",
+    A + "kv_norm/scale": "lk",
+    A + "key_up": "lknh",
+}
+_ATTENTION = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
+    [
+        (L + "self_attn.q_a_proj.weight", "q d", A + "query_down"),
+        (L + "self_attn.q_a_layernorm.weight", "q", A + "query_norm/scale"),
+        (L + "self_attn.q_b_proj.weight", "nh q", A + "query_up"),
+        (L + "self_attn.kv_a_proj_with_mqa.weight", "k d", f"{A}kv_down {A}key_rotary", "k"),
+        (L + "self_attn.kv_a_layernorm.weight", "k", A + "kv_norm/scale"),
+        (L + "self_attn.kv_b_proj.weight", "nh k", f"{A}key_up {A}value_up", "h"),
+    ],
+    _LAYOUTS,
+)
+_MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
+
+
+def _read(values: Values) -> dict[str, Any]:
+    heads = values.get("num_key_value_heads")
+    if heads is not None and heads != values["num_attention_heads"]:
+        raise UserError(
+            f"config.json has num_key_value_heads = {heads}, must be num_attention_heads ({values['num_attention_heads']}): "
+            "latent attention has keys for each head"
+        )
+    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in _SIZES.items()})
+    return {"head_dim": values["qk_nope_head_dim"] + latent.rotary_dim, "latent": latent}
+
+
+def _write(config: TransformerConfig) -> dict[str, Any]:
+    if config.latent is None:
+        return {}
+    sizes = {theirs: getattr(config.latent, ours) for ours, theirs in _SIZES.items()}
+    nope = config.head_size - config.latent.rotary_dim
+    return sizes | {"qk_nope_head_dim": nope, "num_key_value_heads": config.num_heads}
+
+
+def _read_v2(values: Values) -> dict[str, Any]:
+    """Without its method the groups have no meaning; the weights are never normalised, whatever norm_topk_prob says."""
+    if values.get("topk_method") not in ("greedy", "group_limited_greedy"):
+        raise UserError(
+            f"config.json has topk_method = {values.get('topk_method')!r}, must be 'greedy' or 'group_limited_greedy'"
+        )
+    in_groups = values["topk_method"] == "group_limited_greedy"
+    if in_groups and not (values.get("n_group") and values.get("topk_group")):
+        raise UserError("config.json has topk_method = 'group_limited_greedy' without n_group or topk_group: set both")
+    return {} if in_groups else {"n_group": 1, "topk_group": 1}
+
+
+def _write_v2(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    in_groups = config.moe is not None and config.moe.groups > 1
+    return _write(config) | {"topk_method": "group_limited_greedy" if in_groups else "greedy"}
+
+
+_KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
+_COMMON: dict[str, Any] = dict(only=NO_BIAS, pairs="adjacent", mscale=True)
+
+FAMILIES = (
+    (
+        Family(
+            model_type="deepseek_v3",
+            architectures=("DeepseekV3ForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU
+            | _DEFAULTS
+            | {"num_experts_per_tok": 8, "n_routed_experts": 256, "moe_intermediate_size": 2048, "norm_topk_prob": True}
+            | {"first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
+            | {"routed_scaling_factor": 2.5},
+            read_keys=_SIZE_KEYS,
+            pairs_key="rope_interleave",
+            aliases={"num_local_experts": "n_routed_experts"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE,
+            moe_keys=DEEPSEEK_KEYS,
+            read=_read,
+            write=_write,
+            **_COMMON,
+        ),
+        # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
+        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
+    ),
+    (
+        Family(
+            model_type="deepseek_v2",
+            architectures=("DeepseekV2ForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU
+            | _DEFAULTS
+            | {"n_routed_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0, "n_shared_experts": 2}
+            | {"routed_scaling_factor": 1.0, "topk_method": "greedy"},
+            read_keys=(*_SIZE_KEYS, "n_group", "topk_group"),
+            aliases={"num_experts": "n_routed_experts"},
+            experts="n_routed_experts",
+            moe={"gates": "scores", "group_score": "best"},
+            moe_keys=DEEPSEEK_KEYS,
+            prepare=_read_v2,
+            read=_read,
+            write=_write_v2,
+            **_COMMON,
+        ),
+        Names(without(_ATTENTION + DEEPSEEK_EXPERTS, "e_score_correction_bias"), *LLAMA_LIKE),
+    ),
+    (
+        Family(
+            model_type="youtu",
+            architectures=("YoutuForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU | _DEFAULTS,
+            read_keys=_SIZE_KEYS,
+            pairs_key="rope_interleave",
+            tied=True,
+            read=_read,
+            write=_write,
+            **_COMMON,
+        ),
+        Names(_ATTENTION + _MLP, *LLAMA_LIKE),
+    ),
+)

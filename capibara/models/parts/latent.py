@@ -1,0 +1,146 @@
+"""Multi-head latent attention: keys and values of all heads from one small vector of each token, which is cached.
+
+Shape letters: Q query latents, C latents of keys and values, R rotated dimensions of a head, V dimensions of a head's
+values, H of its queries and keys (R of them rotated).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.core import projections
+from capibara.core.projections import Projection
+from capibara.kernels import rotary
+from capibara.kernels.attention.dispatch import attend
+from capibara.kernels.attention.signature import AttentionInputs
+from capibara.kernels.attention.spec import AttentionSpec
+from capibara.models.cache import dense, paged
+from capibara.models.layers import layers
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.sharding import constrain
+
+
+class Latent(nnx.Module):
+    """A layer's latent attention, in the place of parts.attention.Attention.
+
+    Training computes every head's keys and values. A cache has one vector of C + R values for each token, and attention
+    to it is that of N query heads to one head of keys: what expands latents is applied to queries and to results.
+    """
+
+    def __init__(self, config: TransformerConfig, latent: LatentAttention, rngs: nnx.Rngs):
+        D, N, H, R, V = config.embed_dim, config.num_heads, config.head_size, latent.rotary_dim, latent.value_dim
+        self.config, self.latent = config, latent
+        if latent.query_rank is None:
+            self.query = layers.projection(rngs, projections.QUERY, (D, N, H))
+        else:
+            self.query_down = layers.projection(rngs, projections.QUERY_DOWN, (D, latent.query_rank))
+            self.query_norm = self._norm(latent.query_rank, rngs)
+            self.query_up = layers.projection(rngs, projections.QUERY_UP, (latent.query_rank, N, H))
+        self.kv_down = layers.projection(rngs, projections.KV_DOWN, (D, latent.kv_rank))
+        self.key_rotary = layers.projection(rngs, projections.KEY_ROTARY, (D, R))
+        self.kv_norm = self._norm(latent.kv_rank, rngs)
+        self.key_up = layers.projection(rngs, projections.KEY_UP, (latent.kv_rank, N, H - R))
+        self.value_up = layers.projection(rngs, projections.VALUE_UP, (latent.kv_rank, N, V))
+        self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.num_layers)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        *,
+        kind: AttentionSpec,
+        segment_ids_BT: jax.Array,
+        angles: rotary.Angles | None = None,
+        row_positions_T: jax.Array | None = None,
+        bias_NTS: jax.Array | None = None,
+        prefix_BT: jax.Array | None = None,
+        drop: Dropout | None = None,
+    ) -> jax.Array:
+        """Self-attention of x_BTD; as parts.attention.Attention."""
+        q_BTNH = self._queries(x_BTD, angles)
+        c_BTC, r_BT1R = self._latents(x_BTD, angles)
+        k = layers.dense(c_BTC, self.key_up[...])
+        k_BTNH = jnp.concatenate([k, jnp.broadcast_to(r_BT1R, (*k.shape[:3], r_BT1R.shape[-1]))], axis=-1)
+        v = layers.dense(c_BTC, self.value_up[...])
+        v_BTNH = jnp.pad(v, ((0, 0),) * 3 + ((0, k_BTNH.shape[-1] - v.shape[-1]),))  # back ends have one size of heads
+        k_BTNH, v_BTNH = (constrain(y, ("batch", "act_time", "act_kv_heads", None)) for y in (k_BTNH, v_BTNH))
+        inputs = AttentionInputs(
+            layers.named(q_BTNH, projections.QUERY),
+            layers.named(k_BTNH, projections.KEY),
+            layers.named(v_BTNH, projections.VALUE),
+            q_segments_BT=segment_ids_BT,
+            kv_segments_BS=segment_ids_BT,
+            q_row_positions_T=row_positions_T,
+            kv_row_positions_S=row_positions_T,
+            bias_NTS=bias_NTS,
+            prefix_BT=prefix_BT,
+            drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, Site.PROBABILITIES),
+        )
+        return self._output(attend(inputs, kind, self.config.attention)[..., : self.latent.value_dim])
+
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: dense.LayerCache,
+        now: dense.PrefillInputs,
+        *,
+        kind: AttentionSpec,
+        angles: rotary.Angles | None = None,
+        bias_NTS: jax.Array | None = None,
+        bias_at: dense.PositionBias | None = None,
+        prefix_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, dense.LayerCache]:
+        """As parts.attention.Attention.cached."""
+        q_BTNH = self._queries(x_BTD, angles)
+        c_BTC, r_BT1R = self._latents(x_BTD, angles)
+        C, R = self.latent.kv_rank, self.latent.rotary_dim
+        # q . (W c) = (W^T q) . c, and the sum over tokens of p (W c) = W (the sum over tokens of p c).
+        absorbed = jnp.einsum("BTNh,CNh->BTNC", q_BTNH[..., :-R], self.key_up[...].astype(q_BTNH.dtype))
+        q = constrain(jnp.concatenate([absorbed, q_BTNH[..., -R:]], axis=-1), ("batch", "act_time", "act_heads", None))
+        k = jnp.concatenate([c_BTC[:, :, None], r_BT1R], axis=-1)
+        v = jnp.pad(c_BTC[:, :, None], ((0, 0),) * 3 + ((0, R),))
+        in_pages = paged.is_paged(layer)
+        written = (paged if in_pages else dense).write(layer, k, v, now)
+        if now.is_prefill and not dense.attends_quantized_cache(layer, q):
+            segments = now.real.astype(jnp.int32)
+            k, v = dense.as_cached(layer, k, v)
+            inputs = AttentionInputs(q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT)
+            y = attend(inputs, kind, self.config.attention)
+        elif in_pages:
+            y = paged.attend(q, written, kind, now, bias_at, None)
+        else:
+            y = dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, None)
+        return self._output(jnp.einsum("BTNC,CNV->BTNV", y[..., :C], self.value_up[...].astype(y.dtype))), written
+
+    def _norm(self, size: int, rngs: nnx.Rngs) -> layers.Norm:
+        return layers.Norm(size, kind=layers.NormKind.RMS, eps=self.latent.norm_eps, rngs=rngs)
+
+    def _queries(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> jax.Array:
+        """[B, T, N, H], the last R dimensions rotated."""
+        if self.latent.query_rank is None:
+            q = self._dense(projections.QUERY, x_BTD)
+        else:
+            q = self._dense(projections.QUERY_UP, self.query_norm(self._dense(projections.QUERY_DOWN, x_BTD)))
+        plain, rotated = q[..., : -self.latent.rotary_dim], q[..., -self.latent.rotary_dim :]
+        q = q if angles is None else jnp.concatenate([plain, self._rotated(rotated, angles)], axis=-1)
+        return constrain(q, ("batch", "act_time", "act_heads", None))
+
+    def _latents(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> tuple[jax.Array, jax.Array]:
+        """The normalised latents [B, T, C], and the rotated keys that all heads share [B, T, 1, R]."""
+        c_BTC = self.kv_norm(self._dense(projections.KV_DOWN, x_BTD))
+        r_BT1R = self._dense(projections.KEY_ROTARY, x_BTD)[:, :, None]
+        return c_BTC, r_BT1R if angles is None else self._rotated(r_BT1R, angles)
+
+    def _rotated(self, x_BTNR: jax.Array, angles: rotary.Angles) -> jax.Array:
+        return rotary.rotate(x_BTNR, angles, self.config.rotary_pairs)
+
+    def _output(self, y_BTNV: jax.Array) -> jax.Array:
+        y = constrain(y_BTNV, ("batch", "act_time", "act_heads", None))
+        return layers.named(self._dense(projections.OUT, y), projections.OUT)
+
+    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
+        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
+        return layers.dense(x, weight, len(by.in_axes), self.config.quantization, adapter)
