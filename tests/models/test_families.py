@@ -11,6 +11,8 @@ from capibara.models import api
 # and values that published files have for layers that read others'. Without embeddings, and with those, they are the 1.91
 # and 3.98 billion of E2B and E4B.
 PUBLISHED = {
+    "olmo2_7b": 7_298_617_344,
+    "command_r_35b": 34_980_831_232,
     "gpt2_124m": 124_439_808,
     "gpt2_355m": 354_823_168,
     "gpt2_774m": 774_030_080,
