@@ -75,6 +75,9 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         expert_dim, shared_dim = width(moe.expert_dim, 64), width(moe.shared_dim, 64)
         first_dense = min(moe.first_dense, values["num_layers"] - 1)
         values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim, first_dense=first_dense)
+    if (latent := getattr(model, "latent", None)) is not None:
+        sizes = {name: width(getattr(latent, name), 2) for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim")}
+        values["latent"] = dataclasses.replace(latent, **sizes)
     return dataclasses.replace(model, **values)
 
 

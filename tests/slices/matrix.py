@@ -22,7 +22,15 @@ from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora, Moe
+from capibara.models.api import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    Gemma3nConfig,
+    LatentAttention,
+    Lora,
+    Moe,
+)
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer
 from capibara.planner.hardware import topology
@@ -72,6 +80,23 @@ MODELS = {
         layer_pattern=("local", "global"),
         window=128,
         moe=Moe(num_experts=4, top_k=2, expert_dim=256, bias="all"),
+    ),
+    "latents": dataclasses.replace(
+        DECODER,
+        num_layers=4,
+        num_kv_heads=None,
+        latent=LatentAttention(kv_rank=128, query_rank=128, rotary_dim=64, value_dim=64),
+        moe=Moe(
+            num_experts=4,
+            top_k=2,
+            expert_dim=256,
+            first_dense=1,
+            shared_experts=1,
+            score="sigmoid",
+            correction="expert",
+            groups=2,
+            scale=2.5,
+        ),
     ),
     "gemma3n": GEMMA3N,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
