@@ -93,6 +93,8 @@ ROPE_KEYS = {
     "high_freq_factor": (8.0, 3.0),
     "rope_type": ("default", "linear", "proportional"),
     "type": ("linear", "default"),
+    "llama_4_scaling_beta": (0.0, 0.5),
+    "alpha": (2.0, 50.0),
 }
 SCALINGS = (
     {"rope_type": "linear", "factor": 4.0},
@@ -224,7 +226,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "scale_decoder_outputs": (True, False),
     "scale_attn_weights": (False, True),
     "swa_layers": ([0],),
-    "no_rope_layers": ([0, 1], [1, 0]),
+    "no_rope_layers": ([0, 1], [1, 0], [1, 1, 0, 1], [0, 1, 1, 0]),
+    "no_rope_layer_interval": (1, 2, 5),
+    "layer_rope_theta": ([500.0] * 4, [0.0, 500.0, 500.0, 0.0], [100.0, 500.0, 500.0, 500.0], [500.0, 0.0, 500.0, 500.0], None),
     "qkv_bias": (True,),
     "bias": (True,),
     "use_bias": (True,),

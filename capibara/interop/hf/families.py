@@ -24,6 +24,7 @@ from capibara.interop.hf.layout.family import (
     Family,
     Kind,
     Values,
+    shortest,
 )
 from capibara.interop.hf.layout.rows import Names
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
@@ -31,6 +32,7 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
+OPTIONAL += ("clip_qkv",)
 # Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
@@ -450,8 +452,7 @@ def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple
     if len(types) != num_layers:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {num_layers} layers")
     found = [family.kinds[kind] for kind in types]
-    size = next(n for n in range(1, num_layers + 1) if all(found[i] == found[i % n] for i in range(num_layers)))
-    pattern = tuple(found[:size])
+    pattern = shortest(found)
     return pattern, window if "local" in pattern else None
 
 
@@ -473,6 +474,9 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.window == "all":
         return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in family.kinds.items()}
+    theirs |= (
+        {} if window else {"global": "full_attention"}
+    )  # without a window every layer is global, whatever its type
     written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
     if used:
         written["max_window_layers"] = found.index("local") if "local" in found else len(found)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from capibara.core.types import UserError
 from capibara.models.api import DecoderConfig, TransformerConfig
 
 Values = Mapping[str, Any]
@@ -53,6 +54,7 @@ class Family:
       read_keys: further keys that it reads.
       divides: whether transformers requires embed_dim to be a multiple of the number of heads.
       config: the class of our decoder's configuration; None: DecoderConfig.
+      prepare: fills in what transformers does where a config.json is silent, before anything else is read of it.
       read, write: convert values of config.json to further fields of ours, and a configuration to those values.
     """
 
@@ -81,6 +83,7 @@ class Family:
     read_keys: tuple[str, ...] = ()
     divides: bool = False
     config: type[DecoderConfig] | None = None
+    prepare: Callable[[Values], Values] | None = None
     read: Callable[[Values], dict[str, Any]] | None = None
     write: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
@@ -105,3 +108,55 @@ SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
+
+
+def typed(values: Values, is_full: Callable[[int], bool]) -> Values:
+    """The values with layer_types, for which `is_full` says what layers have no window where the file does not."""
+    if values.get("layer_types") is not None:
+        return values
+    layers = range(values.get("num_hidden_layers") or 0)
+    return {**values, "layer_types": ["full_attention" if is_full(i) else "sliding_attention" for i in layers]}
+
+
+def last_of(count: int) -> Callable[[Values], Values]:
+    """A `prepare` of models in which the last one of so many layers has no window."""
+    return lambda values: typed(values, lambda i: (i + 1) % count == 0)
+
+
+def first_of(count: int) -> Callable[[Values], Values]:
+    """A `prepare` of models in which the first one of so many layers has no window."""
+    return lambda values: typed(values, lambda i: i % count == 0)
+
+
+def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that the layers' kinds repeat."""
+    count = len(kinds)
+    size = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    return tuple(kinds[:size])
+
+
+def unrotated(types: Sequence[str], rotated: Sequence[object], window: int | None, of: str) -> dict[str, Any]:
+    """Our layer_pattern and window for layer_types, and for which layers have rotary positions.
+
+    Args:
+      types: the entries of layer_types.
+      rotated: a true value for each layer with rotary positions.
+      window: sliding_window.
+      of: the keys that say so, for messages.
+
+    Raises:
+      UserError: a layer is of a kind that our decoder does not have.
+    """
+    kinds = []
+    for layer, (name, turned) in enumerate(zip(types, rotated, strict=True)):
+        if name not in KINDS:
+            raise UserError(f"config.json has layer_types {name!r}, must be one of {', '.join(KINDS)}")
+        if name == "sliding_attention" and not (turned and window):
+            missing = "rotary positions" if window else "a sliding_window"
+            raise UserError(
+                f"config.json has {of} for a layer {layer} with a window and without {missing}, "
+                f"sliding_window = {window}: take another model"
+            )
+        kinds.append(KINDS[name] if turned else "unrotated")
+    pattern = shortest(kinds)
+    return {"layer_pattern": pattern, "window": window if "local" in pattern else None}
