@@ -32,7 +32,7 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
-OPTIONAL += ("clip_qkv",)
+OPTIONAL += ("clip_qkv", "attention_multiplier")
 # Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",

@@ -57,5 +57,29 @@ CASES: dict[str, dict[str, Any]] = {
     | {"layer_types": [WHOLE, WINDOW, WINDOW, WINDOW], "rope_parameters": LLAMA3},
     "jais2": dict(LAYER, model_type="jais2", head_dim=12, attention_bias=True, mlp_bias=True, rope_parameters=rope()),
     "exaone": dict(RMS, model_type="exaone", head_dim=12, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "hunyuan_v1_dense": dict(RMS, model_type="hunyuan_v1_dense", head_dim=12, attention_bias=True)
+    | {"rope_parameters": rope("dynamic", theta=500.0, factor=1.0, alpha=20.0)},
+    "nanochat": dict(
+        RMS, model_type="nanochat", final_logit_softcapping=3.0, attention_bias=True, rope_parameters=rope()
+    ),
+    "granite_swa": dict(
+        RMS, model_type="granite_swa", num_hidden_layers=4, embedding_multiplier=3.0, residual_multiplier=0.4
+    )
+    | {
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "sliding_window": 5,
+    }
+    | {"layer_types": [WHOLE, WINDOW, WINDOW, WHOLE], "layer_rope_theta": [500.0, 100.0, 100.0, 0.0]}
+    | {"rope_parameters": rope(theta=500.0), "tie_word_embeddings": True},
+    "granite_swa_yarn": dict(
+        RMS, model_type="granite_swa", num_hidden_layers=4, sliding_window=5, rope_parameters=YARN
+    ),
+    "hyperclovax": dict(RMS, model_type="hyperclovax", head_dim=12, embedding_multiplier=3.0, residual_multiplier=0.4)
+    | {"attention_multiplier": 0.2, "logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True}
+    | {"use_post_norm": True, "rope_parameters": rope()},
+    "hyperclovax_pre": dict(RMS, model_type="hyperclovax", use_post_norm=False, rope_parameters=rope()),
     "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
 }

@@ -6,6 +6,7 @@ import dataclasses
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNorm
 from capibara.models.parts.config import (
@@ -130,6 +131,8 @@ class Gemma3nConfig(DecoderConfig):
         }
         if LayerKind.UNROTATED in self.layer_pattern:
             raise UserError("Gemma3nConfig.layer_pattern has 'unrotated' layers, Gemma 3n has none: write 'global'")
+        if self.rope.pairs is not Pairs.HALVES:
+            raise UserError(f"Rope.pairs is {str(self.rope.pairs)!r}, Gemma 3n has 'halves' alone: leave it out")
         for name, allowed in only.items():
             value = getattr(self, name)
             if value not in allowed:
