@@ -75,7 +75,7 @@ ARCHITECTURES = {
     "umt5": "UMT5ForConditionalGeneration", "bert": "BertForMaskedLM",
 }  # fmt: skip
 ACTIVATIONS = (
-    "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate", "gelu_10", "quick_gelu",
+    "silu", "swish", "xielu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate", "gelu_10", "quick_gelu",
     "mish", "laplace", "leaky_relu", "linear", "relu", "relu2", "relu6", "sigmoid", "tanh",
 )  # fmt: skip
 ROPE_KEYS = {

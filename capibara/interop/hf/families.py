@@ -53,6 +53,7 @@ _WRITTEN = {
     "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",
+    "xielu": "xielu",
     "gelu_exact": "gelu",
     "gelu": "gelu_new",
 }
@@ -410,6 +411,8 @@ def activation(values: Values, family: Family) -> str:
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
     known = _GATED if gated else _PLAIN
+    if any(row.ours[0].startswith("layers/mlp/activation/") for row in tables.NAMES[family.model_type].rows):
+        known = known | {"xielu": "xielu"}  # with parameters, which the others' tensors do not hold
     if name not in known:
         raise UserError(f"config.json has {family.activation} = {name!r}, must be one of {', '.join(known)}")
     return known[name]

@@ -33,7 +33,7 @@ _NUMBERS = (
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-    "clip_qkv", "alpha",
+    "clip_qkv", "alpha", "llama_4_scaling_beta",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (

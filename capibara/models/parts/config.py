@@ -223,6 +223,8 @@ class TransformerConfig:
                 f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
                 f"{str(self.activation)!r}: leave them out"
             )
+        if self.activation is Activation.XIELU and self.moe is not None:
+            raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
         if self.residual is Residual.SHARED and self.norm_placement is not NormPlacement.PRE:
             raise UserError(
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
@@ -251,6 +253,8 @@ class TransformerConfig:
             value = getattr(self, name)
             if value != defaults[name]:
                 raise UserError(f"{type(self).__name__}.{name} ({value!s}) is for decoders only: leave it out")
+        if self.activation is Activation.XIELU:
+            raise UserError(f"{type(self).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
 
     @property
     def streams(self) -> int:

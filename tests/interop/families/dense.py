@@ -81,5 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"attention_multiplier": 0.2, "logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True}
     | {"use_post_norm": True, "rope_parameters": rope()},
     "hyperclovax_pre": dict(RMS, model_type="hyperclovax", use_post_norm=False, rope_parameters=rope()),
+    "ministral3": dict(RMS, model_type="ministral3", head_dim=12, sliding_window=9)
+    | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
+    "apertus": dict(RMS, model_type="apertus", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3),
     "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
 }

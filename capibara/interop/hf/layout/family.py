@@ -110,6 +110,13 @@ GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
 
+def with_rope(values: Values, rope: Values) -> Values:
+    """The values with these rotary positions where the file says nothing of them."""
+    if values.get("rope_parameters") is not None or values.get("rope_scaling"):
+        return values
+    return {**values, "rope_parameters": dict(rope)}
+
+
 def typed(values: Values, is_full: Callable[[int], bool]) -> Values:
     """The values with layer_types, for which `is_full` says what layers have no window where the file does not."""
     if values.get("layer_types") is not None:

@@ -126,6 +126,7 @@ class Gemma3nConfig(DecoderConfig):
             "norm_placement": (NormPlacement.SANDWICH,),
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
+            "query_growth": (0.0,),
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
         }

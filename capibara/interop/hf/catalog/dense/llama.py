@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, LAYER_NORM, SILU, Family, Values, first_of
+from capibara.interop.hf.layout.family import (
+    ATTENTION_BIAS,
+    KEYS,
+    LAYER_NORM,
+    SILU,
+    Family,
+    Values,
+    first_of,
+    with_rope,
+)
 from capibara.interop.hf.layout.rows import LLAMA_BIASED, LLAMA_LIKE, Names, rows, without
 
 BIASES = ATTENTION_BIAS | {"mlp_bias": "mlp"}
@@ -18,13 +27,6 @@ _CWM_ROPE = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-
-
-def with_rope(values: Values, rope: Values) -> Values:
-    """The values with these rotary positions where the file says nothing of them."""
-    if values.get("rope_parameters") is not None or values.get("rope_scaling"):
-        return values
-    return {**values, "rope_parameters": dict(rope)}
 
 
 def _square(values: Values) -> Values:
