@@ -46,7 +46,7 @@ SEEING = dict(
     mm_tokens_per_image=4,
 )
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "mellum")
 # The richest configuration of each family.
 FAMILIES = {
     **{name: make.CASES[name] for name in ("gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3")},
@@ -201,6 +201,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "image_token_index": (7, 8),
     "image_token_id": (7, 8),
     "moe_layer_freq": (2,),
+    "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
     "mrope_section": ([2, 1, 1],),
     "use_qk_norm": (True,),
     "rope_interleaved": (True,),

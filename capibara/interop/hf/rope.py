@@ -175,8 +175,16 @@ def _object(values: Values, key: str) -> dict[str, Any]:
     return dict(value)
 
 
+_OLD = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+
+
 def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for transformers 4 and 5."""
+    written = _write(config, family)
+    return {key: value for key, value in written.items() if family.old_rope or key not in _OLD}
+
+
+def _write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     rope = config.rope
     if not family.rope:
         return {}

@@ -44,6 +44,7 @@ class Family:
       rope: whether positions are rotary.
       pairs: which dimensions of a head are rotated together.
       rope_by_layer: whether layers with a window have rotary positions of their own.
+      old_rope: whether rotary positions are written for transformers 4 too; not where its keys would replace those of 5.
       theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
         rope_parameters.
       fraction: share of a head that is rotated if config.json does not say.
@@ -73,6 +74,7 @@ class Family:
     rope: bool = True
     pairs: str = "halves"
     rope_by_layer: bool = False
+    old_rope: bool = True
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
     fraction: float = 1.0

@@ -41,8 +41,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, DecoderConfig), "the family's kind"
     rope = hf_rope.write(config, MINISTRAL3)["rope_parameters"]
     length = config.query_growth_length or config.rope.original_length or config.max_length or 4096
-    # rope_scaling would come in the place of rope_parameters.
-    return {"rope_parameters": {_LENGTH: length, _GROWTH: config.query_growth} | rope, "rope_scaling": None}
+    return {"rope_parameters": {_LENGTH: length, _GROWTH: config.query_growth} | rope}
 
 
 MINISTRAL3 = Family(
@@ -51,6 +50,7 @@ MINISTRAL3 = Family(
     keys=KEYS,
     defaults=SILU | {"rms_norm_eps": 1e-5, "sliding_window": None, "num_key_value_heads": 8, "head_dim": 128},
     window="all",
+    old_rope=False,
     prepare=lambda values: with_rope(values, _ROPE),
     read=_read,
     write=_write,
