@@ -16,11 +16,12 @@ class Pairs(enum.StrEnum):
     """Which dimensions of a head are rotated together.
 
     halves: the first half of the rotated dimensions with the second half (GPT-NeoX, Llama). adjacent: each even one with
-    the next (RoFormer, GPT-J, Cohere).
+    the next (RoFormer, GPT-J, Cohere). swapped: the second half with the first one, which turns the other way (nanochat).
     """
 
     HALVES = "halves"
     ADJACENT = "adjacent"
+    SWAPPED = "swapped"
 
 
 def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
@@ -56,6 +57,9 @@ def rotate(x_BTNH: jax.Array, angles: Angles, pairs: Pairs = Pairs.HALVES) -> ja
         rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
     else:
         first, second = jnp.split(x, 2, axis=-1)
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        if pairs is Pairs.SWAPPED:
+            rotated = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+        else:
+            rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x_BTNH.dtype)
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

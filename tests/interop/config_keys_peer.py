@@ -47,7 +47,7 @@ SEEING = dict(
     mm_tokens_per_image=4,
 )
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "mellum")
 # The richest configuration of each family.
 FAMILIES = {
     **{name: make.CASES[name] for name in ("gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3")},
@@ -76,7 +76,7 @@ ARCHITECTURES = {
     "umt5": "UMT5ForConditionalGeneration", "bert": "BertForMaskedLM",
 }  # fmt: skip
 ACTIVATIONS = (
-    "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate", "gelu_10", "quick_gelu",
+    "silu", "swish", "xielu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate", "gelu_10", "quick_gelu",
     "mish", "laplace", "leaky_relu", "linear", "relu", "relu2", "relu6", "sigmoid", "tanh",
 )  # fmt: skip
 ROPE_KEYS = {
@@ -94,6 +94,8 @@ ROPE_KEYS = {
     "high_freq_factor": (8.0, 3.0),
     "rope_type": ("default", "linear", "proportional"),
     "type": ("linear", "default"),
+    "llama_4_scaling_beta": (0.0, 0.5),
+    "alpha": (2.0, 50.0),
 }
 SCALINGS = (
     {"rope_type": "linear", "factor": 4.0},
@@ -200,6 +202,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "image_token_index": (7, 8),
     "image_token_id": (7, 8),
     "moe_layer_freq": (2,),
+    "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
     "mrope_section": ([2, 1, 1],),
     "use_qk_norm": (True,),
     "rope_interleaved": (True,),
@@ -225,7 +228,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "scale_decoder_outputs": (True, False),
     "scale_attn_weights": (False, True),
     "swa_layers": ([0],),
-    "no_rope_layers": ([0, 1], [1, 0]),
+    "no_rope_layers": ([0, 1], [1, 0], [1, 1, 0, 1], [0, 1, 1, 0]),
+    "no_rope_layer_interval": (1, 2, 5),
+    "layer_rope_theta": ([500.0] * 4, [0.0, 500.0, 500.0, 0.0], [100.0, 500.0, 500.0, 500.0], [500.0, 0.0, 500.0, 500.0], None),
     "qkv_bias": (True,),
     "bias": (True,),
     "use_bias": (True,),

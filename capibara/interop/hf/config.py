@@ -64,7 +64,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
     values = {**family.defaults, **keys.canonical(values, family)}
-    values |= {} if family.prepare is None else family.prepare(values)
+    values = values if family.prepare is None else family.prepare(values)
     for key, allowed in family.only.items():
         if values.get(key, allowed[0]) not in allowed:
             raise UserError(
@@ -277,6 +277,7 @@ def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> 
             [rope.frequencies(size, local=flag, length=length).tolist() for length in lengths],
             rope.original_length if rope.scaling.by_length else None,
             rope.magnitude(local=flag),
+            rope.pairs,
         )
         for flag in flags
     }

@@ -24,6 +24,7 @@ from capibara.interop.hf.layout.family import (
     Family,
     Kind,
     Values,
+    shortest,
 )
 from capibara.interop.hf.layout.rows import Names
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
@@ -31,13 +32,9 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = (
-    "num_key_value_heads",
-    "head_dim",
-    "n_inner",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "clip_qkv",
-)
+    "num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv",
+    "attention_multiplier",
+)  # fmt: skip
 # Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
@@ -58,6 +55,7 @@ _WRITTEN = {
     "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",
+    "xielu": "xielu",
     "gelu_exact": "gelu",
     "gelu": "gelu_new",
 }
@@ -415,6 +413,8 @@ def activation(values: Values, family: Family) -> str:
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
     known = _GATED if gated else _PLAIN
+    if any(row.ours[0].startswith("layers/mlp/activation/") for row in tables.NAMES[family.model_type].rows):
+        known = known | {"xielu": "xielu"}  # with parameters, which the others' tensors do not hold
     if name not in known:
         raise UserError(f"config.json has {family.activation} = {name!r}, must be one of {', '.join(known)}")
     return known[name]
@@ -457,8 +457,7 @@ def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple
     if len(types) != num_layers:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {num_layers} layers")
     found = [family.kinds[kind] for kind in types]
-    size = next(n for n in range(1, num_layers + 1) if all(found[i] == found[i % n] for i in range(num_layers)))
-    pattern = tuple(found[:size])
+    pattern = shortest(found)
     return pattern, window if "local" in pattern else None
 
 
@@ -480,6 +479,9 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.window == "all":
         return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in family.kinds.items()}
+    theirs |= (
+        {} if window else {"global": "full_attention"}
+    )  # without a window every layer is global, whatever its type
     written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
     if "max_window_layers" in family.defaults:
         written["max_window_layers"] = found.index("local") if "local" in found else len(found)

@@ -256,7 +256,7 @@ def cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
       UserError: it has values beyond float16's range.
     """
     with np.errstate(over="ignore"):
-        cast = np.ascontiguousarray(value.astype(dtype, copy=False))
+        cast = np.asarray(value.astype(dtype, copy=False), order="C")  # a scalar keeps its shape
     if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(value.astype(np.float32)).all():
         largest = float(np.abs(value.astype(np.float32)).max())
         raise UserError(f"{name} has values up to {largest:g}, float16 ends at 65504: try --dtype=bf16")

@@ -138,10 +138,11 @@ def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
     if family.model_type == "gpt_neox" and values.get("head_dim"):  # transformers rotates a share of it in other heads
         raise UserError(f"config.json of a gpt_neox has head_dim = {values['head_dim']}, must be without: leave it out")
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    if heads and width and (int(width // heads * fraction)) % 2:
+    size = values.get("head_dim") or (width // heads if heads and width else 0)
+    if int(size * fraction) % 2:
+        of = "head_dim" if values.get("head_dim") else f"hidden_size {width} / num_attention_heads {heads}"
         raise UserError(
-            f"config.json has {family.share} = {fraction} of a head of {width // heads} (hidden_size {width} / "
-            f"num_attention_heads {heads}), must be an even number of dimensions"
+            f"config.json has {family.share} = {fraction} of a head of {size} ({of}), must be an even number of dimensions"
         )
     return fraction
 
@@ -184,8 +185,16 @@ def _object(values: Values, key: str) -> dict[str, Any]:
     return dict(value)
 
 
+_OLD = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+
+
 def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for transformers 4 and 5."""
+    written = _write(config, family)
+    return {key: value for key, value in written.items() if family.old_rope or key not in _OLD}
+
+
+def _write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     rope = config.rope
     if not family.rope:
         return {}

@@ -14,7 +14,7 @@ _LENGTH = 2**31 - 1
 # Upper limits: well above every existing model, and small enough to iterate over.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
-    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), LAYERS),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff"), 2**22),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**14),
@@ -32,7 +32,8 @@ _NUMBERS = (
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
-    "altup_coef_clip",
+    "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+    "clip_qkv", "alpha", "llama_4_scaling_beta",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
@@ -41,6 +42,7 @@ _TEXTS = (
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config")
 _LISTS = ("architectures", "layer_types")
+_NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
 _OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # per layer, in a Gemma 3n
 
 
@@ -76,6 +78,12 @@ def check(values: Mapping[str, Any]) -> None:
         value = values.get(key)
         if value is not None and not (_is_short(value) and all(isinstance(one, str) for one in value)):
             raise _wrong(key, value, f"a list of at most {LAYERS} names")
+    for key in _NUMBER_LISTS:
+        value = values.get(key)
+        if value is not None and not (
+            _is_short(value) and all(type(one) in (int, float) and 0 <= one <= 1e18 for one in value)
+        ):
+            raise _wrong(key, value, f"a list of at most {LAYERS} numbers of at least 0")
     for key in _INNER:
         value = values.get(key)
         if isinstance(value, Mapping):

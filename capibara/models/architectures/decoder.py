@@ -68,6 +68,8 @@ class DecoderConfig(TransformerConfig):
       inputs_attention: whether an example's inputs attend to each other in both directions; Dataset.kind is then
         "prefix".
       logit_scale: factor of the final hidden states before the head; embed_dim**-0.5 in T5X's tied decoders.
+      query_growth, query_growth_length: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p /
+        query_growth_length)) (Llama 4, Ministral 3); 0: they are not.
       window: number of positions visible to a query of a local layer, its own included.
       layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
     """
@@ -81,6 +83,8 @@ class DecoderConfig(TransformerConfig):
     relative_distance: int = 128
     inputs_attention: InputsAttention = InputsAttention.CAUSAL
     logit_scale: float = 1.0
+    query_growth: float = 0.0
+    query_growth_length: int | None = None
 
     @property
     def data_kind(self) -> str:
@@ -139,6 +143,15 @@ class DecoderConfig(TransformerConfig):
             raise UserError(
                 f"DecoderConfig.layer_pattern has layers that are unrotated, positions are {str(self.positions)!r}, for all "
                 "layers: write 'global'"
+            )
+        if not 0 <= self.query_growth < math.inf:
+            raise UserError(
+                f"DecoderConfig.query_growth is {self.query_growth}, must be finite and at least 0: 0 is none"
+            )
+        if (self.query_growth > 0) != (self.query_growth_length is not None) or (self.query_growth_length or 1) < 1:
+            raise UserError(
+                f"DecoderConfig.query_growth_length is {self.query_growth_length}, must be at least 1 with query_growth "
+                f"({self.query_growth}) above 0, and None without: try 8192"
             )
         if self.position_offset < 0 or (self.position_offset and self.positions is not Positions.LEARNED):
             raise UserError(
@@ -271,7 +284,11 @@ class DecoderBase(nnx.Module):
         if config.positions is Positions.ROPE:
             angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
-        return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
+        scale = None
+        if config.query_growth_length is not None:
+            turns = jnp.floor(batch["positions"].astype(jnp.float32) / config.query_growth_length)
+            scale = 1 + config.query_growth * jnp.log1p(turns)
+        return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix, query_scale=scale)
 
 
 @model_of(DecoderConfig)

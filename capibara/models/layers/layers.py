@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -222,7 +223,8 @@ class Activation(enum.StrEnum):
     """Activation of the MLP. SwiGLU and GeGLU (Shazeer 2020) are gated: they take two projections, the others one.
 
     gelu and geglu use the tanh approximation, gelu_exact and geglu_exact the error function (BERT, GPT-NeoX). relu2 is
-    the square of ReLU (So et al. 2021, arXiv:2109.08668). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it.
+    the square of ReLU (So et al. 2021, arXiv:2109.08668). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it. xielu
+    has parameters (Apertus); `Xielu` computes it.
     """
 
     SWIGLU = "swiglu"
@@ -235,6 +237,7 @@ class Activation(enum.StrEnum):
     GELU_EXACT = "gelu_exact"
     RELU = "relu"
     RELU2 = "relu2"
+    XIELU = "xielu"
 
     @property
     def gated(self) -> bool:
@@ -277,6 +280,29 @@ class ClampedSwiglu:
         gate = jnp.where(gate > self.limit, jnp.asarray(self.limit, gate.dtype), gate)
         up = jnp.where(jnp.abs(up) > self.limit, jnp.sign(up) * jnp.asarray(self.limit, up.dtype), up)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+class Xielu(nnx.Module):
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): a parabola above 0, an exponential below, each with a learned factor.
+
+    The slope at 0 and the largest exponent are of the checkpoint, and are not trained.
+    """
+
+    def __init__(self, rngs: nnx.Rngs):
+        def inverse(x: float) -> Initializer:
+            """What softplus makes x of."""
+            return jax.nn.initializers.constant(float(np.log(np.expm1(x))))
+
+        self.above = param(rngs, (1,), ("norm",), inverse(0.8))
+        self.below = param(rngs, (1,), ("norm",), inverse(0.3))
+        self.slope = param(rngs, (), (), jax.nn.initializers.constant(0.5))
+        self.most = param(rngs, (), (), jax.nn.initializers.constant(-1e-6))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        slope, most = (jax.lax.stop_gradient(one[...].astype(x.dtype)) for one in (self.slope, self.most))
+        above, below = (jax.nn.softplus(one[...].astype(x.dtype)) for one in (self.above, self.below))
+        positive = above * x * x + slope * x
+        return jnp.where(x > 0, positive, (jnp.expm1(jnp.minimum(x, most)) - x) * (slope + below) + slope * x)
 
 
 Gating = Activation | ClampedSwiglu

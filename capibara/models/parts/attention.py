@@ -63,18 +63,19 @@ class Attention(nnx.Module):
         encoded_segments_BS: jax.Array | None = None,
         drop: Dropout | None = None,
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+        query_scale_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Self-attention of x_BTD, or cross-attention to `encoded_BSD`.
 
-        `angles` rotate queries and keys; `heads` are queries, keys and values that the block has computed already. See
-        `attend` and `AttentionInputs` for the others.
+        `angles` rotate queries and keys; `query_scale_BT` are factors of the queries; `heads` are queries, keys and
+        values that the block has computed already. See `attend` and `AttentionInputs` for the others.
         """
         if encoded_BSD is None:
             source, segments, site = x_BTD, segment_ids_BT, Site.PROBABILITIES
         else:
             assert encoded_segments_BS is not None, "what is encoded has documents"
             source, segments, site = encoded_BSD, encoded_segments_BS, Site.CROSS_PROBABILITIES
-        q, k, v = self._heads(x_BTD, source, angles) if heads is None else heads
+        q, k, v = self._heads(x_BTD, source, angles, query_scale_BT) if heads is None else heads
         inputs = AttentionInputs(
             layers.named(q, projections.QUERY),
             layers.named(k, projections.KEY),
@@ -103,14 +104,15 @@ class Attention(nnx.Module):
         prefix_BT: jax.Array | None = None,
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
         written: dense.LayerCache | None = None,
+        query_scale_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dense.LayerCache]:
         """Self-attention of the new tokens to each other and to the cached ones; also returns the updated cache.
 
         A prefill adds `bias_NTS` to the scores and uses `prefix_BT` (as in `AttentionInputs`); other steps add
-        `bias_at` (as in `dense.attend`). `heads` is as in `__call__`. `written` is the updated cache if another layer
-        has already written these keys and values.
+        `bias_at` (as in `dense.attend`). `heads` and `query_scale_BT` are as in `__call__`. `written` is the updated
+        cache if another layer has already written these keys and values.
         """
-        q, k, v = self._heads(x_BTD, x_BTD, angles) if heads is None else heads
+        q, k, v = self._heads(x_BTD, x_BTD, angles, query_scale_BT) if heads is None else heads
         in_pages = paged.is_paged(layer)
         written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
         if now.is_prefill and not dense.attends_quantized_cache(layer, q):
@@ -159,9 +161,13 @@ class Attention(nnx.Module):
         return layers.dense(x, weight, len(by.in_axes), self.config.quantization, adapter)
 
     def _heads(
-        self, x_BTD: jax.Array, y_BSD: jax.Array, angles: rotary.Angles | None
+        self,
+        x_BTD: jax.Array,
+        y_BSD: jax.Array,
+        angles: rotary.Angles | None,
+        query_scale_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries of x, keys and values of y, normalised and rotated."""
+        """Queries of x, keys and values of y, normalised, rotated and scaled."""
         config = self.config
         q, k, v = self._projections(x_BTD, y_BSD)
         if config.qk_norm not in (layers.QKNorm.NONE, layers.QKNorm.ROTATED):
@@ -172,6 +178,8 @@ class Attention(nnx.Module):
             q, k = rotary.rotate(q, angles, config.rotary_pairs), rotary.rotate(k, angles, config.rotary_pairs)
         if config.qk_norm is layers.QKNorm.ROTATED:
             q, k = self.query_norm(q), self.key_norm(k)
+        if query_scale_BT is not None:
+            q = q * query_scale_BT[:, :, None, None].astype(q.dtype)
         return q, k, v
 
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -233,6 +233,8 @@ class TransformerConfig:
                 f"Moe.first_dense ({self.moe.first_dense}) must be below {own}.num_layers ({self.num_layers}): try "
                 f"{self.num_layers - 1}, or leave {own}.moe out"
             )
+        if self.activation is Activation.XIELU and self.moe is not None:
+            raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
         if self.residual is Residual.SHARED and self.norm_placement is not NormPlacement.PRE:
             raise UserError(
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
@@ -279,6 +281,8 @@ class TransformerConfig:
                 raise UserError(f"{type(self).__name__}.{name} ({value!s}) is for decoders only: leave it out")
         if self.moe is not None and self.moe.first_dense:
             raise UserError(f"Moe.first_dense ({self.moe.first_dense}) is for decoders only: leave it out")
+        if self.activation is Activation.XIELU:
+            raise UserError(f"{type(self).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
 
     @property
     def streams(self) -> int:

@@ -58,9 +58,10 @@ class Latent(nnx.Module):
         bias_NTS: jax.Array | None = None,
         prefix_BT: jax.Array | None = None,
         drop: Dropout | None = None,
+        query_scale_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Self-attention of x_BTD; as parts.attention.Attention."""
-        q_BTNH = self._queries(x_BTD, angles)
+        q_BTNH = self._queries(x_BTD, angles, query_scale_BT)
         c_BTC, r_BT1R = self._latents(x_BTD, angles)
         k = layers.dense(c_BTC, self.key_up[...])
         k_BTNH = jnp.concatenate([k, jnp.broadcast_to(r_BT1R, (*k.shape[:3], r_BT1R.shape[-1]))], axis=-1)
@@ -92,9 +93,10 @@ class Latent(nnx.Module):
         bias_NTS: jax.Array | None = None,
         bias_at: dense.PositionBias | None = None,
         prefix_BT: jax.Array | None = None,
+        query_scale_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dense.LayerCache]:
         """As parts.attention.Attention.cached."""
-        q_BTNH = self._queries(x_BTD, angles)
+        q_BTNH = self._queries(x_BTD, angles, query_scale_BT)
         c_BTC, r_BT1R = self._latents(x_BTD, angles)
         C, R = self.latent.kv_rank, self.latent.rotary_dim
         # q . (W c) = (W^T q) . c, and the sum over tokens of p (W c) = W (the sum over tokens of p c).
@@ -118,14 +120,15 @@ class Latent(nnx.Module):
     def _norm(self, size: int, rngs: nnx.Rngs) -> layers.Norm:
         return layers.Norm(size, kind=layers.NormKind.RMS, eps=self.latent.norm_eps, rngs=rngs)
 
-    def _queries(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> jax.Array:
-        """[B, T, N, H], the last R dimensions rotated."""
+    def _queries(self, x_BTD: jax.Array, angles: rotary.Angles | None, scale_BT: jax.Array | None = None) -> jax.Array:
+        """[B, T, N, H], the last R dimensions rotated, all scaled."""
         if self.latent.query_rank is None:
             q = self._dense(projections.QUERY, x_BTD)
         else:
             q = self._dense(projections.QUERY_UP, self.query_norm(self._dense(projections.QUERY_DOWN, x_BTD)))
         plain, rotated = q[..., : -self.latent.rotary_dim], q[..., -self.latent.rotary_dim :]
         q = q if angles is None else jnp.concatenate([plain, self._rotated(rotated, angles)], axis=-1)
+        q = q if scale_BT is None else q * scale_BT[:, :, None, None].astype(q.dtype)
         return constrain(q, ("batch", "act_time", "act_heads", None))
 
     def _latents(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> tuple[jax.Array, jax.Array]:

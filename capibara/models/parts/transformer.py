@@ -36,6 +36,7 @@ class Rows(NamedTuple):
       domains: [B, T] domain hints.
       encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
       prefix: [B, T], 1 at a document's inputs, which attend to each other in both directions.
+      query_scale: [B, T], factors of the queries; None: 1.
     """
 
     segment_ids: jax.Array
@@ -44,6 +45,7 @@ class Rows(NamedTuple):
     encoded: jax.Array | None = None
     encoded_segments: jax.Array | None = None
     prefix: jax.Array | None = None
+    query_scale: jax.Array | None = None
 
 
 class Shared(NamedTuple):
@@ -75,6 +77,8 @@ class MLP(nnx.Module):
         self.up = layers.projection(rngs, projections.UP, (D, F))
         if config.activation.gated:
             self.gate = layers.projection(rngs, projections.GATE, (D, F))
+        if config.activation is layers.Activation.XIELU:
+            self.activation = layers.Xielu(rngs)
         self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.num_layers)
         if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
@@ -108,7 +112,7 @@ class MLP(nnx.Module):
             gate = layers.named(gate, projections.GATE)
             h = self.config.gating.gate(gate if on_gate is None else on_gate(gate), h)
         else:
-            h = self.config.activation(h)
+            h = self.activation(h) if self.config.activation is layers.Activation.XIELU else self.config.activation(h)
         h = dropout.apply(drop, h, Site.MLP_INNER)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
@@ -154,6 +158,7 @@ class Block(nnx.Module):
                 bias_NTS=shared.bias,
                 prefix_BT=rows.prefix,
                 drop=shared.drop,
+                query_scale_BT=rows.query_scale,
             )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
@@ -176,7 +181,7 @@ class Block(nnx.Module):
             angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y, new = self.attention.cached(
                 x, layer, now, kind=kind, angles=angles,
-                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
+                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix, query_scale_BT=rows.query_scale,
             )  # fmt: skip
             written.update(new)
             return y

@@ -29,4 +29,4 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's value without a checkpoint, seeded by its name. Scales of norms are around 1."""
     values = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
-    return (values + is_scale).astype(np.float32)
+    return np.asarray(values + is_scale, np.float32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from capibara.core.types import UserError
 from capibara.models.api import DecoderConfig, TransformerConfig
 
 Values = Mapping[str, Any]
@@ -45,6 +46,7 @@ class Family:
       pairs_key: key that says whether these are adjacent ones.
       mscale: whether mscale_all_dim of YaRN is a factor of the scores, too.
       rope_by_layer: whether layers with a window have rotary positions of their own.
+      old_rope: whether rotary positions are written for transformers 4 too; not where its keys would replace those of 5.
       theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
         rope_parameters.
       fraction: share of a head that is rotated if config.json does not say.
@@ -57,7 +59,7 @@ class Family:
       read_keys: further keys that it reads.
       divides: whether transformers requires embed_dim to be a multiple of the number of heads.
       config: the class of our decoder's configuration; None: DecoderConfig.
-      prepare: values that take the place of those in config.json, before any is read.
+      prepare: the values as the others read them, with what transformers does where a config.json is silent.
       read, write: convert values of config.json to further fields of ours, and a configuration to those values.
     """
 
@@ -78,6 +80,7 @@ class Family:
     pairs_key: str = ""
     mscale: bool = False
     rope_by_layer: bool = False
+    old_rope: bool = True
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
     fraction: float = 1.0
@@ -90,7 +93,7 @@ class Family:
     read_keys: tuple[str, ...] = ()
     divides: bool = False
     config: type[DecoderConfig] | None = None
-    prepare: Callable[[Values], dict[str, Any]] | None = None
+    prepare: Callable[[Values], Values] | None = None
     read: Callable[[Values], dict[str, Any]] | None = None
     write: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
@@ -115,3 +118,62 @@ SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
+
+
+def with_rope(values: Values, rope: Values) -> Values:
+    """The values with these rotary positions where the file says nothing of them."""
+    if values.get("rope_parameters") is not None or values.get("rope_scaling"):
+        return values
+    return {**values, "rope_parameters": dict(rope)}
+
+
+def typed(values: Values, is_full: Callable[[int], bool]) -> Values:
+    """The values with layer_types, for which `is_full` says what layers have no window where the file does not."""
+    if values.get("layer_types") is not None:
+        return values
+    layers = range(values.get("num_hidden_layers") or 0)
+    return {**values, "layer_types": ["full_attention" if is_full(i) else "sliding_attention" for i in layers]}
+
+
+def last_of(count: int) -> Callable[[Values], Values]:
+    """A `prepare` of models in which the last one of so many layers has no window."""
+    return lambda values: typed(values, lambda i: (i + 1) % count == 0)
+
+
+def first_of(count: int) -> Callable[[Values], Values]:
+    """A `prepare` of models in which the first one of so many layers has no window."""
+    return lambda values: typed(values, lambda i: i % count == 0)
+
+
+def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that the layers' kinds repeat."""
+    count = len(kinds)
+    size = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    return tuple(kinds[:size])
+
+
+def unrotated(types: Sequence[str], rotated: Sequence[object], window: int | None, of: str) -> dict[str, Any]:
+    """Our layer_pattern and window for layer_types, and for which layers have rotary positions.
+
+    Args:
+      types: the entries of layer_types.
+      rotated: a true value for each layer with rotary positions.
+      window: sliding_window.
+      of: the keys that say so, for messages.
+
+    Raises:
+      UserError: a layer is of a kind that our decoder does not have.
+    """
+    kinds = []
+    for layer, (name, turned) in enumerate(zip(types, rotated, strict=True)):
+        if name not in KINDS:
+            raise UserError(f"config.json has layer_types {name!r}, must be one of {', '.join(KINDS)}")
+        if name == "sliding_attention" and not (turned and window):
+            missing = "rotary positions" if window else "a sliding_window"
+            raise UserError(
+                f"config.json has {of} for a layer {layer} with a window and without {missing}, "
+                f"sliding_window = {window}: take another model"
+            )
+        kinds.append(KINDS[name] if turned else "unrotated")
+    pattern = shortest(kinds)
+    return {"layer_pattern": pattern, "window": window if "local" in pattern else None}

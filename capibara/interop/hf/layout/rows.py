@@ -105,6 +105,13 @@ def without(rows: Rows, *words: str) -> Rows:
     return tuple(row for row in rows if not any(word in row.name for word in words))
 
 
+def renamed(rows: Rows, *pairs: tuple[str, str]) -> Rows:
+    """The rows with parts of their tensors' names replaced."""
+    for old, new in pairs:
+        rows = tuple(dataclasses.replace(row, name=row.name.replace(old, new)) for row in rows)
+    return rows
+
+
 LLAMA = rows(
     [
         ("model.embed_tokens.weight", "v d", "embedding"),

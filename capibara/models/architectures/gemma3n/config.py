@@ -6,6 +6,7 @@ import dataclasses
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNorm
 from capibara.models.parts.config import (
@@ -126,11 +127,14 @@ class Gemma3nConfig(DecoderConfig):
             "norm_placement": (NormPlacement.SANDWICH,),
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
+            "query_growth": (0.0,),
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
         }
         if LayerKind.UNROTATED in self.layer_pattern:
             raise UserError("Gemma3nConfig.layer_pattern has 'unrotated' layers, Gemma 3n has none: write 'global'")
+        if self.rope.pairs is not Pairs.HALVES:
+            raise UserError(f"Rope.pairs is {str(self.rope.pairs)!r}, Gemma 3n has 'halves' alone: leave it out")
         for name, allowed in only.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -69,7 +69,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return sizes | {"qk_nope_head_dim": nope, "num_key_value_heads": config.num_heads}
 
 
-def _read_v2(values: Values) -> dict[str, Any]:
+def _prepare_v2(values: Values) -> Values:
     """Without its method the groups have no meaning; the weights are never normalised, whatever norm_topk_prob says."""
     if values.get("topk_method") not in ("greedy", "group_limited_greedy"):
         raise UserError(
@@ -78,7 +78,7 @@ def _read_v2(values: Values) -> dict[str, Any]:
     in_groups = values["topk_method"] == "group_limited_greedy"
     if in_groups and not (values.get("n_group") and values.get("topk_group")):
         raise UserError("config.json has topk_method = 'group_limited_greedy' without n_group or topk_group: set both")
-    return {} if in_groups else {"n_group": 1, "topk_group": 1}
+    return values if in_groups else {**values, "n_group": 1, "topk_group": 1}
 
 
 def _write_v2(config: TransformerConfig) -> dict[str, Any]:
@@ -128,7 +128,7 @@ FAMILIES = (
             experts="n_routed_experts",
             moe={"gates": "scores", "group_score": "best"},
             moe_keys=DEEPSEEK_KEYS,
-            prepare=_read_v2,
+            prepare=_prepare_v2,
             read=_read,
             write=_write_v2,
             **_COMMON,
