@@ -128,9 +128,10 @@ def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
     if family.model_type == "gpt_neox" and values.get("head_dim"):  # transformers rotates a share of it in other heads
         raise UserError(f"config.json of a gpt_neox has head_dim = {values['head_dim']}, must be without: leave it out")
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    if heads and width and (int(width // heads * fraction)) % 2:
+    size = values.get("head_dim") or (width // heads if heads and width else 0)
+    if int(size * fraction) % 2:
         raise UserError(
-            f"config.json has {family.share} = {fraction} of a head of {width // heads} (hidden_size {width} / "
+            f"config.json has {family.share} = {fraction} of a head of {size} (hidden_size {width} / "
             f"num_attention_heads {heads}), must be an even number of dimensions"
         )
     return fraction

@@ -13,7 +13,7 @@ LAYERS = 4096
 _LENGTH = 2**31 - 1
 # Upper limits: well above every existing model, and small enough to iterate over.
 _SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff"), 2**22),
@@ -24,11 +24,12 @@ _SIZES = {
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
     "num_kv_shared_layers": LAYERS,
     "altup_num_inputs": 2**10,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), _LENGTH),
+    "rotary_dim": 2**14,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window", "window_size"), _LENGTH),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
-    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
+    "rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",

@@ -76,6 +76,17 @@ def rows(declared: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None 
     return tuple(made)
 
 
+def linear(name: str, dims: str, ours: str, *along: str, out: int = 0) -> list[tuple[str, ...]]:
+    """A weight and its bias, for `rows`. `out` is the dimension of its outputs: the first, or the second (GPT-2)."""
+    biases = " ".join(f"{path}_bias" for path in ours.split())
+    return [(f"{name}.weight", dims, ours, *along), (f"{name}.bias", dims.split()[out], biases, *along)]
+
+
+def norm(name: str, ours: str) -> list[tuple[str, ...]]:
+    """A norm's scale and its bias, for `rows`."""
+    return [(f"{name}.weight", "d", f"{ours}/scale"), (f"{name}.bias", "d", f"{ours}/bias")]
+
+
 def without(rows: Rows, *words: str) -> Rows:
     """The rows whose tensors have none of these words in their names."""
     return tuple(row for row in rows if not any(word in row.name for word in words))
