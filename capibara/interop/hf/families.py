@@ -399,6 +399,8 @@ def activation(values: Values, family: Family) -> str:
     Raises:
       UserError: it is not supported.
     """
+    if not family.activation:
+        return family.fixed["activation"]
     name, gated = values[family.activation], family.gated
     if "swiglu_limit" in family.keys:  # transformers computes gpt-oss with no other, whatever the key says
         return "clamped_swiglu"
@@ -415,6 +417,8 @@ def activation(values: Values, family: Family) -> str:
 
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for the activation."""
+    if not family.activation:
+        return {}
     name = _WRITTEN[str(config.activation)]
     if family.model_type in _T5S:
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -100,6 +101,14 @@ def dense(
     else:
         y = matmul(x, weight, in_dims, quantization)
     return y if adapter is None else adapter(x, y, weight)
+
+
+def sines(positions_BT: jax.Array, size: int) -> jax.Array:
+    """Sinusoidal positions [B, T, size] in float32: sines of all wavelengths, from 2 pi to 2e4 pi, then cosines."""
+    half = size // 2
+    frequency = np.exp(np.arange(half) * (-np.log(10_000.0) / (half - 1))).astype(np.float32)
+    angle_BTF = positions_BT[..., None].astype(jnp.float32) * frequency
+    return jnp.concatenate([jnp.sin(angle_BTF), jnp.cos(angle_BTF)], axis=-1)
 
 
 class Bias(enum.StrEnum):

@@ -30,13 +30,19 @@ from capibara.models.parts.router import Moe
 
 
 class Positions(enum.StrEnum):
-    """Position encoding: rotary, a learned table, T5's relative biases, ALiBi's slopes, or none."""
+    """Position encoding: rotary, a learned table, fixed sines, T5's relative biases, ALiBi's slopes, or none."""
 
     ROPE = "rope"
     LEARNED = "learned"
+    SINUSOIDAL = "sinusoidal"
     RELATIVE = "relative"
     ALIBI = "alibi"
     NONE = "none"
+
+    @property
+    def added(self) -> bool:
+        """Whether they are added to the token embeddings."""
+        return self in (Positions.LEARNED, Positions.SINUSOIDAL)
 
 
 class Head(enum.StrEnum):
@@ -111,10 +117,21 @@ class EmbeddingNorm(enum.StrEnum):
 
 
 class EmbeddingScale(enum.StrEnum):
-    """Factor of the token embeddings: none, or sqrt(embed_dim) (Gemma)."""
+    """Factor of the embeddings: none, or sqrt(embed_dim) (Gemma).
+
+    sqrt_dim scales the sum of tokens and positions, tokens the tokens before positions are added (BioGPT, XGLM).
+    """
 
     NONE = "none"
     SQRT_DIM = "sqrt_dim"
+    TOKENS = "tokens"
+
+
+class FinalNorm(enum.StrEnum):
+    """Whether the last layer's output is normalised, as the layers are, before the head (not in GPT)."""
+
+    LAYER = "layer"
+    NONE = "none"
 
 
 OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias")
@@ -227,6 +244,12 @@ class TransformerConfig:
             raise UserError(
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
                 f"{str(self.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
+            )
+        positions = getattr(self, "positions", Positions.NONE)
+        if self.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
+            raise UserError(
+                f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
+                f"{str(positions)!r}: write 'sqrt_dim'"
             )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]

@@ -15,7 +15,7 @@ _LAYER = {
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
     **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
     **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
-    **{f"{one.path}_norm/scale": "lh" for one in (projections.QUERY, projections.KEY)},
+    **{f"{one.path}_norm/{part}": "lh" for one in (projections.QUERY, projections.KEY) for part in ("scale", "bias")},
     "attention/sinks": "ln",
 }
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
@@ -82,9 +82,9 @@ def linear(name: str, dims: str, ours: str, *along: str, out: int = 0) -> list[t
     return [(f"{name}.weight", dims, ours, *along), (f"{name}.bias", dims.split()[out], biases, *along)]
 
 
-def norm(name: str, ours: str) -> list[tuple[str, ...]]:
+def norm(name: str, ours: str, dim: str = "d") -> list[tuple[str, ...]]:
     """A norm's scale and its bias, for `rows`."""
-    return [(f"{name}.weight", "d", f"{ours}/scale"), (f"{name}.bias", "d", f"{ours}/bias")]
+    return [(f"{name}.weight", dim, f"{ours}/scale"), (f"{name}.bias", dim, f"{ours}/bias")]
 
 
 def without(rows: Rows, *words: str) -> Rows:

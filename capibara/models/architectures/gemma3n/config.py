@@ -11,6 +11,7 @@ from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNo
 from capibara.models.parts.config import (
     EmbeddingNorm,
     EmbeddingScale,
+    FinalNorm,
     HeadBias,
     LayerKind,
     NormPlacement,
@@ -118,6 +119,7 @@ class Gemma3nConfig(DecoderConfig):
             "dropout_rate": (0.0,),
             "embedding_multiplier": (1.0,),
             "embedding_norm": (EmbeddingNorm.NONE,),
+            "final_norm": (FinalNorm.LAYER,),
             "head_bias": (HeadBias.NONE,),
             "inputs_attention": ("causal",),
             "logit_scale": (1.0,),

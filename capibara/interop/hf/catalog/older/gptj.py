@@ -36,7 +36,9 @@ _CODEGEN = rows([*_BRANCHES, (_H + "attn.qkv_proj.weight", "4nh d", f"{A}query {
 def _read(values: Values) -> dict[str, Any]:
     size, turned = values["n_embd"] // values["n_head"], values["rotary_dim"]
     if not turned or turned % 2 or turned > size:
-        raise UserError(f"config.json has rotary_dim = {turned}, must be even, above 0 and at most {size}, a head's size")
+        raise UserError(
+            f"config.json has rotary_dim = {turned}, must be even, above 0 and at most {size}, a head's size"
+        )
     return {"rope": Rope(fraction=turned / size, pairs="adjacent")}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from capibara.interop.hf.layout.family import KEYS, LAYER_NORM, Family
 from capibara.interop.hf.layout.rows import LLAMA_LIKE, A, L, M, Names, linear, norm, rows
 
-_NORMS = [f"layers/attention/{of}_norm/{part}" for of in ("query", "key") for part in ("scale", "bias")]
 _PHI = rows(
     [
         ("model.embed_tokens.weight", "v d", "embedding"),
@@ -13,6 +12,8 @@ _PHI = rows(
         *linear(L + "self_attn.q_proj", "nh d", A + "query"),
         *linear(L + "self_attn.k_proj", "nh d", A + "key"),
         *linear(L + "self_attn.v_proj", "nh d", A + "value"),
+        *norm(L + "self_attn.q_layernorm", A + "query_norm", "h"),
+        *norm(L + "self_attn.k_layernorm", A + "key_norm", "h"),
         *linear(L + "self_attn.dense", "d nh", A + "out"),
         *linear(L + "mlp.fc1", "f d", M + "up"),
         *linear(L + "mlp.fc2", "d f", M + "down"),
@@ -20,14 +21,6 @@ _PHI = rows(
         ("lm_head.weight", "v d", "output"),
         ("lm_head.bias", "v", "output_bias"),
     ]
-) + rows(
-    [
-        (L + "self_attn.q_layernorm.weight", "h", A + "query_norm/scale"),
-        (L + "self_attn.q_layernorm.bias", "h", A + "query_norm/bias"),
-        (L + "self_attn.k_layernorm.weight", "h", A + "key_norm/scale"),
-        (L + "self_attn.k_layernorm.bias", "h", A + "key_norm/bias"),
-    ],
-    dict.fromkeys(_NORMS, "lh"),
 )
 
 FAMILIES = (

@@ -27,9 +27,7 @@ _HEAD_NORMS = rows(
 
 def _read(values: Values) -> dict[str, Any]:
     if values.get("head_dim"):  # transformers rotates a share of it in heads of hidden_size / num_attention_heads
-        raise UserError(
-            f"config.json of a stablelm has head_dim = {values['head_dim']}, must be without: leave it out"
-        )
+        raise UserError(f"config.json of a stablelm has head_dim = {values['head_dim']}, must be without: leave it out")
     return {
         "residual": "shared" if values["use_parallel_residual"] else "sequential",
         "qk_norm": "heads" if values["qk_layernorm"] else "none",
