@@ -16,9 +16,20 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"), 2**20),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim"), 2**22),
     **dict.fromkeys(
-        ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 2**14
+        ("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), 2**22
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_kv_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "attention_heads",
+        ),
+        2**14,
     ),
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
@@ -27,6 +38,7 @@ _SIZES = {
     "num_kv_shared_layers": LAYERS,
     "altup_num_inputs": 2**10,
     "rotary_dim": 2**14,
+    "num_ln_in_parallel_attn": 2,
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), _LENGTH
     ),
@@ -41,7 +53,7 @@ _NUMBERS = (
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
-    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "rope_type", "type",
+    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation", "rope_type", "type",
     "position_embedding_type",
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")

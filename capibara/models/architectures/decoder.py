@@ -24,7 +24,7 @@ from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
-from capibara.models.layers.relative import Alibi, RelativeBias
+from capibara.models.layers.relative import Alibi, RelativeBias, RoundedAlibi
 from capibara.models.layers.rope import Pairs, Rope
 from capibara.models.parts import transformer
 from capibara.models.parts.config import (
@@ -169,10 +169,7 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
                 f"{str(self.positions)!r}: leave them out"
             )
-        if self.positions in (Positions.RELATIVE, Positions.ALIBI) and self.attention in (
-            AttentionBackend.SPLASH,
-            AttentionBackend.CUDNN,
-        ):
+        if self.positions.biases and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
                 f"DecoderConfig.attention ({str(self.attention)!r}) cannot add {str(self.positions)} positions: try 'auto'"
             )
@@ -235,13 +232,15 @@ class DecoderBase(nnx.Module):
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
 
     @property
-    def _distances(self) -> RelativeBias | Alibi | None:
+    def _distances(self) -> RelativeBias | Alibi | RoundedAlibi | None:
         """What adds a bias to the scores by the distance from query to key; None: nothing."""
         match self.config.positions:
             case Positions.RELATIVE:
                 return self.relative_bias
             case Positions.ALIBI:
                 return Alibi(self.config.num_heads)
+            case Positions.ALIBI_ROUNDED:
+                return RoundedAlibi(self.config.num_heads, self.config.head_size)
             case _:
                 return None
 

@@ -30,14 +30,23 @@ from capibara.models.parts.router import Moe
 
 
 class Positions(enum.StrEnum):
-    """Position encoding: rotary, a learned table, fixed sines, T5's relative biases, ALiBi's slopes, or none."""
+    """Position encoding: rotary, a learned table, fixed sines, T5's relative biases, ALiBi's slopes, or none.
+
+    alibi_rounded: ALiBi in bfloat16 and divided by sqrt(head_dim) (Falcon).
+    """
 
     ROPE = "rope"
     LEARNED = "learned"
     SINUSOIDAL = "sinusoidal"
     RELATIVE = "relative"
     ALIBI = "alibi"
+    ALIBI_ROUNDED = "alibi_rounded"
     NONE = "none"
+
+    @property
+    def biases(self) -> bool:
+        """Whether they are a bias of the attention scores."""
+        return self in (Positions.RELATIVE, Positions.ALIBI, Positions.ALIBI_ROUNDED)
 
     @property
     def added(self) -> bool:

@@ -12,11 +12,19 @@ STABLELM = dict(LAYER, model_type="stablelm", use_qkv_bias=True, qk_layernorm=Tr
 
 FAIRSEQ = dict(TOKENS, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
 OPT = dict(FAIRSEQ, model_type="opt", ffn_dim=48)
+FALCON = dict(TOKENS, model_type="falcon", num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
+FALCON |= {"max_position_embeddings": 64, "ffn_hidden_size": 48, "rope_parameters": rope(theta=500.0)}
 
 CASES: dict[str, dict[str, Any]] = {
     "biogpt": dict(FAIRSEQ, model_type="biogpt", intermediate_size=48, hidden_act="gelu", scale_embedding=True),
     "bloom": dict(TOKENS, model_type="bloom", hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-5),
     "codegen": dict(GPT, model_type="codegen", n_embd=64, n_head=8, rotary_dim=4, n_inner=48),
+    "falcon": dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True, tie_word_embeddings=True),
+    "falcon_alibi": dict(
+        FALCON, alibi=True, multi_query=False, parallel_attn=False, num_attention_heads=6, hidden_size=48
+    ),
+    "falcon_one_norm": dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon_old": dict(FALCON, multi_query=True, parallel_attn=True, bias=True),
     "gpt_bigcode": dict(GPT, model_type="gpt_bigcode", n_inner=48, multi_query=True),
     "gpt_bigcode_heads": dict(GPT, model_type="gpt_bigcode", multi_query=False, scale_attn_weights=False),
     "gpt_neo": dict(TOKENS, model_type="gpt_neo", hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from capibara.core import projections
-from capibara.interop.hf.layout.tensors import Tensor, letters
+from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
 # The dimensions of our parameters, in the letters of interop.hf.tensors.
 _LAYER = {
@@ -148,12 +148,14 @@ class Names:
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
       ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
+      chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """
 
     rows: Rows
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = r"(?!)"
     parts: str = r"(?!)"
+    chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""
