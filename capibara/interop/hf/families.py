@@ -46,7 +46,13 @@ OTHER_NAMES = (
 )  # fmt: skip
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", "relu": "reglu"} | dict.fromkeys(_TANH, "geglu")
+_GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu_exact",
+    "relu": "reglu",
+    "relu2": "reglu2",
+} | dict.fromkeys(_TANH, "geglu")
 _PLAIN = {"relu": "relu", "relu2": "relu2", "gelu": "gelu_exact", "silu": "silu", "swish": "silu"}
 _PLAIN |= dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {
@@ -55,6 +61,7 @@ _WRITTEN = {
     "geglu": "gelu_pytorch_tanh",
     "geglu_exact": "gelu",
     "reglu": "relu",
+    "reglu2": "relu2",
     "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",

@@ -45,7 +45,8 @@ _SIZES = {
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
-    "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
+    "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base",
+    "rope_local_base_freq",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
@@ -53,7 +54,8 @@ _NUMBERS = (
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
-    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation", "rope_type", "type",
+    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation",
+    "rope_type", "type",
     "position_embedding_type",
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")

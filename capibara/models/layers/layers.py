@@ -231,7 +231,7 @@ class Activation(enum.StrEnum):
     """Activation of the MLP. SwiGLU and GeGLU (Shazeer 2020) are gated: they take two projections, the others one.
 
     gelu and geglu use the tanh approximation, gelu_exact and geglu_exact the error function (BERT, GPT-NeoX). relu2 is
-    the square of ReLU (So et al. 2021, arXiv:2109.08668). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it.
+    the square of ReLU (So et al. 2021, arXiv:2109.08668), reglu2 is gated by it (BitNet). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it.
     """
 
     SWIGLU = "swiglu"
@@ -239,6 +239,7 @@ class Activation(enum.StrEnum):
     GEGLU = "geglu"
     GEGLU_EXACT = "geglu_exact"
     REGLU = "reglu"
+    REGLU2 = "reglu2"
     SILU = "silu"
     GELU = "gelu"
     GELU_EXACT = "gelu_exact"
@@ -255,7 +256,7 @@ class Activation(enum.StrEnum):
                 return jax.nn.silu(x)
             case Activation.RELU | Activation.REGLU:
                 return jax.nn.relu(x)
-            case Activation.RELU2:
+            case Activation.RELU2 | Activation.REGLU2:
                 return jnp.square(jax.nn.relu(x))
             case _:
                 return jax.nn.gelu(x, approximate=self not in (Activation.GELU_EXACT, Activation.GEGLU_EXACT))
@@ -265,7 +266,14 @@ class Activation(enum.StrEnum):
         return gated(self, gate, up, once=self in (Activation.GEGLU, Activation.GEGLU_EXACT))
 
 
-_GATED = (Activation.SWIGLU, Activation.CLAMPED_SWIGLU, Activation.GEGLU, Activation.GEGLU_EXACT, Activation.REGLU)
+_GATED = (
+    Activation.SWIGLU,
+    Activation.CLAMPED_SWIGLU,
+    Activation.GEGLU,
+    Activation.GEGLU_EXACT,
+    Activation.REGLU,
+    Activation.REGLU2,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,13 @@ class EmbeddingNorm(enum.StrEnum):
     LAYER = "layer"
 
 
+class InnerNorm(enum.StrEnum):
+    """Whether what the last projections of attention and of the MLP read is normalised, as the layers are (BitNet)."""
+
+    NONE = "none"
+    LAYER = "layer"
+
+
 class EmbeddingScale(enum.StrEnum):
     """Factor of the embeddings: none, or sqrt(embed_dim) (Gemma).
 
@@ -143,7 +150,7 @@ class FinalNorm(enum.StrEnum):
     NONE = "none"
 
 
-OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias")
+OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "inner_norm")
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
     "attention_scale": "None",
@@ -177,6 +184,7 @@ class TransformerConfig:
       embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
         the residual stream (Granite).
       embedding_norm: whether the token embeddings are normalised.
+      inner_norm: whether the inputs of the last projections of attention and of the MLP are normalised.
       head_bias: whether the output projection has a bias.
       attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
@@ -215,6 +223,7 @@ class TransformerConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE
+    inner_norm: InnerNorm = InnerNorm.NONE
     head_bias: HeadBias = HeadBias.NONE
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
@@ -254,6 +263,8 @@ class TransformerConfig:
                 f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
                 f"{str(self.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
             )
+        if self.inner_norm is not InnerNorm.NONE and self.moe is not None:
+            raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
         positions = getattr(self, "positions", Positions.NONE)
         if self.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
             raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sizes import LAYER, SIZES, VOCAB, rope
+from sizes import LAYER, RMS, SIZES, VOCAB, rope
 
 TOKENS = dict(vocab_size=VOCAB, pad_token_id=None, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
 GPT = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, layer_norm_epsilon=1e-5)
@@ -17,6 +17,7 @@ FALCON |= {"max_position_embeddings": 64, "ffn_hidden_size": 48, "rope_parameter
 
 CASES: dict[str, dict[str, Any]] = {
     "biogpt": dict(FAIRSEQ, model_type="biogpt", intermediate_size=48, hidden_act="gelu", scale_embedding=True),
+    "bitnet": dict(RMS, model_type="bitnet", attention_bias=True, rope_parameters=rope(theta=500.0)),
     "bloom": dict(TOKENS, model_type="bloom", hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-5),
     "codegen": dict(GPT, model_type="codegen", n_embd=64, n_head=8, rotary_dim=4, n_inner=48),
     "falcon": dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True, tie_word_embeddings=True),

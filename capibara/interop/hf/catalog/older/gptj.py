@@ -8,6 +8,7 @@ from typing import Any
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family, Values
 from capibara.interop.hf.layout.rows import A, M, Names, linear, norm, rows
+from capibara.kernels.rotary import Pairs
 from capibara.models.api import DecoderConfig, Rope, TransformerConfig
 
 _H = "transformer.h.{l}."
@@ -39,7 +40,7 @@ def _read(values: Values) -> dict[str, Any]:
         raise UserError(
             f"config.json has rotary_dim = {turned}, must be even, above 0 and at most {size}, a head's size"
         )
-    return {"rope": Rope(fraction=turned / size, pairs="adjacent")}
+    return {"rope": Rope(fraction=turned / size, pairs=Pairs.ADJACENT)}
 
 
 def _read_codegen(values: Values) -> dict[str, Any]:
