@@ -45,7 +45,9 @@ def _read(values: Values) -> dict[str, Any]:
 
 def _read_codegen(values: Values) -> dict[str, Any]:
     if values["n_head"] % 4:  # transformers cuts its four parts through the heads then
-        raise UserError(f"config.json of a codegen has n_head = {values['n_head']}, must be a multiple of 4")
+        raise UserError(
+            f"config.json of a codegen has n_head (num_attention_heads) = {values['n_head']}, must be a multiple of 4"
+        )
     return _read(values)
 
 
