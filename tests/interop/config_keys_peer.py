@@ -374,10 +374,15 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"missing {sorted(info['missing_keys'])[:3]}")
     model = model.eval()
-    with torch.no_grad():
-        if model_type in ("t5", "umt5", "bert"):
-            return make_encoders.logits(make_encoders.BERT if model_type == "bert" else make_encoders.T5, model)
-        return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+    if model_type == "xglm":  # it makes the least number of the model's dtype a tensor of the default one
+        torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad():
+            if model_type in ("t5", "umt5", "bert"):
+                return make_encoders.logits(make_encoders.BERT if model_type == "bert" else make_encoders.T5, model)
+            return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def main(folder: pathlib.Path, names: list[str]) -> None:
