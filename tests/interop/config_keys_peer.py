@@ -34,7 +34,7 @@ import experts  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-from cases import CASES  # noqa: E402
+from cases import CASES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -227,6 +227,21 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tie_last_hidden_states": (True, False),
     "scale_decoder_outputs": (True, False),
     "scale_attn_weights": (False, True),
+    "rotary_dim": (2, 8),
+    "ffn_dim": (64, 40),
+    "ffn_hidden_size": (64, None),
+    "n_heads": (8, 2),
+    "n_layers": (1, 3),
+    "attention_heads": (8, 2),
+    "num_kv_heads": (1, 4, None),
+    "num_ln_in_parallel_attn": (1, 2, None),
+    "afn": ("gelu", "relu", "silu", "swish"),
+    "attention_types": ([[["global"], 2]], [[["local"], 1], [["global"], 1]], None),
+    "window_size": (4, 100),
+    "attn_config": (
+        None, {}, {"clip_qkv": 0.1}, {"clip_qkv": 0}, {"softmax_scale": 0.5}, {"alibi": False}, {"alibi_bias_max": 4},
+        {"qk_ln": True}, {"prefix_lm": True}, {"attn_type": "multiquery_attention"}, {"attn_impl": "flash"},
+    ),
     "swa_layers": ([0],),
     "no_rope_layers": ([0, 1], [1, 0], [1, 1, 0, 1], [0, 1, 1, 0]),
     "no_rope_layer_interval": (1, 2, 5),
@@ -267,7 +282,7 @@ def values_of(key: str, value: Any, layers: int) -> Iterator[Any]:
             if key == "layer_types" and candidate is not None:
                 candidate = (candidate * layers)[:layers]
             yield candidate
-    elif key in ("hidden_act", "hidden_activation", "activation_function"):
+    elif key in ("hidden_act", "hidden_activation", "activation_function", "activation"):
         yield from ACTIVATIONS
     elif isinstance(value, bool):
         yield not value
@@ -359,16 +374,22 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
     """The logits of the model that transformers loads of a folder."""
     mixture = model_type in MIXTURES or model_type in experts.CASES
     eager = {"experts_implementation": "eager"} if mixture else {}  # it supports float64
+    how = IMPLEMENTATIONS.get(model_type, "eager")
     model, info = kind_of(model_type).from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **eager
+        folder, dtype=dtype, attn_implementation=how, output_loading_info=True, **eager
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"missing {sorted(info['missing_keys'])[:3]}")
     model = model.eval()
-    with torch.no_grad():
-        if model_type in ("t5", "umt5", "bert"):
-            return make_encoders.logits(make_encoders.BERT if model_type == "bert" else make_encoders.T5, model)
-        return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+    if model_type == "xglm":  # it makes the least number of the model's dtype a tensor of the default one
+        torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad():
+            if model_type in ("t5", "umt5", "bert"):
+                return make_encoders.logits(make_encoders.BERT if model_type == "bert" else make_encoders.T5, model)
+            return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def main(folder: pathlib.Path, names: list[str]) -> None:

@@ -252,7 +252,7 @@ REFUSED = {
     "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
     "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),
     "tie_word_embeddings = 'no', must be true or false": PUBLISHED["llama2_7b"] | dict(tie_word_embeddings="no"),
-    "hidden_act = 'relu2'": PUBLISHED["llama2_7b"] | dict(hidden_act="relu2"),
+    "hidden_act = 'mish'": PUBLISHED["llama2_7b"] | dict(hidden_act="mish"),
     "layer_types 'linear_attention'": PUBLISHED["gemma2_27b"] | dict(layer_types=["linear_attention"] * 46),
     "3 layer_types": PUBLISHED["gemma2_27b"] | dict(layer_types=["full_attention"] * 3),
     "decoder_sparse_step = 2": PUBLISHED["qwen3_30b_a3b"] | dict(decoder_sparse_step=2),

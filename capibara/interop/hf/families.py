@@ -32,8 +32,9 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = (
-    "num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv",
-    "attention_multiplier",
+OPTIONAL = (
+    "num_key_value_heads", "head_dim", "n_inner", "ffn_hidden_size", "attn_logit_softcapping", "final_logit_softcapping",
+    "clip_qkv", "attention_multiplier",
 )  # fmt: skip
 # Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
@@ -43,7 +44,13 @@ OTHER_NAMES = (
 )  # fmt: skip
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", "relu": "reglu"} | dict.fromkeys(_TANH, "geglu")
+_GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu_exact",
+    "relu": "reglu",
+    "relu2": "reglu2",
+} | dict.fromkeys(_TANH, "geglu")
 _PLAIN = {"relu": "relu", "relu2": "relu2", "gelu": "gelu_exact", "silu": "silu", "swish": "silu"}
 _PLAIN |= dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {
@@ -52,6 +59,7 @@ _WRITTEN = {
     "geglu": "gelu_pytorch_tanh",
     "geglu_exact": "gelu",
     "reglu": "relu",
+    "reglu2": "relu2",
     "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",
@@ -404,6 +412,8 @@ def activation(values: Values, family: Family) -> str:
     Raises:
       UserError: it is not supported.
     """
+    if not family.activation:
+        return family.fixed["activation"]
     name, gated = values[family.activation], family.gated
     if "swiglu_limit" in family.keys:  # transformers computes gpt-oss with no other, whatever the key says
         return "clamped_swiglu"
@@ -422,6 +432,8 @@ def activation(values: Values, family: Family) -> str:
 
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for the activation."""
+    if not family.activation:
+        return {}
     name = _WRITTEN[str(config.activation)]
     if family.model_type in _T5S:
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}

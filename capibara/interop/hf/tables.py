@@ -29,7 +29,7 @@ from capibara.interop.hf.layout.rows import (
     rows,
     without,
 )
-from capibara.interop.hf.layout.tensors import letters
+from capibara.interop.hf.layout.tensors import Shape, letters
 
 QWEN3 = LLAMA + ATTENTION_BIASES + QK_NORM
 
@@ -297,23 +297,25 @@ _ALIASES = {
 }
 
 
-def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) -> Rows:
+def of(model_type: str, shapes: Mapping[str, Shape], *, fused_experts: bool = False) -> Rows:
     """The rows of an architecture's table that a model uses.
 
     Args:
       model_type: a key of NAMES.
-      paths: our parameters' names.
+      shapes: of our parameters, by name.
       fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory.
     """
-    rows = NAMES[model_type].rows
-    if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in paths:
+    rows, chosen = NAMES[model_type].rows, NAMES[model_type].chosen
+    if chosen is not None:
+        rows = chosen(shapes)
+    if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in shapes:
         rows = T5_GATED if rows is T5 else UMT5_GATED
-    if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
+    if rows is T5X_DECODER and "layers/mlp/gate" not in shapes:
         rows = T5X_DECODER_PLAIN
-    if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # its files always have them fused
+    if fused_experts and "layers/mlp/router" in shapes and rows is not GPT_OSS:  # its files always have them fused
         fused = {path for row in FUSED_EXPERTS for path in row.ours}
         rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
-    return tuple(row for row in rows if row.ours[0] in paths)
+    return tuple(row for row in rows if row.ours[0] in shapes)
 
 
 def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

@@ -13,34 +13,57 @@ LAYERS = 4096
 _LENGTH = 2**31 - 1
 # Upper limits: well above every existing model, and small enough to iterate over.
 _SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"), LAYERS),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff"), 2**22),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**14),
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"), 2**20),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), 2**22
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_kv_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "attention_heads",
+        ),
+        2**14,
+    ),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group", "topk_group"), 2**14),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size"), 2**22),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
+    "first_k_dense_replace": LAYERS,
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
     "num_kv_shared_layers": LAYERS,
     "altup_num_inputs": 2**10,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), _LENGTH),
+    "rotary_dim": 2**14,
+    "num_ln_in_parallel_attn": 2,
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), _LENGTH
+    ),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
-    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
+    "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base",
+    "rope_local_base_freq",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-    "clip_qkv", "alpha", "llama_4_scaling_beta",
+    "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
-    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "rope_type", "type",
+    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation",
+    "rope_type", "type",
     "position_embedding_type",
 )  # fmt: skip
-_INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config")
+_INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")
 _LISTS = ("architectures", "layer_types")
 _NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
 _OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # per layer, in a Gemma 3n

@@ -24,13 +24,14 @@ from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
-from capibara.models.layers.relative import Alibi, RelativeBias
+from capibara.models.layers.relative import Alibi, RelativeBias, RoundedAlibi
 from capibara.models.layers.rope import Pairs, Rope
 from capibara.models.parts import transformer
 from capibara.models.parts.config import (
     ComputeDtype,
     EmbeddingNorm,
     EmbeddingScale,
+    FinalNorm,
     Head,
     HeadBias,
     LayerKind,
@@ -59,10 +60,11 @@ class DecoderConfig(TransformerConfig):
     """Sizes and variants of a decoder; see also TransformerConfig.
 
     Attributes:
-      positions, rope: rotary (configured by `rope`), learned, relative (T5's bias of the scores, one table for all
+      positions, rope: rotary (configured by `rope`), learned, sinusoidal (sines and cosines that are added to the
+        embeddings, Vaswani et al. 2017, arXiv:1706.03762), relative (T5's bias of the scores, one table for all
         layers), alibi (a bias that falls with the distance, Press et al. 2022, arXiv:2108.12409) or no positions. If rotary frequencies depend on the row length, all rows of a cache use those of
         max_length (which an engine sets), or of the cache's capacity.
-      position_offset: for learned positions: the table's row of a document's first token (OPT: 2).
+      position_offset: for learned and sinusoidal positions: the table's row of a document's first token (OPT: 2).
       relative_buckets, relative_distance: for relative positions: the number of buckets, and the distance from which on
         all share the last.
       inputs_attention: whether an example's inputs attend to each other in both directions; Dataset.kind is then
@@ -70,6 +72,7 @@ class DecoderConfig(TransformerConfig):
       logit_scale: factor of the final hidden states before the head; embed_dim**-0.5 in T5X's tied decoders.
       query_growth, query_growth_length: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p /
         query_growth_length)) (Llama 4, Ministral 3); 0: they are not.
+      final_norm: whether the last layer's output is normalised.
       window: number of positions visible to a query of a local layer, its own included.
       layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
     """
@@ -85,6 +88,7 @@ class DecoderConfig(TransformerConfig):
     logit_scale: float = 1.0
     query_growth: float = 0.0
     query_growth_length: int | None = None
+    final_norm: FinalNorm = FinalNorm.LAYER
 
     @property
     def data_kind(self) -> str:
@@ -153,10 +157,14 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.query_growth_length is {self.query_growth_length}, must be at least 1 with query_growth "
                 f"({self.query_growth}) above 0, and None without: try 8192"
             )
-        if self.position_offset < 0 or (self.position_offset and self.positions is not Positions.LEARNED):
+        if self.position_offset < 0 or (self.position_offset and not self.positions.added):
             raise UserError(
-                f"DecoderConfig.position_offset is {self.position_offset}, must be at least 0, and is for learned positions "
-                "only: leave it out"
+                f"DecoderConfig.position_offset is {self.position_offset}, must be at least 0, and is for learned or "
+                "sinusoidal positions only: leave it out"
+            )
+        if self.positions is Positions.SINUSOIDAL and (self.embed_dim % 2 or self.embed_dim < 4):
+            raise UserError(
+                f"DecoderConfig.embed_dim ({self.embed_dim}) must be even and at least 4 for sinusoidal positions"
             )
 
     def _check_relative(self) -> None:
@@ -174,10 +182,7 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
                 f"{str(self.positions)!r}: leave them out"
             )
-        if self.positions in (Positions.RELATIVE, Positions.ALIBI) and self.attention in (
-            AttentionBackend.SPLASH,
-            AttentionBackend.CUDNN,
-        ):
+        if self.positions.biases and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
                 f"DecoderConfig.attention ({str(self.attention)!r}) cannot add {str(self.positions)} positions: try 'auto'"
             )
@@ -201,7 +206,8 @@ class DecoderBase(nnx.Module):
         if config.embedding_norm is EmbeddingNorm.LAYER:
             self.embedding_norm = config.make_norm(rngs)
         self._make_layers(rngs)
-        self.final_norm = config.make_norm(rngs)
+        if config.final_norm is not FinalNorm.NONE:
+            self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
         if config.head_bias is HeadBias.VOCAB:
@@ -233,18 +239,21 @@ class DecoderBase(nnx.Module):
 
     def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
         """Normalises and scales the final hidden states; where the head has a bias, a column of ones is appended."""
-        x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
+        x = self.final_norm(x) if self.config.final_norm is not FinalNorm.NONE else x
+        x = dropout.apply(drop, constrain(x, ("batch", "act_time", "act_embed")), Site.FINAL)
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
 
     @property
-    def _distances(self) -> RelativeBias | Alibi | None:
+    def _distances(self) -> RelativeBias | Alibi | RoundedAlibi | None:
         """What adds a bias to the scores by the distance from query to key; None: nothing."""
         match self.config.positions:
             case Positions.RELATIVE:
                 return self.relative_bias
             case Positions.ALIBI:
                 return Alibi(self.config.num_heads)
+            case Positions.ALIBI_ROUNDED:
+                return RoundedAlibi(self.config.num_heads, self.config.head_size)
             case _:
                 return None
 
@@ -270,6 +279,10 @@ class DecoderBase(nnx.Module):
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config
         x = trainable_tokens.lookup(self, batch["tokens"], config.dtype.value)
+        if config.embedding_scale is EmbeddingScale.TOKENS:
+            x = x * config.embed_dim**0.5
+        if config.positions is Positions.SINUSOIDAL:
+            x = x + layers.sines(batch["positions"] + config.position_offset, config.embed_dim).astype(x.dtype)
         if config.positions is Positions.LEARNED:
             x = x + self.position_embedding[...][batch["positions"] + config.position_offset].astype(x.dtype)
         x = transformer.residual(x)

@@ -103,6 +103,14 @@ def dense(
     return y if adapter is None else adapter(x, y, weight)
 
 
+def sines(positions_BT: jax.Array, size: int) -> jax.Array:
+    """Sinusoidal positions [B, T, size] in float32: sines of all wavelengths, from 2 pi to 2e4 pi, then cosines."""
+    half = size // 2
+    frequency = np.exp(np.arange(half) * (-np.log(10_000.0) / (half - 1))).astype(np.float32)
+    angle_BTF = positions_BT[..., None].astype(jnp.float32) * frequency
+    return jnp.concatenate([jnp.sin(angle_BTF), jnp.cos(angle_BTF)], axis=-1)
+
+
 class Bias(enum.StrEnum):
     """Which projections have a bias.
 
@@ -223,8 +231,8 @@ class Activation(enum.StrEnum):
     """Activation of the MLP. SwiGLU and GeGLU (Shazeer 2020) are gated: they take two projections, the others one.
 
     gelu and geglu use the tanh approximation, gelu_exact and geglu_exact the error function (BERT, GPT-NeoX). relu2 is
-    the square of ReLU (So et al. 2021, arXiv:2109.08668). clamped_swiglu is gpt-oss's; `ClampedSwiglu` computes it. xielu
-    has parameters (Apertus); `Xielu` computes it.
+    the square of ReLU (So et al. 2021, arXiv:2109.08668), reglu2 is gated by it (BitNet). clamped_swiglu is gpt-oss's;
+    `ClampedSwiglu` computes it. xielu has parameters (Apertus); `Xielu` computes it.
     """
 
     SWIGLU = "swiglu"
@@ -232,6 +240,7 @@ class Activation(enum.StrEnum):
     GEGLU = "geglu"
     GEGLU_EXACT = "geglu_exact"
     REGLU = "reglu"
+    REGLU2 = "reglu2"
     SILU = "silu"
     GELU = "gelu"
     GELU_EXACT = "gelu_exact"
@@ -249,7 +258,7 @@ class Activation(enum.StrEnum):
                 return jax.nn.silu(x)
             case Activation.RELU | Activation.REGLU:
                 return jax.nn.relu(x)
-            case Activation.RELU2:
+            case Activation.RELU2 | Activation.REGLU2:
                 return jnp.square(jax.nn.relu(x))
             case _:
                 return jax.nn.gelu(x, approximate=self not in (Activation.GELU_EXACT, Activation.GEGLU_EXACT))
@@ -259,7 +268,14 @@ class Activation(enum.StrEnum):
         return gated(self, gate, up, once=self in (Activation.GEGLU, Activation.GEGLU_EXACT))
 
 
-_GATED = (Activation.SWIGLU, Activation.CLAMPED_SWIGLU, Activation.GEGLU, Activation.GEGLU_EXACT, Activation.REGLU)
+_GATED = (
+    Activation.SWIGLU,
+    Activation.CLAMPED_SWIGLU,
+    Activation.GEGLU,
+    Activation.GEGLU_EXACT,
+    Activation.REGLU,
+    Activation.REGLU2,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,39 @@ class Alibi:
         return -self.slopes_N[:, None, None] * back_BTS[:, None]
 
 
+class RoundedAlibi:
+    """ALiBi as Falcon computes it: by a key's own position, in bfloat16, divided by sqrt(head_dim).
+
+    Adding a head's slope times the key's position is ALiBi, as softmax ignores what all keys of a query share; but the
+    rounding depends on the position, which in a row of several documents is that in the row.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int):
+        self.slopes_N, self.scale = jnp.asarray(slopes(num_heads)), head_dim**-0.5
+
+    def __call__(self, length: int, row_positions_T: jax.Array | np.ndarray | None = None) -> jax.Array:
+        """Biases [N, T, T] in float32 of rows of this length, as `RelativeBias`."""
+        columns_T = jnp.arange(length) if row_positions_T is None else jnp.asarray(row_positions_T)
+        bias_NTT = jnp.broadcast_to(self._of_keys(columns_T)[:, None], (len(self.slopes_N), length, length))
+        return constrain(bias_NTT, ("act_heads", "act_time", None))
+
+    def at(self, q_positions_BT: jax.Array, kv_positions_BS: jax.Array) -> jax.Array:
+        """Biases [B, N, T, S] in float32, by position; arbitrary for masked keys."""
+        bias_BNS = jnp.moveaxis(self._of_keys(kv_positions_BS), 0, 1)
+        shape = (*bias_BNS.shape[:2], q_positions_BT.shape[1], bias_BNS.shape[2])
+        return jnp.broadcast_to(bias_BNS[:, :, None], shape)
+
+    def _of_keys(self, positions: jax.Array) -> jax.Array:
+        """[N, ...] for positions [...]."""
+        slopes = self.slopes_N.reshape(-1, *(1,) * positions.ndim)
+        return _bfloat16(_bfloat16(slopes) * _bfloat16(positions.astype(jnp.float32))) * self.scale
+
+
+def _bfloat16(x: jax.Array) -> jax.Array:
+    """Rounded to bfloat16, in float32: XLA may leave a conversion there and back out."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
 def slopes(num_heads: int) -> np.ndarray:
     """ALiBi's slope of each head, float32 [N]: 2**(-8 i / n) for a power of two n, and between them for the other heads."""
     whole = 2 ** math.floor(math.log2(num_heads))

@@ -18,7 +18,7 @@ from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.config import InnerNorm, TransformerConfig
 from capibara.sharding import constrain
 
 
@@ -48,6 +48,9 @@ class Attention(nnx.Module):
                 _norm(config, projections.QUERY, N, rngs),
                 _norm(config, projections.KEY, K, rngs),
             )
+        if config.inner_norm is not InnerNorm.NONE:
+            norm = functools.partial(layers.Norm, kind=config.norm, eps=config.norm_eps, scale=config.norm_scale)
+            self.out_norm = norm((N, H), rngs=rngs, axes=projections.QUERY.out_axes, whole=True)
 
     def __call__(
         self,
@@ -151,6 +154,7 @@ class Attention(nnx.Module):
 
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
+        y = self.out_norm(y) if self.config.inner_norm is not InnerNorm.NONE else y
         y = self._dense(projections.OUT, y)
         if self.config.bias.of_out:
             y = y + self.out_bias[...].astype(y.dtype)

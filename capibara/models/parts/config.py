@@ -31,13 +31,28 @@ from capibara.models.parts.router import Moe
 
 
 class Positions(enum.StrEnum):
-    """Position encoding: rotary, a learned table, T5's relative biases, ALiBi's slopes, or none."""
+    """Position encoding: rotary, a learned table, fixed sines, T5's relative biases, ALiBi's slopes, or none.
+
+    alibi_rounded: ALiBi in bfloat16 and divided by sqrt(head_dim) (Falcon).
+    """
 
     ROPE = "rope"
     LEARNED = "learned"
+    SINUSOIDAL = "sinusoidal"
     RELATIVE = "relative"
     ALIBI = "alibi"
+    ALIBI_ROUNDED = "alibi_rounded"
     NONE = "none"
+
+    @property
+    def biases(self) -> bool:
+        """Whether they are a bias of the attention scores."""
+        return self in (Positions.RELATIVE, Positions.ALIBI, Positions.ALIBI_ROUNDED)
+
+    @property
+    def added(self) -> bool:
+        """Whether they are added to the token embeddings."""
+        return self in (Positions.LEARNED, Positions.SINUSOIDAL)
 
 
 class Head(enum.StrEnum):
@@ -111,15 +126,40 @@ class EmbeddingNorm(enum.StrEnum):
     LAYER = "layer"
 
 
+class InnerNorm(enum.StrEnum):
+    """Whether what the last projections of attention and of the MLP read is normalised, as the layers are (BitNet)."""
+
+    NONE = "none"
+    LAYER = "layer"
+
+
 class EmbeddingScale(enum.StrEnum):
-    """Factor of the token embeddings: none, or sqrt(embed_dim) (Gemma)."""
+    """Factor of the embeddings: none, or sqrt(embed_dim) (Gemma).
+
+    sqrt_dim scales the sum of tokens and positions, tokens the tokens before positions are added (BioGPT, XGLM).
+    """
 
     NONE = "none"
     SQRT_DIM = "sqrt_dim"
+    TOKENS = "tokens"
 
 
-OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "latent")
-_NOT_LATENT = ("bias", "qk_norm", "attention_sinks", "attention_clip", "num_kv_heads")  # of other attention
+class FinalNorm(enum.StrEnum):
+    """Whether the last layer's output is normalised, as the layers are, before the head (not in GPT)."""
+
+    LAYER = "layer"
+    NONE = "none"
+
+
+OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent")
+_NOT_LATENT = (
+    "bias",
+    "qk_norm",
+    "attention_sinks",
+    "attention_clip",
+    "num_kv_heads",
+    "inner_norm",
+)  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
     "attention_scale": "None",
@@ -153,6 +193,7 @@ class TransformerConfig:
       embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
         the residual stream (Granite).
       embedding_norm: whether the token embeddings are normalised.
+      inner_norm: whether the inputs of the last projections of attention and of the MLP are normalised.
       head_bias: whether the output projection has a bias.
       attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
@@ -193,6 +234,7 @@ class TransformerConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE
+    inner_norm: InnerNorm = InnerNorm.NONE
     head_bias: HeadBias = HeadBias.NONE
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
@@ -242,6 +284,14 @@ class TransformerConfig:
             )
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.inner_norm is not InnerNorm.NONE and self.moe is not None:
+            raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
+        positions = getattr(self, "positions", Positions.NONE)
+        if self.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
+            raise UserError(
+                f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
+                f"{str(positions)!r}: write 'sqrt_dim'"
+            )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))

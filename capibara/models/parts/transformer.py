@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.attention import Attention
-from capibara.models.parts.config import LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.config import InnerNorm, LayerKind, NormPlacement, Residual, TransformerConfig
 from capibara.models.parts.latent import Latent
 from capibara.models.parts.moe import MoeMLP
 from capibara.sharding import constrain
@@ -85,6 +86,9 @@ class MLP(nnx.Module):
             if config.activation.gated:
                 self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+        if config.inner_norm is not InnerNorm.NONE:
+            norm = functools.partial(layers.Norm, kind=config.norm, eps=config.norm_eps, scale=config.norm_scale)
+            self.down_norm = norm(F, rngs=rngs, axes=("mlp",))
 
     def __call__(
         self,
@@ -113,6 +117,7 @@ class MLP(nnx.Module):
             h = self.config.gating.gate(gate if on_gate is None else on_gate(gate), h)
         else:
             h = self.activation(h) if self.config.activation is layers.Activation.XIELU else self.config.activation(h)
+        h = self.down_norm(h) if self.config.inner_norm is not InnerNorm.NONE else h
         h = dropout.apply(drop, h, Site.MLP_INNER)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y

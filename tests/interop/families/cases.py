@@ -7,3 +7,5 @@ import experts
 import older
 
 CASES = dense.CASES | older.CASES | experts.CASES
+# transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
+IMPLEMENTATIONS = {"falcon": "sdpa"}

@@ -9,6 +9,7 @@ first eight of each row), and `losses` of five steps of AdamW. Needs torch, tran
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
@@ -22,7 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
-from cases import CASES  # noqa: E402
+from cases import CASES, IMPLEMENTATIONS  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 
@@ -63,8 +64,9 @@ def write(case: dict, where: pathlib.Path) -> None:
 
 
 def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    how = IMPLEMENTATIONS.get(json.loads((folder / "config.json").read_text())["model_type"], "eager")
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=dtype, output_loading_info=True, experts_implementation="eager"
+        folder, attn_implementation=how, dtype=dtype, output_loading_info=True, experts_implementation="eager"
     )
     strange = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     assert not strange, strange

@@ -13,6 +13,7 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.rope import Rope
+from capibara.models.parts.router import Moe
 from capibara.sharding import Remat
 
 TINY = DecoderConfig(
@@ -144,6 +145,22 @@ def test_a_document_does_not_see_its_neighbours():
     assert np.abs(before[0, :6] - after[0, :6]).max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        dict(positions="sinusoidal", position_offset=2, embedding_scale="tokens", final_norm="none"),
+        dict(positions="alibi_rounded", inner_norm="layer", activation="reglu2"),
+    ],
+    ids=str,
+)
+def test_documents_of_a_row_get_what_they_get_alone(variant):
+    model = api.build(dataclasses.replace(TINY, **variant))
+    params, batch = random_params(model), batch_of([[6, 10]])
+    alone = {key: np.roll(value, -6, axis=1) for key, value in batch.items()}  # the second one, first in its row
+    together, apart = (np.asarray(model.logits(params, b)) for b in (batch, alone))
+    np.testing.assert_allclose(together[0, 6:], apart[0, :10], rtol=0, atol=1e-5 * np.abs(apart).max())
+
+
 def test_a_token_does_not_see_what_follows():
     model = api.build(TINY)
     params, batch = random_params(model), batch_of([[16]])
@@ -209,6 +226,14 @@ def test_flops_count_the_matmuls_that_are_there():
         (dict(layer_pattern=()), "layer_pattern is empty"),
         (dict(layer_pattern=("local",)), "window has no value, local layers in layer_pattern need one"),
         (dict(window=8), r'window \(8\) is for local layers, layer_pattern has none: set .* \("local",\)'),
+        (dict(embedding_scale="tokens"), "embedding_scale .'tokens'. is for positions that are added .* are 'rope'"),
+        (dict(position_offset=2), "position_offset is 2, .* is for learned or sinusoidal positions only"),
+        (dict(positions="sinusoidal", embed_dim=33, head_dim=8), "embed_dim .33. must be even and at least 4"),
+        (
+            dict(positions="alibi_rounded", attention="splash"),
+            "attention .'splash'. cannot add alibi_rounded positions",
+        ),
+        (dict(inner_norm="layer", moe=Moe(num_experts=2, top_k=1)), "inner_norm is for MLPs, not for experts"),
         (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
     ],
 )

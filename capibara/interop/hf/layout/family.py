@@ -37,7 +37,7 @@ class Family:
       defaults: its keys -> their values if config.json does not set them.
       only: its keys -> supported values; the first one is written.
       tied: whether the head is tied to the embedding if config.json does not say.
-      activation: key of the activation's name.
+      activation: key of the activation's name; "": it has none, and `fixed` says it.
       gated: whether its MLP is gated.
       window: which layers have a window: "none", "all" or "types" (as in layer_types).
       kinds: the entries of layer_types, and our kinds of layers.

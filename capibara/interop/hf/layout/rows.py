@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from capibara.core import projections
-from capibara.interop.hf.layout.tensors import Tensor, letters
+from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
 # The dimensions of our parameters, in the letters of interop.hf.tensors.
 _LAYER = {
@@ -16,7 +16,7 @@ _LAYER = {
     **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
     **{f"first_{one.path}": "l" + letters(one.axes) for one in projections.MLP},
     **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
-    **{f"{one.path}_norm/scale": "lh" for one in (projections.QUERY, projections.KEY)},
+    **{f"{one.path}_norm/{part}": "lh" for one in (projections.QUERY, projections.KEY) for part in ("scale", "bias")},
     "attention/sinks": "ln",
 }
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
@@ -100,6 +100,17 @@ def shared_experts(module: str) -> Rows:
     return rows([(f"{L}{module}.{name}.weight", dims, M + ours) for name, dims, ours in names], EXPERTS)
 
 
+def linear(name: str, dims: str, ours: str, *along: str, out: int = 0) -> list[tuple[str, ...]]:
+    """A weight and its bias, for `rows`. `out` is the dimension of its outputs: the first, or the second (GPT-2)."""
+    biases = " ".join(f"{path}_bias" for path in ours.split())
+    return [(f"{name}.weight", dims, ours, *along), (f"{name}.bias", dims.split()[out], biases, *along)]
+
+
+def norm(name: str, ours: str, dim: str = "d") -> list[tuple[str, ...]]:
+    """A norm's scale and its bias, for `rows`."""
+    return [(f"{name}.weight", dim, f"{ours}/scale"), (f"{name}.bias", dim, f"{ours}/bias")]
+
+
 def without(rows: Rows, *words: str) -> Rows:
     """The rows whose tensors have none of these words in their names."""
     return tuple(row for row in rows if not any(word in row.name for word in words))
@@ -166,12 +177,14 @@ class Names:
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
       ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
+      chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """
 
     rows: Rows
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = r"(?!)"
     parts: str = r"(?!)"
+    chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""

@@ -5,7 +5,8 @@ Needs only numpy: the scripts that make reference answers run in environments wi
 Dimensions are letters: l layers, e experts, v vocabulary, p positions, t token types, r relative positions, d embed,
 o another embed, n heads, h head_dim, f hidden width of an MLP, i an index of interleaved parameters, which has no
 dimension in ours. "nh d" is a tensor of two dimensions, the first of which runs over heads and, within each, over its
-own. A tensor of one layer or expert has that letter in its name: "{l}".
+own. A tensor of one layer or expert has that letter in its name: "{l}". Heads that are fused by groups are "gnh": g stands for
+the key/value heads, each with its queries, its key and its value; a digit in its place for that number of groups.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def letters(axes: Axes) -> str:
 
 def own_letters(group: str) -> str:
     """The letters of a tensor's dimension that our parameters have too."""
-    return group.replace(_BESIDE, "")
+    return "".join(letter for letter in group if letter != _BESIDE and not _is_groups(letter))
+
+
+def _is_groups(letter: str) -> bool:
+    return letter == "g" or letter.isdigit()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +95,22 @@ class Tensor:
         if self.along == _BESIDE:
             at = letters.index(_BESIDE)
             letters, parts = letters.replace(_BESIDE, ""), [part.squeeze(at) for part in parts]
-        order = [letters.index(letter) for letter in self.layout[len(self.numbered) :]]
-        return {path: part.transpose(order) for path, part in zip(self.ours, parts, strict=True)}
+        order = [letters.index(letter) for letter in self._inner]
+        parts = [part.transpose(order) for part in parts]
+        if self._groups:
+            at = self._inner.index("n")
+            parts = [part.reshape(*part.shape[: at - 1], -1, *part.shape[at + 1 :]) for part in parts]
+        return dict(zip(self.ours, parts, strict=True))
 
     def join(self, parts: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> np.ndarray:
         """The way back: a tensor of the parts that `split` gives."""
-        letters, layout = self.dims.replace(" ", ""), self.layout[len(self.numbered) :]
+        letters, layout = self.dims.replace(" ", ""), self._inner
         order = [layout.index(letter) for letter in letters if letter != _BESIDE]
-        values = [parts[path].transpose(order) for path in self.ours]
+        values = [parts[path] for path in self.ours]
+        if self._groups:
+            at, count = layout.index("n") - 1, self._sizes(shapes)[self._groups]
+            values = [value.reshape(*value.shape[:at], count, -1, *value.shape[at + 1 :]) for value in values]
+        values = [value.transpose(order) for value in values]
         if self.along == _BESIDE:
             values = [np.expand_dims(value, letters.index(_BESIDE)) for value in values]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=letters.index(self.along))
@@ -105,10 +118,28 @@ class Tensor:
 
     def _sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         sizes = dict(zip(self.layout, shapes[self.ours[0]], strict=True))
+        if self._groups:
+            sizes |= {self._groups: self._count(shapes), "n": sizes["n"] // self._count(shapes)}
         return sizes | ({self.along: sum(self._size(path, shapes) for path in self.ours)} if self.along else {})
 
     def _size(self, path: str, shapes: Mapping[str, Shape]) -> int:
-        return 1 if self.along == _BESIDE else shapes[path][self.layout.index(self.along)]
+        return 1 if self.along == _BESIDE else shapes[path][self.layout.index(self.along)] // self._count(shapes)
+
+    @property
+    def _groups(self) -> str:
+        """The letter of the groups of heads; "": they are not in groups."""
+        return next(filter(_is_groups, self.dims), "")
+
+    @property
+    def _inner(self) -> str:
+        """The dimensions of our parameters within a tensor, those of heads by groups."""
+        return self.layout[len(self.numbered) :].replace("n", f"{self._groups}n")
+
+    def _count(self, shapes: Mapping[str, Shape]) -> int:
+        """The number of groups of heads."""
+        if self._groups != "g":
+            return int(self._groups or 1)
+        return shapes[self.ours[-1]][self.layout.index("n")]
 
 
 def read(
