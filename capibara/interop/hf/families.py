@@ -32,7 +32,6 @@ from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConf
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = (
-OPTIONAL = (
     "num_key_value_heads", "head_dim", "n_inner", "ffn_hidden_size", "attn_logit_softcapping", "final_logit_softcapping",
     "clip_qkv", "attention_multiplier",
 )  # fmt: skip
