@@ -4,6 +4,7 @@
 # make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
 #   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI), mergekit, xmanager, beam (and Dask);
 #   trackers (W&B, MLflow, Comet) and gpu (one NVIDIA GPU) need capibara in that environment, too
+# make test-families   every family of models as recorded of transformers; with PEER_PYTHON=PATH also beside transformers itself
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
@@ -32,7 +33,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-peer test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-peer test-families test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -61,6 +62,9 @@ test-peer: $(if $(filter $(filter-out gpu,$(PEERS)),$(PEER)),$(STAMP))
 	@test -n "$(filter $(PEERS),$(PEER))" || { echo "error: PEER ($(PEER)) must be one of: $(PEERS)" >&2; exit 2; }
 	@test -n "$(PEER_PYTHON)" || { echo "error: PEER_PYTHON is not set: name the python of an environment with $(PEER)" >&2; exit 2; }
 	$(firstword $(PEER_$(PEER)))=$(PEER_PYTHON) $(PEER_RUNNER) -m pytest -q -s $(wordlist 2,9,$(PEER_$(PEER))) $(ARGS)
+
+test-families: $(STAMP)
+	$(if $(PEER_PYTHON),TORCH_PYTHON=$(PEER_PYTHON)) $(PYTEST) -m "heavy or not heavy" tests/interop/families $(ARGS)
 
 test-hosts: $(STAMP)
 	$(PYTEST) tests/hosts tests/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)

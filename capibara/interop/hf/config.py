@@ -16,7 +16,7 @@ from capibara.interop.hf import families, gemma3n, keys, tables
 from capibara.interop.hf import rope as hf_rope
 from capibara.interop.hf import values as hf_values
 from capibara.interop.hf.families import FAMILIES
-from capibara.interop.hf.layout.family import Family, Kind
+from capibara.interop.hf.layout.family import LATENT_SIZES, Family, Kind
 from capibara.models.api import (
     DecoderConfig,
     EncoderConfig,
@@ -95,6 +95,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
     names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
+    names |= family.moe_keys | LATENT_SIZES
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (Kind.DECODER, Kind.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}

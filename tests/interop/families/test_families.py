@@ -184,7 +184,11 @@ def write_drawn(folder, recorded):
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every third of them in `make test`; all in `make test-families`.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if at % 3 == 0 else pytest.mark.heavy) for at, name in enumerate(sorted(CASES))],
+)
 def test_a_family_answers_as_recorded(name, tmp_path):
     recorded = json.loads((RECORDED / f"{name}.json").read_text())
     write_drawn(tmp_path / "theirs", recorded)

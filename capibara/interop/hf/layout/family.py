@@ -24,6 +24,15 @@ class Kind(enum.StrEnum):
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
+# The sizes of latent attention, as all of its families call them.
+LATENT_SIZES = {
+    "kv_rank": "kv_lora_rank",
+    "query_rank": "q_lora_rank",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """An architecture.

@@ -6,7 +6,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE
-from capibara.interop.hf.layout.family import KEYS, NO_BIAS, SILU, Family, Values
+from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
     LLAMA,
@@ -19,13 +19,7 @@ from capibara.interop.hf.layout.rows import (
 )
 from capibara.models.api import DecoderConfig, LatentAttention, TransformerConfig
 
-_SIZES = {
-    "kv_rank": "kv_lora_rank",
-    "query_rank": "q_lora_rank",
-    "rotary_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
-_SIZE_KEYS = (*_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
+_SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
 _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEFAULTS |= {"qk_nope_head_dim": 128}
 _LAYOUTS = {
@@ -57,14 +51,14 @@ def _read(values: Values) -> dict[str, Any]:
             f"config.json has num_key_value_heads = {heads}, must be num_attention_heads ({values['num_attention_heads']}): "
             "latent attention has keys for each head"
         )
-    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in _SIZES.items()})
+    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in LATENT_SIZES.items()})
     return {"head_dim": values["qk_nope_head_dim"] + latent.rotary_dim, "latent": latent}
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
     if config.latent is None:
         return {}
-    sizes = {theirs: getattr(config.latent, ours) for ours, theirs in _SIZES.items()}
+    sizes = {theirs: getattr(config.latent, ours) for ours, theirs in LATENT_SIZES.items()}
     nope = config.head_size - config.latent.rotary_dim
     return sizes | {"qk_nope_head_dim": nope, "num_key_value_heads": config.num_heads}
 
