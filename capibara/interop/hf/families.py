@@ -31,8 +31,10 @@ from capibara.interop.hf.tables import T5X_DECODER_TYPE
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
 
 # Optional in a config.json; if missing, our value is None.
-OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
-OPTIONAL += ("clip_qkv", "attention_multiplier")
+OPTIONAL = (
+    "num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv",
+    "attention_multiplier",
+)  # fmt: skip
 # Keys that have other names in other versions of transformers.
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
