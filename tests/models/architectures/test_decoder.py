@@ -13,6 +13,7 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.rope import Rope
+from capibara.models.parts.router import Moe
 from capibara.sharding import Remat
 
 TINY = DecoderConfig(
@@ -210,6 +211,10 @@ def test_flops_count_the_matmuls_that_are_there():
         (dict(layer_pattern=("local",)), "window has no value, local layers in layer_pattern need one"),
         (dict(window=8), r'window \(8\) is for local layers, layer_pattern has none: set .* \("local",\)'),
         (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
+        (dict(query_growth=-0.1), "query_growth is -0.1, must be finite and at least 0"),
+        (dict(query_growth=0.1), r"query_growth_length is None, must be at least 1 with query_growth \(0.1\)"),
+        (dict(query_growth_length=8), r"query_growth_length is 8, .* and None without: try 8192"),
+        (dict(activation="xielu", moe=Moe(num_experts=2, top_k=1)), r"activation \('xielu'\) has parameters"),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):
