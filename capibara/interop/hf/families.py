@@ -490,9 +490,7 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.window == "all":
         return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in family.kinds.items()}
-    theirs |= (
-        {} if window else {"global": "full_attention"}
-    )  # without a window every layer is global, whatever its type
+    theirs |= {} if window else {"global": "full_attention"}  # as all layers are without a window
     written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
     if "max_window_layers" in family.defaults:
         written["max_window_layers"] = found.index("local") if "local" in found else len(found)

@@ -235,6 +235,10 @@ def test_flops_count_the_matmuls_that_are_there():
         ),
         (dict(inner_norm="layer", moe=Moe(num_experts=2, top_k=1)), "inner_norm is for MLPs, not for experts"),
         (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
+        (dict(query_growth=-0.1), "query_growth is -0.1, must be finite and at least 0"),
+        (dict(query_growth=0.1), r"query_growth_length is None, must be at least 1 with query_growth \(0.1\)"),
+        (dict(query_growth_length=8), r"query_growth_length is 8, .* and None without: try 8192"),
+        (dict(activation="xielu", moe=Moe(num_experts=2, top_k=1)), r"activation \('xielu'\) has parameters"),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):

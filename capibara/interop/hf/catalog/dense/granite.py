@@ -55,7 +55,8 @@ def _read_swa(values: Values) -> dict[str, Any]:
     for kind, found in of_kind.items():
         if len(found) > 1:
             raise UserError(
-                f"config.json has layer_rope_theta {found[0]} and {found[1]} for layers of {kind}, must be one: take another model"
+                f"config.json has layer_rope_theta {found[0]} and {found[1]} for layer_types {kind!r}, must be one: take another "
+                "model"
             )
     full, local = of_kind.get("full_attention"), of_kind.get("sliding_attention")
     theta = (full or local or [base])[0]
@@ -65,7 +66,7 @@ def _read_swa(values: Values) -> dict[str, Any]:
         if turned["scaling"] != "none":
             raise UserError(
                 f"config.json has layer_rope_theta {local[0]} for layers with a window, {theta} for others, and scales both by "
-                f"rope_parameters of type {turned['scaling']!r}: take another model"
+                f"rope_parameters (rope_scaling) of type {turned['scaling']!r}: take another model"
             )
         turned["local_theta"] = local[0]
     return read_factors(values) | fields | {"rope": Rope(**turned)}

@@ -1,0 +1,75 @@
+"""What files of the families of interop/hf/catalog say and our models do not compute is refused by name."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.interop.hf import config as hf_config
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from cases import CASES  # noqa: E402
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (
+            "helium",
+            {"head_dim": 12},
+            r"head_dim = 12 and num_attention_heads = 4, their product must be hidden_size = 32",
+        ),
+        ("internlm3", {"mlp_bias": False}, r"qkv_bias \(attention_bias\) = True and bias \(mlp_bias\) = False"),
+        ("iquestcoder", {"clip_qkv": 1.0}, "clip_qkv = 1.0, must be without"),
+        ("arcee", {"hidden_act": "xielu"}, "hidden_act = 'xielu', must be one of"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG'"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "layer 2 with a window and without rotary positions"),
+        ("smollm3", {"sliding_window": None}, "layer 2 with a window and without a sliding_window"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "2 no_rope_layers, must be one for each of 4 layers"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 0},
+            "no_rope_layer_interval = 0, must be at least 1",
+        ),
+        ("smollm3", {"no_rope_layers": "1"}, "no_rope_layers = '1', must be a list"),
+        (
+            "granite_swa",
+            {"layer_types": WINDOWS},
+            "layer_rope_theta 100.0 and 500.0 for layer_types 'sliding_attention'",
+        ),
+        ("granite_swa", {"layer_rope_theta": [1.0]}, "1 layer_rope_theta and 4 layer_types"),
+        (
+            "granite_swa",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"scales both by rope_parameters \(rope_scaling\)",
+        ),
+        ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta = None"),
+        (
+            "mellum",
+            {"mlp_layer_types": ["dense", "sparse"]},
+            "mlp_layer_types 'dense', must be 'sparse' for all layers",
+        ),
+        (
+            "mellum",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters without an object for each of layer_types",
+        ),
+    ],
+)
+def test_other_models_are_refused_by_the_keys_that_make_them(name, change, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.from_hf({**CASES[name], **change})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_writes_what_it_reads(name):
+    config = hf_config.from_hf(CASES[name])
+    values = hf_config.to_hf(config, {"model_type": CASES[name]["model_type"]})
+    assert values["model_type"] == CASES[name]["model_type"]
+    assert hf_config.differences(values, config) == {}
