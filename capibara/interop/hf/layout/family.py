@@ -41,6 +41,7 @@ class Family:
       window: which layers have a window: "none", "all" or "types" (as in layer_types).
       kinds: the entries of layer_types, and our kinds of layers.
       rope: whether positions are rotary.
+      rope_unless: key that, if true, leaves out the rotary positions and all keys about them; "": none.
       pairs: which dimensions of a head are rotated together.
       rope_by_layer: whether layers with a window have rotary positions of their own.
       theta, share: keys of the base of rotary frequencies and of the share of a head that is rotated, outside of
@@ -69,6 +70,7 @@ class Family:
     window: str = "none"
     kinds: dict[str, str] = dataclasses.field(default_factory=lambda: dict(KINDS))
     rope: bool = True
+    rope_unless: str = ""
     pairs: str = "halves"
     rope_by_layer: bool = False
     theta: str = "rope_theta"
