@@ -288,7 +288,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     pattern, window = families.read_pattern(values, family, num_layers)
     fields |= {"layer_pattern": pattern, "window": window}
-    if family.rope:
+    if family.rope and not values.get(family.rope_unless):
         fields["rope"] = Rope(**hf_rope.read(values, family))
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None and scalar != values.get("head_dim"):

@@ -51,6 +51,7 @@ class Family:
       window: which layers have a window: "none", "all" or "types" (as in layer_types).
       kinds: the entries of layer_types, and our kinds of layers.
       rope: whether positions are rotary.
+      rope_unless: key that, if true, leaves out the rotary positions and all keys about them; "": none.
       pairs: which dimensions of a head are rotated together.
       pairs_key: key that says whether these are adjacent ones.
       mscale: whether mscale_all_dim of YaRN is a factor of the scores, too.
@@ -85,6 +86,7 @@ class Family:
     window: str = "none"
     kinds: dict[str, str] = dataclasses.field(default_factory=lambda: dict(KINDS))
     rope: bool = True
+    rope_unless: str = ""
     pairs: str = "halves"
     pairs_key: str = ""
     mscale: bool = False

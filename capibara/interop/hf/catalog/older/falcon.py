@@ -9,7 +9,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family, Values
 from capibara.interop.hf.layout.rows import QKV, A, M, Names, Rows, linear, norm, rows, without
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.models.api import DecoderConfig, Rope, TransformerConfig
+from capibara.models.api import DecoderConfig, TransformerConfig
 
 _H = "transformer.h.{l}."
 _FALCON = rows(
@@ -54,8 +54,10 @@ def _read(values: Values) -> dict[str, Any]:
                 f"config.json has num_kv_heads = {groups} with two norms (num_ln_in_parallel_attn), must be above 1 and below "
                 f"num_attention_heads ({heads}): take another model"
             )
+    if values["alibi"] and values.get("_attn_implementation") == "eager":
+        raise UserError("config.json has _attn_implementation = 'eager', which adds alibi twice: leave it out")
     fields = {"num_kv_heads": groups, "residual": residual}
-    return fields | ({"positions": "alibi_rounded", "rope": Rope()} if values["alibi"] else {})
+    return fields | ({"positions": "alibi_rounded"} if values["alibi"] else {})
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
@@ -89,7 +91,8 @@ FAMILIES = (
             defaults={"activation": "gelu", "layer_norm_epsilon": 1e-5, "rope_theta": 10_000.0}
             | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False},
             biases={"bias": "all"},
-            read_keys=("num_kv_heads", "num_ln_in_parallel_attn"),
+            read_keys=("num_kv_heads", "num_ln_in_parallel_attn", "_attn_implementation"),
+            rope_unless="alibi",
             activation="activation",
             gated=False,
             tied=True,
