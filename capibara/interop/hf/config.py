@@ -13,9 +13,9 @@ from typing import Any
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf import families, gemma3n, keys, tables
-from capibara.interop.hf import rope as hf_rope
 from capibara.interop.hf import values as hf_values
 from capibara.interop.hf.families import FAMILIES
+from capibara.interop.hf.layout import rope as hf_rope
 from capibara.interop.hf.layout.family import LATENT_SIZES, Family, Kind
 from capibara.models.api import (
     DecoderConfig,

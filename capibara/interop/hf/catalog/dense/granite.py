@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf import rope as hf_rope
+from capibara.interop.hf.layout import rope as hf_rope
 from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, first_of, unrotated
 from capibara.interop.hf.layout.rows import LLAMA_BIASED, LLAMA_LIKE, A, L, Names, rows
 from capibara.models.api import DecoderConfig, Rope, TransformerConfig
