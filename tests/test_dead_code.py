@@ -16,7 +16,7 @@ USED = {
     "pre_tokenizer", "normalizer", "post_processor", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
-    "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "act_embed", "act_mlp", "act_vocab",
+    "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "act_embed", "act_mlp", "act_vocab",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by users of Python
@@ -24,7 +24,7 @@ USED = {
     # by Python
     "__getattr__", "__dir__", "__class__",
     # by Gin: members of an enum that a run file names
-    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "DR_GRPO", "MERGED", "BYZANTINE",
+    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "DR_GRPO", "MERGED", "BYZANTINE", "BEST",
 }  # fmt: skip
 
 

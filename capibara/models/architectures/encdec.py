@@ -22,7 +22,15 @@ from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.parts import transformer
 from capibara.models.parts.attention import Attention
-from capibara.models.parts.config import OF_DECODERS, EmbeddingScale, Head, LayerKind, NormPlacement, TransformerConfig
+from capibara.models.parts.config import (
+    OF_DECODERS,
+    EmbeddingScale,
+    Head,
+    LayerKind,
+    NormPlacement,
+    TransformerConfig,
+    refuse,
+)
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -88,7 +96,7 @@ class EncoderDecoderConfig(TransformerConfig):
                 f"EncoderDecoderConfig.relative_distance ({self.relative_distance}) must be above half of "
                 f"relative_buckets ({self.relative_buckets}): try {4 * self.relative_buckets}"
             )
-        self.refuse(*OF_DECODERS, "residual")
+        refuse(self, *OF_DECODERS, "residual")
         if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
                 f"EncoderDecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"

@@ -15,7 +15,15 @@ from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Site
 from capibara.models.layers.layers import Activation, Bias, NormKind
 from capibara.models.parts import transformer
-from capibara.models.parts.config import OF_DECODERS, EmbeddingScale, Head, LayerKind, NormPlacement, TransformerConfig
+from capibara.models.parts.config import (
+    OF_DECODERS,
+    EmbeddingScale,
+    Head,
+    LayerKind,
+    NormPlacement,
+    TransformerConfig,
+    refuse,
+)
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -47,7 +55,7 @@ class EncoderConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse(*OF_DECODERS)
+        refuse(self, *OF_DECODERS)
         if self.max_length is None:
             raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
         if self.token_types < 1:

@@ -265,33 +265,7 @@ class TransformerConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
-        if self.activation is not Activation.CLAMPED_SWIGLU and (self.swiglu_alpha, self.swiglu_limit) != (1.702, 7.0):
-            raise UserError(
-                f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
-                f"{str(self.activation)!r}: leave them out"
-            )
-        if self.moe is not None and self.moe.first_dense >= self.num_layers:
-            raise UserError(
-                f"Moe.first_dense ({self.moe.first_dense}) must be below {own}.num_layers ({self.num_layers}): try "
-                f"{self.num_layers - 1}, or leave {own}.moe out"
-            )
-        if self.activation is Activation.XIELU and self.moe is not None:
-            raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
-        if self.residual is Residual.SHARED and self.norm_placement is not NormPlacement.PRE:
-            raise UserError(
-                f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
-                f"{str(self.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
-            )
-        if self.latent is not None:
-            self._check_latent(self.latent)
-        if self.inner_norm is not InnerNorm.NONE and self.moe is not None:
-            raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
-        positions = getattr(self, "positions", Positions.NONE)
-        if self.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
-            raise UserError(
-                f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
-                f"{str(positions)!r}: write 'sqrt_dim'"
-            )
+        _check_variants(self)
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -303,36 +277,6 @@ class TransformerConfig:
                 f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
                 f"or set {own}.head_dim"
             )
-
-    def _check_latent(self, latent: LatentAttention) -> None:
-        own, size = type(self).__name__, self.head_size
-        if latent.rotary_dim >= size or latent.value_dim > size:
-            raise UserError(
-                f"{own}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
-                f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
-            )
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in _NOT_LATENT:
-            if getattr(self, name) != defaults[name]:
-                raise UserError(
-                    f"{own}.{name} ({getattr(self, name)!s}) has no effect with {own}.latent: leave it out, or latent"
-                )
-
-    def refuse(self, *names: str) -> None:
-        """Refuses fields that only decoders compute.
-
-        Raises:
-          UserError: one of them has another value than its default.
-        """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise UserError(f"{type(self).__name__}.{name} ({value!s}) is for decoders only: leave it out")
-        if self.moe is not None and self.moe.first_dense:
-            raise UserError(f"Moe.first_dense ({self.moe.first_dense}) is for decoders only: leave it out")
-        if self.activation is Activation.XIELU:
-            raise UserError(f"{type(self).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
 
     @property
     def streams(self) -> int:
@@ -414,3 +358,69 @@ class TransformerConfig:
     def make_norm(self, rngs: nnx.Rngs) -> Norm:
         """A norm for the residual stream."""
         return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
+
+
+def _check_variants(config: TransformerConfig) -> None:
+    own = type(config).__name__
+    if config.activation is not Activation.CLAMPED_SWIGLU and (config.swiglu_alpha, config.swiglu_limit) != (
+        1.702,
+        7.0,
+    ):
+        raise UserError(
+            f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
+            f"{str(config.activation)!r}: leave them out"
+        )
+    if config.moe is not None and config.moe.first_dense >= config.num_layers:
+        raise UserError(
+            f"Moe.first_dense ({config.moe.first_dense}) must be below {own}.num_layers ({config.num_layers}): try "
+            f"{config.num_layers - 1}, or leave {own}.moe out"
+        )
+    if config.activation is Activation.XIELU and config.moe is not None:
+        raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
+    if config.residual is Residual.SHARED and config.norm_placement is not NormPlacement.PRE:
+        raise UserError(
+            f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
+            f"{str(config.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
+        )
+    if config.latent is not None:
+        _check_latent(config, config.latent)
+    if config.inner_norm is not InnerNorm.NONE and config.moe is not None:
+        raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
+    positions = getattr(config, "positions", Positions.NONE)
+    if config.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
+        raise UserError(
+            f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
+            f"{str(positions)!r}: write 'sqrt_dim'"
+        )
+
+
+def _check_latent(config: TransformerConfig, latent: LatentAttention) -> None:
+    own, size = type(config).__name__, config.head_size
+    if latent.rotary_dim >= size or latent.value_dim > size:
+        raise UserError(
+            f"{own}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
+            f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in _NOT_LATENT:
+        if getattr(config, name) != defaults[name]:
+            raise UserError(
+                f"{own}.{name} ({getattr(config, name)!s}) has no effect with {own}.latent: leave it out, or latent"
+            )
+
+
+def refuse(config: TransformerConfig, *names: str) -> None:
+    """Refuses fields that only decoders compute.
+
+    Raises:
+      UserError: one of them has another value than its default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in names:
+        value = getattr(config, name)
+        if value != defaults[name]:
+            raise UserError(f"{type(config).__name__}.{name} ({value!s}) is for decoders only: leave it out")
+    if config.moe is not None and config.moe.first_dense:
+        raise UserError(f"Moe.first_dense ({config.moe.first_dense}) is for decoders only: leave it out")
+    if config.activation is Activation.XIELU:
+        raise UserError(f"{type(config).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
