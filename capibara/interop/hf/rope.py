@@ -130,9 +130,9 @@ def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     size = values.get("head_dim") or (width // heads if heads and width else 0)
     if int(size * fraction) % 2:
+        of = "head_dim" if values.get("head_dim") else f"hidden_size {width} / num_attention_heads {heads}"
         raise UserError(
-            f"config.json has {family.share} = {fraction} of a head of {size} (hidden_size {width} / "
-            f"num_attention_heads {heads}), must be an even number of dimensions"
+            f"config.json has {family.share} = {fraction} of a head of {size} ({of}), must be an even number of dimensions"
         )
     return fraction
 
