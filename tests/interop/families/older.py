@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stablelm": dict(STABLELM, use_parallel_residual=False)
     | {"rope_parameters": rope(theta=500.0, partial_rotary_factor=0.5)},
     "stablelm_parallel": dict(STABLELM, use_parallel_residual=True)
-    | {"rope_parameters": rope(theta=500.0, partial_rotary_factor=0.25)},
+    | {"rope_parameters": rope(theta=500.0, partial_rotary_factor=0.5)},
     "starcoder2": dict(LAYER, model_type="starcoder2", norm_epsilon=1e-5, use_bias=True, sliding_window=8)
     | {"rope_parameters": rope(theta=500.0)},
     "xglm": dict(TOKENS, model_type="xglm", num_layers=2, d_model=32, attention_heads=4, ffn_dim=48)

@@ -51,8 +51,8 @@ def _read(values: Values) -> dict[str, Any]:
             )
         if residual == "parallel" and not 1 < groups < heads:
             raise UserError(
-                f"config.json has num_kv_heads = {groups} with two norms (num_ln_in_parallel_attn), must be above 1 and below "
-                f"num_attention_heads ({heads}): take another model"
+                f"config.json has num_kv_heads = {groups} with new_decoder_architecture and two norms (num_ln_in_parallel_attn), must "
+                f"be above 1 and below num_attention_heads ({heads}): take another model"
             )
     if values["alibi"] and values.get("_attn_implementation") == "eager":
         raise UserError("config.json has _attn_implementation = 'eager', which adds alibi twice: leave it out")
