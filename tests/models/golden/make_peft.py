@@ -47,7 +47,7 @@ ADAPTERS = {
 }
 FIELDS = (
     "peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora",
-    "modules_to_save", "fan_in_fan_out", "bias",
+    "modules_to_save", "fan_in_fan_out", "bias", "layers_to_transform", "layers_pattern", "target_parameters",
 )  # fmt: skip
 
 
