@@ -26,7 +26,7 @@ pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_h
 problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict rope_interleaved router_aux_loss_coef
 router_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
-unsloth_version use_cache vision_config audio_config
+unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
 """.split()
 )
 # transformers 5.24 computes layers that differ by it, in families that know it.
