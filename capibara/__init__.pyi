@@ -128,6 +128,7 @@ from capibara.models.architectures.encdec import EncoderDecoderConfig as Encoder
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
 from capibara.models.layers.rope import Rope as Rope
+from capibara.models.parts.latent_sizes import LatentAttention as LatentAttention
 from capibara.models.parts.router import Hints as Hints
 from capibara.models.parts.router import Moe as Moe
 from capibara.monitoring.dashboard.settings import DashboardConfig as DashboardConfig

@@ -48,7 +48,7 @@ def flops_per_token(
         else:
             weights += _weights_per_token(config, name, leaf, names)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
-    per_key = 2 * config.num_heads * config.head_size
+    per_key = config.num_heads * (config.head_size + config.value_size)
     own, encoder = 2 * (weights + per_key * keys), 2 * (of_encoder + per_key * encoder_keys)
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 

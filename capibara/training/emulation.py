@@ -77,6 +77,8 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim, first_dense=first_dense)
     if (latent := getattr(model, "latent", None)) is not None:
         sizes = {name: width(getattr(latent, name), 2) for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim")}
+        size = values["head_dim"]
+        sizes |= {"rotary_dim": min(sizes["rotary_dim"], size - 2), "value_dim": min(sizes["value_dim"], size)}
         values["latent"] = dataclasses.replace(latent, **sizes)
     return dataclasses.replace(model, **values)
 

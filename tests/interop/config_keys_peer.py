@@ -30,11 +30,11 @@ sys.path[:0] = [str(HERE), str(HERE / "families"), str(HERE.parent / "models" / 
 
 import answers  # noqa: E402
 import config_keys  # noqa: E402
-import experts  # noqa: E402
+import expert_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-from cases import CASES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import CASES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -372,7 +372,7 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
 
 def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarray:
     """The logits of the model that transformers loads of a folder."""
-    mixture = model_type in MIXTURES or model_type in experts.CASES
+    mixture = model_type in MIXTURES or model_type in expert_families.CASES
     eager = {"experts_implementation": "eager"} if mixture else {}  # it supports float64
     how = IMPLEMENTATIONS.get(model_type, "eager")
     model, info = kind_of(model_type).from_pretrained(

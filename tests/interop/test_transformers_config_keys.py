@@ -34,7 +34,7 @@ PYTHON = os.environ.get("TORCH_PYTHON")
 RECORDED = HERE / "config_keys.json"
 sys.path.insert(0, str(HERE / "families"))
 
-from cases import CASES  # noqa: E402
+from family_cases import CASES  # noqa: E402
 
 FAMILIES = (
     "gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3", "llama", "llama_llama3", "llama_yarn", "llama_dynamic",

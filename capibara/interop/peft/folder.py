@@ -237,7 +237,7 @@ def read_adapted(
 
 
 def _check_widths(model: Model, folder: str) -> None:
-    """Checks that all layers' MLPs have the same width.
+    """Checks that all layers have the same modules, of the same width.
 
     Raises:
       UserError: they differ.
@@ -246,6 +246,11 @@ def _check_widths(model: Model, folder: str) -> None:
         raise UserError(
             f"{folder} is for a model whose layers differ in width (mlp_dims), which PEFT's adapters cannot have here: merge "
             "them, and write the whole model"
+        )
+    if model.config.first_dense:
+        raise UserError(
+            f"{folder} is for a model whose first layers have no experts (Moe.first_dense), which PEFT's adapters cannot have "
+            "here: merge them, and write the whole model"
         )
 
 

@@ -95,11 +95,15 @@ def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
     heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
     values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)
     found = {"attention/query": embed, "mlp/up": embed} if _has_pre_norm(config) else {}
-    found["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
-    if "gate" in layer["mlp"]:
+    normed = str(config.inner_norm) != "none"  # between what makes these inputs and what reads them
+    if not normed and config.attention_clip is None:
+        found["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
+    if "gate" in layer["mlp"] and not normed:
         found["mlp/down"] = np.arange(config.mlp_dim)
     return found
 
 
 def _has_pre_norm(config: DecoderConfig) -> bool:
-    return str(config.norm_placement) != "post"
+    """Whether each branch has a norm of its inputs, with a scale, that no other branch reads."""
+    own = str(config.norm_placement) in ("pre", "sandwich") and str(config.residual) != "shared"
+    return own and str(config.norm_scale) != "none"

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.core import projections
+from capibara.core import projections, tree
 from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import UserError
 from capibara.models.adapters import trainable_tokens
@@ -138,6 +138,17 @@ class Lora:
         Raises:
           UserError: a pattern matches no weight.
         """
+        shapes = {name: (count,) for name, count in names.items()}
+        later = [name for name in names if tree.first_layer(name, shapes)]
+        for field in ("targets", "rank_pattern", "alpha_pattern"):
+            for pattern in (one if isinstance(one, str) else one[0] for one in getattr(self, field)):
+                if re.search(r"layers/[\d[]", pattern) and any(
+                    _matches(name, re.sub(r"layers/[^/]*/", "layers/", pattern)) for name in later
+                ):
+                    raise UserError(
+                        f"Lora.{field} has {pattern!r}, which numbers the layers of a weight that only later layers have "
+                        "(Moe.first_dense): leave the number out"
+                    )
         every = {name: [name, *(self.numbered(name, layer) for layer in range(count))] for name, count in names.items()}
         found = [name for name, ways in every.items() if any(map(self._targets, ways))]
         targets = [pattern for pattern in self.targets if pattern != ALL_LINEAR]

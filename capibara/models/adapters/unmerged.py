@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from capibara import sharding
+from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.models.adapters.lora import SUFFIX, Lora, column_lengths
 from capibara.models.layers import layers
@@ -82,6 +83,10 @@ def check(model: PlainModel, one: Adapter) -> None:
             raise UserError(f"{weight} is no weight of this model: name an adapter of this model")
         if not weight.startswith("layers/"):
             raise UserError(f"{weight} is of an encoder-decoder, whose adapters must be merged: use capibara convert")
+        if tree.FIRST in weight or tree.first_layer(weight, {name: leaf.shape for name, leaf in known.items()}):
+            raise UserError(
+                f"{weight} is of some layers only (Moe.first_dense), whose adapters must be merged: use capibara convert"
+            )
         if "experts" in axes[weight] or weight.endswith("/router"):
             raise UserError(
                 f"{weight} is of experts or their router, whose adapters must be merged: use capibara convert"

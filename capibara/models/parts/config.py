@@ -324,6 +324,11 @@ class TransformerConfig:
         return self.head_size if self.latent is None else self.latent.rotary_dim
 
     @property
+    def value_size(self) -> int:
+        """The size of a head's values."""
+        return self.head_size if self.latent is None else self.latent.value_dim
+
+    @property
     def cached_heads(self) -> tuple[int, int]:
         """Number and size of the heads of keys and values that a cache has for each token."""
         if self.latent is None:

@@ -27,8 +27,9 @@ from capibara.sharding import constrain
 class Latent(nnx.Module):
     """A layer's latent attention, in the place of parts.attention.Attention.
 
-    Training computes every head's keys and values. A cache has one vector of C + R values for each token, and attention
-    to it is that of N query heads to one head of keys: what expands latents is applied to queries and to results.
+    Training computes every head's keys and values. A cache has one vector of C + R values for each token, as key and as
+    value, and attention to it is that of N query heads to one head of keys: what expands latents is applied to queries and
+    to results.
     """
 
     def __init__(self, config: TransformerConfig, latent: LatentAttention, rngs: nnx.Rngs):

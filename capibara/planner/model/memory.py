@@ -182,8 +182,10 @@ def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
     """
     c, mesh = work.config, choice.mesh
     layers = sum(c.kv_layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
-    keys = layers * rows * work.length * 2 * c.kv_heads * c.head_size
-    return keys * work.compute_bytes / (mesh["tensor"] * mesh["stage"])
+    heads, size = c.cached_heads
+    keys = layers * rows * work.length * 2 * heads * size
+    shards = mesh["tensor"] if c.latent is None else 1  # latents have one head
+    return keys * work.compute_bytes / (shards * mesh["stage"])
 
 
 def _in_flight(choice: Choice) -> float:

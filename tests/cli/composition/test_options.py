@@ -265,7 +265,7 @@ ALONE = {
     "prefetch window_rows window_documents domains",
     "Dpo": "kind beta label_smoothing sft_weight",
     "Grpo": "rewards reward_weights group sampling variant kl updates importance_cap engine where",
-    "Rope": "theta fraction scaling yarn_bounds short_factors long_factors",
+    "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
     "voting_strategy merge_strategy merge_shares lambda_reg max_iterations strategies proximal groups group_every frozen "
     "nodes_per_round init_from compression",  # strategies/consensus/settings.py has their table

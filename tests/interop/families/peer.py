@@ -1,4 +1,4 @@
-"""transformers' models of cases.py and what they answer: the peer program of test_families.py.
+"""transformers' models of family_cases.py and what they answer: the peer program of test_families.py.
 
     python tests/interop/families/peer.py write FOLDER [NAME ...]   FOLDER/NAME/theirs, the model; FOLDER/NAME/answers.npz
     python tests/interop/families/peer.py read FOLDER [NAME ...]    what transformers answers with FOLDER/NAME/ours: read.npz
@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
-from cases import CASES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import CASES, IMPLEMENTATIONS  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 

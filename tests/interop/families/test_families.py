@@ -38,7 +38,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
-from cases import CASES  # noqa: E402
+from family_cases import CASES  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
 NAMES = os.environ.get("NAMES", " ".join(CASES)).split()

@@ -12,7 +12,7 @@ from capibara.interop.hf import config as hf_config
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from cases import CASES  # noqa: E402
+from family_cases import CASES  # noqa: E402
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 

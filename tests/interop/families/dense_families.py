@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sizes import LAYER, RMS, SIZES, rope
+from family_sizes import LAYER, RMS, SIZES, rope
 
 WHOLE, WINDOW = "full_attention", "sliding_attention"
 YARN = rope("yarn", theta=500.0, factor=4.0, original_max_position_embeddings=16)

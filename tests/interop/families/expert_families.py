@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sizes import RMS, rope
+from family_sizes import RMS, rope
 
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dense
-import experts
-import older
+import dense_families
+import expert_families
+import older_families
 
-CASES = dense.CASES | older.CASES | experts.CASES
+CASES = dense_families.CASES | older_families.CASES | expert_families.CASES
 # transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
 IMPLEMENTATIONS = {"falcon": "sdpa"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sizes import LAYER, RMS, SIZES, VOCAB, rope
+from family_sizes import LAYER, RMS, SIZES, VOCAB, rope
 
 TOKENS = dict(vocab_size=VOCAB, pad_token_id=None, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
 GPT = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, layer_norm_epsilon=1e-5)
