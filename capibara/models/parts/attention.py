@@ -116,19 +116,10 @@ class Attention(nnx.Module):
         cache if another layer has already written these keys and values.
         """
         q, k, v = self._heads(x_BTD, x_BTD, angles, query_scale_BT) if heads is None else heads
-        in_pages = paged.is_paged(layer)
-        written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
-        if now.is_prefill and not dense.attends_quantized_cache(layer, q):
-            segments = now.real.astype(jnp.int32)
-            k, v = dense.as_cached(layer, k, v)
-            inputs = AttentionInputs(
-                q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT, sinks_N=self.sinks_N
-            )
-            y = attend(inputs, kind, self.config.attention)
-        elif in_pages:
-            y = paged.attend(q, written, kind, now, bias_at, self.sinks_N)
-        else:
-            y = dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, self.sinks_N)
+        y, written = attend_cached(
+            self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
+            sinks_N=self.sinks_N, written=written,
+        )  # fmt: skip
         return self._output(y), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -199,6 +190,37 @@ class Attention(nnx.Module):
         k = constrain(k, ("batch", "act_time", "act_kv_heads", None))
         v = constrain(v, ("batch", "act_time", "act_kv_heads", None))
         return q, k, v
+
+
+def attend_cached(
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: dense.LayerCache,
+    now: dense.PrefillInputs,
+    kind: AttentionSpec,
+    *,
+    bias_NTS: jax.Array | None,
+    bias_at: dense.PositionBias | None,
+    prefix_BT: jax.Array | None,
+    sinks_N: jax.Array | None = None,
+    written: dense.LayerCache | None = None,
+) -> tuple[jax.Array, dense.LayerCache]:
+    """Attention of the new tokens' queries to their keys and values and to the cached ones, and the updated cache.
+
+    The arguments are those of `Attention.cached`.
+    """
+    in_pages = paged.is_paged(layer)
+    written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
+    if now.is_prefill and not dense.attends_quantized_cache(layer, q):
+        segments = now.real.astype(jnp.int32)
+        k, v = dense.as_cached(layer, k, v)
+        inputs = AttentionInputs(q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT, sinks_N=sinks_N)
+        return attend(inputs, kind, config.attention), written
+    if in_pages:
+        return paged.attend(q, written, kind, now, bias_at, sinks_N), written
+    return dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, sinks_N), written
 
 
 def _norm(config: TransformerConfig, of: Projection, heads: int, rngs: nnx.Rngs) -> layers.Norm:

@@ -16,9 +16,10 @@ from capibara.kernels import rotary
 from capibara.kernels.attention.dispatch import attend
 from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.models.cache import dense, paged
+from capibara.models.cache import dense
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.parts.attention import attend_cached
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.sharding import constrain
@@ -105,17 +106,9 @@ class Latent(nnx.Module):
         q = constrain(jnp.concatenate([absorbed, q_BTNH[..., -R:]], axis=-1), ("batch", "act_time", "act_heads", None))
         k = jnp.concatenate([c_BTC[:, :, None], r_BT1R], axis=-1)
         v = jnp.pad(c_BTC[:, :, None], ((0, 0),) * 3 + ((0, R),))
-        in_pages = paged.is_paged(layer)
-        written = (paged if in_pages else dense).write(layer, k, v, now)
-        if now.is_prefill and not dense.attends_quantized_cache(layer, q):
-            segments = now.real.astype(jnp.int32)
-            k, v = dense.as_cached(layer, k, v)
-            inputs = AttentionInputs(q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT)
-            y = attend(inputs, kind, self.config.attention)
-        elif in_pages:
-            y = paged.attend(q, written, kind, now, bias_at, None)
-        else:
-            y = dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, None)
+        y, written = attend_cached(
+            self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT
+        )
         return self._output(jnp.einsum("BTNC,CNV->BTNV", y[..., :C], self.value_up[...].astype(y.dtype))), written
 
     def _norm(self, size: int, rngs: nnx.Rngs) -> layers.Norm:

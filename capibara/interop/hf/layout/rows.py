@@ -219,6 +219,13 @@ DEEPSEEK_EXPERTS = (
     + shared_experts("mlp.shared_experts")
     + rows([(L + "mlp.gate.e_score_correction_bias", "e", M + "correction")], EXPERTS)
 )
+# Norms of the branches' outputs (OLMo 2).
+OUTPUT_NORMS = rows(
+    [
+        (L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
+        (L + "post_feedforward_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
+    ]
+)
 # Norms over all heads of the queries, and of the keys.
 WHOLE_NORMS = rows(
     [

@@ -8,11 +8,10 @@ from capibara.interop.hf.layout.rows import (
     LLAMA,
     LLAMA_BIASED,
     LLAMA_LIKE,
+    OUTPUT_NORMS,
     QK_NORM,
-    L,
     Names,
     renamed,
-    rows,
     without,
 )
 
@@ -28,12 +27,6 @@ _NAMES = (
     (".gate_proj.", ".c_fc_0."),
     (".up_proj.", ".c_fc_1."),
     (".down_proj.", ".c_proj."),
-)
-_OUTPUT_NORMS = rows(
-    [
-        (L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
-        (L + "post_feedforward_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
-    ]
 )
 _BARE, _BUFFERS = LLAMA_LIKE
 
@@ -81,6 +74,6 @@ FAMILIES = (
             kinds={"full_attention": "unrotated", "sliding_attention": "local"},
             prepare=_prepare,
         ),
-        Names(without(LLAMA, "layernorm") + _OUTPUT_NORMS + QK_NORM, *LLAMA_LIKE),
+        Names(without(LLAMA, "layernorm") + OUTPUT_NORMS + QK_NORM, *LLAMA_LIKE),
     ),
 )

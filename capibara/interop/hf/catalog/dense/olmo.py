@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, last_of
-from capibara.interop.hf.layout.rows import ATTENTION_BIASES, LLAMA, LLAMA_LIKE, A, L, Names, rows, without
+from capibara.interop.hf.layout.rows import (
+    ATTENTION_BIASES,
+    LLAMA,
+    LLAMA_LIKE,
+    OUTPUT_NORMS,
+    WHOLE_NORMS,
+    Names,
+    without,
+)
 
-_OUTPUT_NORMS = rows(
-    [
-        (L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
-        (L + "post_feedforward_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
-    ]
-)
-_WHOLE_NORMS = rows(
-    [
-        (L + "self_attn.q_norm.weight", "nh", A + "query_norm/scale"),
-        (L + "self_attn.k_norm.weight", "nh", A + "key_norm/scale"),
-    ],
-    {A + "query_norm/scale": "lnh", A + "key_norm/scale": "lnh"},
-)
-_OLMO2 = without(LLAMA, "layernorm") + ATTENTION_BIASES + _OUTPUT_NORMS + _WHOLE_NORMS
+_OLMO2 = without(LLAMA, "layernorm") + ATTENTION_BIASES + OUTPUT_NORMS + WHOLE_NORMS
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"}
 
 

@@ -7,23 +7,16 @@ from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     LLAMA,
     LLAMA_LIKE,
+    OUTPUT_NORMS,
     QWEN_EXPERTS,
     WHOLE_NORMS,
-    L,
     Names,
-    rows,
     without,
 )
 
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"}
 _DEFAULTS = SILU | {"norm_topk_prob": False, "output_router_logits": False, "router_aux_loss_coef": 0.01}
 _OLMOE = without(LLAMA, ".mlp.") + ATTENTION_BIASES + WHOLE_NORMS + QWEN_EXPERTS
-_OUTPUT_NORMS = rows(
-    [
-        (L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
-        (L + "post_feedforward_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
-    ]
-)
 
 FAMILIES = (
     (
@@ -52,6 +45,6 @@ FAMILIES = (
             aliases={"num_local_experts": "num_experts"},
             experts="num_experts",
         ),
-        Names(without(_OLMOE, "layernorm") + _OUTPUT_NORMS, *LLAMA_LIKE),
+        Names(without(_OLMOE, "layernorm") + OUTPUT_NORMS, *LLAMA_LIKE),
     ),
 )
