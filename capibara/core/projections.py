@@ -98,6 +98,9 @@ KEY = _attention("key", ("embed", "kv_heads", "head_dim"), "key", reads="query")
 VALUE = _attention("value", ("embed", "kv_heads", "head_dim"), "value", reads="query")
 OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 
+# Factors of attention's results, before the output projection (Qwen3-Next).
+ATTENTION_GATE = Projection(part="attention", name="gate", axes=QUERY.axes, reads="query")
+
 # Of latent attention. What expands latents is no matrix that adapters know: generation applies it to queries and results.
 QUERY_DOWN = Projection(part="attention", name="query_down", axes=("embed", None))
 QUERY_UP = Projection(part="attention", name="query_up", axes=("latent", "heads", "head_dim"))
@@ -126,13 +129,30 @@ LAUREL_RIGHT = Projection(part="laurel", name="right", axes=(None, "embed"))
 INPUT_GATE = Projection(part="per_layer", name="input_gate", axes=("embed", None))
 PER_LAYER = Projection(part="per_layer", name="projection", axes=(None, "embed"))
 
+# Of mixers: a gated convolution, and Gated DeltaNet, whose heads of keys have their values beside each other.
+CONV_IN = Projection(part="mixer", name="before", axes=("embed", "mlp"))
+CONV_GATE = dataclasses.replace(CONV_IN, name="gate", reads="before")
+CONV_VALUE = dataclasses.replace(CONV_IN, name="value", reads="before")
+CONV_OUT = dataclasses.replace(CONV_IN, name="out", axes=("mlp", "embed"))
+DELTA_QUERY = Projection(part="mixer", name="query", axes=KEY.axes)
+DELTA_KEY, DELTA_VALUE, DELTA_GATE = (
+    dataclasses.replace(DELTA_QUERY, name=name, reads="query") for name in ("key", "value", "gate")
+)
+DELTA_STRENGTH, DELTA_DECAY = (
+    dataclasses.replace(DELTA_QUERY, name=name, reads="query", axes=("embed", "kv_heads", None))
+    for name in ("strength", "decay")
+)
+DELTA_OUT = Projection(part="mixer", name="out", axes=("heads", "head_dim", "embed"))
+
 ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
 LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
-ALL = ATTENTION + MLP + EXPERTS + SHARED + LATENT + GEMMA3N
+CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
+DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
+ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -6,13 +6,13 @@ A leaf's name is its path with slashes: params["layers"]["mlp"]["kernel"] is "la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.core.types import PyTree
 
-# Of stacked layers, a module "mlp" exists in those after the layers that have its partner "first_mlp".
-FIRST = "first_"
+LayersOf = Mapping[str, Sequence[int]]
+"""Module of a layer -> the numbers of the layers that have it, for the modules that some layers lack."""
 
 
 def path_names(tree: PyTree) -> list[str]:
@@ -22,11 +22,32 @@ def path_names(tree: PyTree) -> list[str]:
     return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def first_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The first layer that has a stacked parameter, by the shapes of all parameters: 0 without a partner (`FIRST`)."""
-    head, _, rest = name.rpartition("layers/")
-    partner = f"{head}layers/{FIRST}{rest.partition('/')[0]}/"
-    return max((shape[0] for other, shape in shapes.items() if other.startswith(partner)), default=0)
+def layer_numbers(name: str, layers: LayersOf, count: int) -> Sequence[int]:
+    """The numbers of the `count` layers that have a stacked parameter: "layers/mlp/up" is of the module "mlp"."""
+    module = name.rpartition("layers/")[2].partition("/")[0]
+    return layers.get(module, range(count))
+
+
+def of_layer(
+    values: Any, number: int, layers: LayersOf, depth: Callable[[Any], int], pick: Callable[[Any, int], Any]
+) -> dict[str, Any]:
+    """The parameters of one layer.
+
+    Args:
+      values: nested dicts of all layers' parameters.
+      number: of the layer.
+      layers: of the modules that some layers lack.
+      depth: (a part of `values`) -> the number of layers that have it, which are the first ones of its module.
+      pick: (the leaf of all layers, index) -> that of one.
+    """
+    found = {}
+    for name, value in values.items():
+        numbers = layers.get(name, range(number + 1))
+        rank = numbers.index(number) if number in numbers else -1
+        if 0 <= rank < depth(value):
+            inside = isinstance(value, dict)
+            found[name] = of_layer(value, rank, {}, depth, pick) if inside else pick(value, rank)
+    return found
 
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:

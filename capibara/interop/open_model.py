@@ -308,7 +308,7 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
     """
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = {path: tuple(value.shape) for path, value in values.items()}
-    for row in tables.of(model_type, shapes):
+    for row in tables.of(model_type, shapes, model.config.module_layers):
         ours = {path: np.asarray(values[path]) for path in row.ours}
         for name, at in row.names(shapes):
             value = row.join({path: value[at] for path, value in ours.items()}, shapes)
@@ -347,7 +347,7 @@ class NamedTensors:
     def __init__(self, foreign: ForeignModel, model: Model, model_type: str):
         self._foreign, self._shapes = foreign, _shapes(model)
         self._rows, self._stored = _matched(foreign, self._shapes, model)
-        self._as_stored = self._rows == tables.of(model_type, self._shapes)
+        self._as_stored = self._rows == tables.of(model_type, self._shapes, model.config.module_layers)
         self._places = hf_rows(model, model_type)
         self.names = tuple(self._places)
         self._last = ("", np.zeros(0))  # a tensor that holds several
@@ -392,14 +392,18 @@ def stored_dtype(foreign: ForeignModel) -> str:
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     """Names and shapes of the tensors of `hf_tensors`."""
     shapes = _shapes(model)
-    rows = tables.of(model_type, shapes)
+    rows = tables.of(model_type, shapes, model.config.module_layers)
     return {name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
 
 
 def hf_rows(model: Model, model_type: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     """For each tensor of `hf_tensors` the row of the table that it is of, and its numbers (`Tensor.numbered`)."""
     shapes = _shapes(model)
-    return {name: (row, at) for row in tables.of(model_type, shapes) for name, at in row.names(shapes)}
+    return {
+        name: (row, at)
+        for row in tables.of(model_type, shapes, model.config.module_layers)
+        for name, at in row.names(shapes)
+    }
 
 
 def _stored_shape(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:
@@ -454,7 +458,7 @@ def _matched(
     names, found = tables.NAMES[model_type], foreign.shapes()
     stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
     fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
-    rows = tables.of(model_type, shapes, fused_experts=fused)
+    rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused)
     _check_missing(rows, shapes, stored)
     expected = {
         name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)

@@ -204,10 +204,11 @@ def _incompatible_field(theirs: api.Lora, model: api.Model, values: Params) -> s
         if any(name.endswith(end) for name in named ^ own):
             return field
     for name, leaf in zip(tree.path_names(trained), jax.tree.leaves(trained), strict=True):
-        weight, count = name.removesuffix("_lora/b"), leaf.shape[0]
+        weight = name.removesuffix("_lora/b")
         if weight == name:
             continue
-        (ranks, scales), (their_ranks, their_scales) = ours.of_layers(weight, count), theirs.of_layers(weight, count)
+        layers = tree.layer_numbers(weight, model.config.module_layers, leaf.shape[0])
+        (ranks, scales), (their_ranks, their_scales) = ours.of_layers(weight, layers), theirs.of_layers(weight, layers)
         if ranks != their_ranks:
             return "targets" if list(map(bool, ranks)) != list(map(bool, their_ranks)) else _of(ours, theirs, "rank")
         if scales != their_scales:

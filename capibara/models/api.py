@@ -36,10 +36,12 @@ from capibara.models.architectures.registry import (
     module_of,
 )
 from capibara.models.cache import paged
-from capibara.models.cache.dense import Cache, put_rows
+from capibara.models.cache.dense import Cache, capacity, put_rows
 from capibara.models.layers import stack
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
+from capibara.models.mixers.gated_delta import GatedDelta
+from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
 from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig
 from capibara.models.parts.latent_sizes import LatentAttention
@@ -54,6 +56,7 @@ __all__ = [
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",
+    "GatedDelta",
     "Gemma3n",
     "Gemma3nConfig",
     "Head",
@@ -64,9 +67,11 @@ __all__ = [
     "Moe",
     "Quantization",
     "Rope",
+    "ShortConv",
     "Submodel",
     "TransformerConfig",
     "build",
+    "capacity",
     "configurations",
     "model_of",
     "module_of",
@@ -163,7 +168,11 @@ class Model:
 
     def merge(self, params: Params) -> Params:
         """The plain model's parameters with all adapters merged into the weights."""
-        return params if self.config.lora is None else lora_merge.merge(params, self.config.lora, self.axes)
+        return (
+            params
+            if self.config.lora is None
+            else lora_merge.merge(params, self.config.lora, self.axes, self.config.module_layers)
+        )
 
     def base(self, params: Params) -> Params:
         """The plain model's parameters without the adapters."""
@@ -171,7 +180,11 @@ class Model:
 
     def unmerge(self, merged: Params, adapters: Params) -> Params:
         """Undoes `merge`; `adapters` is what `trained` returned for the adapters that were merged."""
-        return merged if self.config.lora is None else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes)
+        return (
+            merged
+            if self.config.lora is None
+            else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes, self.config.module_layers)
+        )
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests; training never materialises them."""
@@ -332,8 +345,9 @@ def build(config: TransformerConfig) -> Model:
         found = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
         return found if own is None else _checked_head(found, own, (config.vocab_size, config.embed_dim))
 
-    begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and not config.first_dense else (None, None)
-    read, empty_cache = _generating(bind) if hasattr(make, "read") else (None, None)
+    alike = not config.module_layers
+    begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and alike else (None, None)
+    read, empty_cache = _generating(bind, config.module_layers) if hasattr(make, "read") else (None, None)
     return Model(
         config=config,
         abstract_params=nnx.to_pure_dict(template),
@@ -385,8 +399,8 @@ def _checked_head(found: jax.Array, own: str, shape: tuple[int, int]) -> jax.Arr
     return found
 
 
-def _generating(bind: Callable[[Params], ModelModule]) -> tuple[Read, EmptyCache]:
-    """`read` and `empty_cache` of a Model."""
+def _generating(bind: Callable[[Params], ModelModule], layers: tree.LayersOf) -> tuple[Read, EmptyCache]:
+    """`read` and `empty_cache` of a Model; `layers` of the modules that some layers lack."""
 
     def generates(params: Params) -> Generates:
         module = bind(params)
@@ -395,7 +409,7 @@ def _generating(bind: Callable[[Params], ModelModule]) -> tuple[Read, EmptyCache
 
     def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         values: list[Params] = []
-        rest = serving_params.with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
+        rest = serving_params.with_layers(params, lambda of_all: values.extend(stack.unstacked(of_all, layers)))
         return generates(rest).read(values, batch, cache, is_prefill)
 
     def empty_cache(
@@ -432,7 +446,7 @@ def _bound(graphdef: nnx.GraphDef[ModelModule], template: nnx.State, params: Par
 def _adapted(module: ModelModule, config: TransformerConfig, key: jax.Array) -> ModelModule:
     if config.lora is not None:
         assert isinstance(module, nnx.Module)
-        lora.attach(module, config.lora, nnx.Rngs(key))
+        lora.attach(module, config.lora, nnx.Rngs(key), config.module_layers)
     return module
 
 

@@ -26,8 +26,8 @@ def flops_per_token(
     """FLOPs of a forward and a backward pass without recomputation, per token of a full row with one document.
 
     Counts 2 per matmul weight applied to the token (top_k of num_experts in a mixture of experts, and the router), and
-    4 per key, head and dimension in attention: the causal half, or the keys in a local layer's window. The gradients of
-    frozen weights are not counted.
+    4 per key, head and dimension in attention: the causal half, or the keys in a local layer's window; and what a mixer
+    says of its recurrence. The gradients of frozen weights are not counted.
 
     Args:
       config: of the model.
@@ -47,9 +47,10 @@ def flops_per_token(
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
             weights += _weights_per_token(config, name, leaf, names)
+    recurrent = config.windows.count(0) * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
-    own, encoder = 2 * (weights + per_key * keys), 2 * (of_encoder + per_key * encoder_keys)
+    own, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 
 

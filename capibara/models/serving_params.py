@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
     stacks: list[Params] = []
     rest_axes, rest = (with_layers(part, stacks.append) for part in (axes, params))
     of_all = each(_of_stack, *stacks)
-    layers = tuple(_of_layer(of_all, number) for number in range(config.num_layers))
+    layers = _each_layer(config, of_all)
     arrays = each(_of_array, rest_axes, rest)
     if "decoder" in params:
         return arrays | {"decoder": arrays["decoder"] | {"layers": layers}}
@@ -55,7 +56,7 @@ def served_axes(config: TransformerConfig, axes: Params, abstract_params: Params
         stacks: list[Params] = []
         with_layers(abstract_params, stacks.append)
         of_all = jax.tree.map(lambda names, x: (names[1:],) * x.shape[0], layers, *stacks, is_leaf=tree.is_axes)
-        return tuple(_of_layer(of_all, number) for number in range(config.num_layers))
+        return _each_layer(config, of_all)
 
     return with_layers(axes, of_each)
 
@@ -90,15 +91,10 @@ def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.
     return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
 
 
-def _of_layer(of_all: Params, number: int) -> Params:
-    """Picks one layer from tuples that have an entry for each layer."""
-    if isinstance(of_all, dict):
-        first = {name: _depth(of_all[tree.FIRST + name]) if tree.FIRST + name in of_all else 0 for name in of_all}
-        parts = {name: _of_layer(value, number - first[name]) for name, value in of_all.items()}
-        return {
-            name: part for name, part in parts.items() if part is not None and not (isinstance(part, dict) and not part)
-        }
-    return of_all[number] if 0 <= number < len(of_all) else None
+def _each_layer(config: TransformerConfig, of_all: Params) -> tuple[Params, ...]:
+    """Splits tuples that have an entry for each layer."""
+    one = functools.partial(tree.of_layer, layers=config.module_layers, depth=_depth, pick=operator.getitem)
+    return tuple(one(of_all, number) for number in range(config.num_layers))
 
 
 def _depth(of_all: Params | tuple) -> int:

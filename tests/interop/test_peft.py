@@ -49,7 +49,7 @@ def base_of(name):
     model = api.build((Gemma3nConfig if name == "gemma3n" else DecoderConfig)(**(FAMILIES | MORE)[name]))
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
-    values = tensors.read(tables.of(TYPES.get(name, name), shapes), shapes, answers.draw)
+    values = tensors.read(tables.of(TYPES.get(name, name), shapes, {}), shapes, answers.draw)
     return model, tree.map_with_names(lambda name, _: values[name], model.abstract_params)
 
 

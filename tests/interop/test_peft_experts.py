@@ -33,7 +33,7 @@ def base_of(name):
     model = api.build(mixtures.CONFIGS[name])
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
-    values = tensors.read(tables.of(name, shapes, fused_experts=True), shapes, answers.draw)
+    values = tensors.read(tables.of(name, shapes, {}, fused_experts=True), shapes, answers.draw)
     return model, tree.map_with_names(lambda name, _: values[name], model.abstract_params)
 
 

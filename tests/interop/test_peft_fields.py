@@ -57,7 +57,7 @@ def base_of(name):
             strict=True,
         )
     )
-    table = tables.of(hf_config.to_hf(model.config, like)["model_type"], shapes, fused_experts=name == "experts")
+    table = tables.of(hf_config.to_hf(model.config, like)["model_type"], shapes, {}, fused_experts=name == "experts")
     values = tensors.read(table, shapes, draw)
     return like, model, tree.map_with_names(lambda path, _: values[path], model.abstract_params)
 
@@ -345,7 +345,7 @@ def test_a_part_of_the_base_is_in_the_adapter_wherever_it_is_read(tmp_path, caps
     folder = folder_of(case, tmp_path / "adapter", {"base_model_name_or_path": base})
     loaded = types.SimpleNamespace(model=model, params=params, like=like, training=None)
     lora, values = beside._values(folder, loaded, Checkpointing())
-    assert set(lora.of_layers("layers/attention/query", 3)[0]) == {8}
+    assert set(lora.of_layers("layers/attention/query", range(3))[0]) == {8}
     adapted = api.build(dataclasses.replace(model.config, lora=lora))
     np.testing.assert_allclose(logits(adapted, tree.joined(values, params)), case["logits"], **TOLERANCE)
     loader = adapters.loader(folder, model, merge=True)

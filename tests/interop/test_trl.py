@@ -78,7 +78,7 @@ def drawn():
     model = api.build(MODEL)
     leaves = zip(tree.path_names(model.abstract_params), jax.tree.leaves(model.abstract_params), strict=True)
     shapes = {name: leaf.shape for name, leaf in leaves}
-    values = tensors.read(tables.of("llama", shapes), shapes, answers.draw)
+    values = tensors.read(tables.of("llama", shapes, {}), shapes, answers.draw)
     return tree.map_with_names(lambda name, _: values[name], model.abstract_params)
 
 

@@ -142,7 +142,7 @@ def logits(model_type: str, config: DecoderConfig) -> np.ndarray:
     model = api.build(config)
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
-    values = tensors.read(tables.of(model_type, shapes), shapes, answers.draw)
+    values = tensors.read(tables.of(model_type, shapes, {}), shapes, answers.draw)
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
     tokens = np.array(ANSWERS["tokens"], np.int32)

@@ -13,7 +13,7 @@ from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Gemma3nConfig, Lora
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
@@ -61,6 +61,13 @@ MODELS = {
         per_layer_vocab_size=120,
         kv_shared_layers=2,
         activation_sparsity=(0.5,),
+    ),
+    "recurrent": dataclasses.replace(
+        DENSE,
+        layer_pattern=("recurrent", "global"),
+        window=None,
+        mixer=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8),
+        moe=dataclasses.replace(EXPERTS, first_dense=1),
     ),
     "encoder_decoder": PAIRS,
     "trainable tokens": TOKENS,
@@ -155,8 +162,11 @@ def matrix():
         for name in MODELS:
             if name == "gemma3n" and "stage" in sizes:
                 continue  # it has none
+            if name == "recurrent" and sizes.keys() & {"stage", "context"}:
+                continue  # refused
             short = (index, name) == (7, "trainable tokens")
             short |= (index, name) == (10, "gpt_oss")
+            short |= (index, name) == (6, "recurrent")
             short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index in (
                 1,
                 6,

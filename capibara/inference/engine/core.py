@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from capibara.core.types import Params
+from capibara.core.types import Params, UserError
 from capibara.inference.engine.beam_requests import BeamSearcher
 from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.cache.pages import Pages
@@ -61,6 +61,11 @@ class EngineCore:
         adapters: Sequence[Adapter],
     ):
         self._length, self._draft_tokens = length, config.draft_tokens
+        if config.draft_tokens and model.config.mixer is not None:
+            raise UserError(
+                f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model has recurrent layers, whose states cannot "
+                "forget wrong guesses: set EngineConfig.draft_tokens to 0"
+            )
         sizes, mesh = footprint.sizes_of(model, config, length, encoder_length), programs.mesh_of(params)
         compiled = programs.build(model, usable, sizes, mesh, rules)
         self.adapters = Adapters(model.plain, adapters, params, mesh, rules)
@@ -77,7 +82,8 @@ class EngineCore:
         self.pages = Pages(config.slots, length, sizes.pool) if sizes.pool else None
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
-        prefixes = PrefixCache(kept, getattr(model.config, "window", None)) if kept else None
+        whole_rows = model.config.mixer is not None
+        prefixes = PrefixCache(kept, getattr(model.config, "window", None), whole_rows) if kept else None
         self.prefill = PrefillQueue(
             compiled, length, config.slots, config.prefill_tokens, prefixes, self.adapters, whole=whole
         )

@@ -252,7 +252,7 @@ class Scheduler(RequestQueue):
         self._prefill.drop(request)
         read, written, request.written = request.row_length - 1, request.written, False
         current = written and request.generation == self._generation
-        if self._prefixes and current and read <= self._length and not request.cancelled:
+        if self._prefixes and not self._prefixes.whole and current and read <= self._length and not request.cancelled:
             with contextlib.suppress(Exception):  # only later prompts would gain from it
                 request.row = self._runner.row(slot, bucket(read, self._length)), read
         if self._pages:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
-from capibara.core import projections
+from capibara.core import projections, tree
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     BARE,
@@ -29,7 +30,7 @@ from capibara.interop.hf.layout.rows import (
     rows,
     without,
 )
-from capibara.interop.hf.layout.tensors import Shape, letters
+from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
 QWEN3 = LLAMA + ATTENTION_BIASES + QK_NORM
 
@@ -297,12 +298,13 @@ _ALIASES = {
 }
 
 
-def of(model_type: str, shapes: Mapping[str, Shape], *, fused_experts: bool = False) -> Rows:
+def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, fused_experts: bool = False) -> Rows:
     """The rows of an architecture's table that a model uses.
 
     Args:
       model_type: a key of NAMES.
       shapes: of our parameters, by name.
+      layers: TransformerConfig.module_layers.
       fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory.
     """
     rows, chosen = NAMES[model_type].rows, NAMES[model_type].chosen
@@ -315,7 +317,13 @@ def of(model_type: str, shapes: Mapping[str, Shape], *, fused_experts: bool = Fa
     if fused_experts and "layers/mlp/router" in shapes and rows is not GPT_OSS:  # its files always have them fused
         fused = {path for row in FUSED_EXPERTS for path in row.ours}
         rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
-    return tuple(row for row in rows if row.ours[0] in shapes)
+    return tuple(_in_layers(row, layers) for row in rows if row.ours[0] in shapes)
+
+
+def _in_layers(row: Tensor, layers: tree.LayersOf) -> Tensor:
+    """The row, with the numbers of the layers that have its module if some lack it."""
+    numbers = layers.get(row.ours[0].removeprefix("layers/").partition("/")[0])
+    return row if numbers is None else dataclasses.replace(row, layers=tuple(numbers))
 
 
 def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -325,9 +333,14 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
       rows: of the model.
       shapes: of its parameters.
     """
-    depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l" and "/attention/" in row.ours[0]}
+    depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l" and _depth_varies(row)}
     deepest = max(depths.values(), default=0)
     return {row.name.format(l=layer) for row, depth in depths.items() for layer in range(depth, deepest)}
+
+
+def _depth_varies(row: Tensor) -> bool:
+    """Whether a row's parameters may be of the first layers alone (Gemma 3n)."""
+    return row.layers is None and "/attention/" in row.ours[0]
 
 
 def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:

@@ -68,7 +68,7 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
     """
     lora, shapes = model.config.lora, _plain_shapes(model)
     assert lora is not None
-    rows = tables.of(model_type, shapes)
+    rows = tables.of(model_type, shapes, {})
     trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
     if lora.trainable_tokens:
         what = "Lora.trainable_tokens has rows of the embedding"
@@ -133,7 +133,7 @@ def write_peft(
         raise UserError(f"{folder} must be a new folder: it exists already, name another or remove it")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = _plain_shapes(model)
-    rows = tables.of(model_type, shapes, fused_experts=fused_experts)
+    rows = tables.of(model_type, shapes, {}, fused_experts=fused_experts)
     fused_experts = fused_experts or any(map(peft_experts.is_stacked, rows))
     held = [row for row in rows if any(f"{path}_lora/b" in values for path in row.ours)]
     if fused_experts and any(map(peft_experts.parameter, held)):
@@ -247,10 +247,11 @@ def _check_widths(model: Model, folder: str) -> None:
             f"{folder} is for a model whose layers differ in width (mlp_dims), which PEFT's adapters cannot have here: merge "
             "them, and write the whole model"
         )
-    if model.config.first_dense:
+    if model.config.module_layers:
+        lacking = " and ".join(f"{len(numbers)} have {name}" for name, numbers in model.config.module_layers.items())
         raise UserError(
-            f"{folder} is for a model whose first layers have no experts (Moe.first_dense), which PEFT's adapters cannot have "
-            "here: merge them, and write the whole model"
+            f"{folder} is for a model whose layers differ ({lacking}), which PEFT's adapters cannot have here: merge them, and "
+            "write the whole model"
         )
 
 
@@ -264,7 +265,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
     _check_extra(stored, config, folder)
     factors = variants.as_pairs(stored, names, config, weight, folder)
     shapes = _plain_shapes(model)
-    rows = tables.of(model_type, shapes, fused_experts=fused)
+    rows = tables.of(model_type, shapes, {}, fused_experts=fused)
     if model.config.data_kind == "encoder_decoder":
         of_ends = ends.Read()
         ends.read_shared(stored, "output" not in shapes, config, folder)
@@ -274,7 +275,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
     if of_ends.untied:
         model = untied(model)
         shapes = _plain_shapes(model)
-        rows = tables.of(model_type, shapes, fused_experts=fused)
+        rows = tables.of(model_type, shapes, {}, fused_experts=fused)
     _check_complete(stored, names, rows, shapes, config, folder)
     if config["use_dora"] and weight is not None:
         _fill_magnitudes(stored, rows, shapes, weight)

@@ -123,10 +123,10 @@ def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
             name = f"{path.rpartition('/')[0]}/{first}_lora/{part}"
             if name in values:
                 parts[path][part] = np.asarray(values[name])
-    ranks, scales = lora.of_layers(held[0], shapes[held[0]][0])
+    ranks, scales = lora.of_layers(held[0], range(shapes[held[0]][0]))
     layers = [Layer(r, s * (r**0.5 if lora.rslora else r)) for r, s in zip(ranks, scales, strict=True)]
     same = all(np.array_equal(parts[path]["a"], parts[held[0]]["a"]) for path in held)
-    alike = all(lora.of_layers(path, shapes[path][0]) == (ranks, scales) for path in held)
+    alike = all(lora.of_layers(path, range(shapes[path][0])) == (ranks, scales) for path in held)
     if same and alike and (len(held) == len(row.ours) or not lora.dora):
         for path in set(row.ours) - set(held):
             parts[path] = {"a": parts[held[0]]["a"], "b": _zeros(path, parts[held[0]]["a"].shape[-1], row, shapes)}
@@ -136,7 +136,7 @@ def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
             f"PEFT has one adapter for {', '.join(row.ours)}, and with Lora.dora {held[0]} cannot have one of its own: "
             "write the merged model"
         )
-    if any(len(set(lora.of_layers(path, shapes[path][0])[1])) > 1 for path in held):
+    if any(len(set(lora.of_layers(path, range(shapes[path][0]))[1])) > 1 for path in held):
         raise UserError(
             f"PEFT has one adapter for {', '.join(row.ours)}, whose layers differ in Lora's patterns: name them together in "
             "Lora.fused, or write the merged model"
@@ -163,7 +163,7 @@ def _widen(
         if path in held:
             own = parts[path]["b"]
             end = start + own.shape[count]
-            b[(slice(None),) * count + (slice(start, end),)] = own * (lora.of_layers(path, 1)[1][0] / scale)
+            b[(slice(None),) * count + (slice(start, end),)] = own * (lora.of_layers(path, (0,))[1][0] / scale)
             start = end
         parts[path] |= {"a": a, "b": b}
 

@@ -84,7 +84,7 @@ class QuantizedModel:
         """All tensors, by their names before quantization."""
         values = dict(zip(tree.path_names(self.params), jax.tree.leaves(self.params), strict=True))
         shapes = _shapes(self.model)
-        for row in tables.of(self.config["model_type"], shapes):
+        for row in tables.of(self.config["model_type"], shapes, {}):
             for name, at in row.names(shapes):
                 if name in self.packed:
                     yield name, self.packed[name]
@@ -109,7 +109,7 @@ class QuantizedModel:
         """Names and shapes of the tensors of `in_words`."""
         shapes = _shapes(self.model)
         found: dict[str, Shape] = {}
-        for row in tables.of(self.config["model_type"], shapes):
+        for row in tables.of(self.config["model_type"], shapes, {}):
             for name, _ in row.names(shapes):
                 if name not in self.packed:
                     found[name] = row.shape(shapes)
@@ -147,7 +147,7 @@ class QuantizedModel:
         """The model's parameters after quantization, float32."""
         shapes = _shapes(self.model)
         values: dict[str, np.ndarray] = {}
-        for row in tables.of(self.config["model_type"], shapes):
+        for row in tables.of(self.config["model_type"], shapes, {}):
             for name, at in row.names(shapes):
                 if name in self.packed:
                     stored = _as_stored(row, self.packed[name].values())
@@ -221,7 +221,7 @@ class _Layers:
         self._config, self._begin, self._model_layer = model.config, model.begin, model.layer
         self._how, self._grid, self._batches = how, chosen, batches
         self._shapes = _shapes(model)
-        self._all = tables.of(model_type, self._shapes)
+        self._all = tables.of(model_type, self._shapes, {})
         self._rows = [row for row in self._all if _is_projection(row)]
         self._layer_statistics = jax.jit(functools.partial(_layer_statistics, model.layer), static_argnums=3)
         self._next_input = jax.jit(lambda *arguments: self._model_layer(*arguments)[0], static_argnums=3)

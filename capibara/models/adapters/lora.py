@@ -18,6 +18,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import jax
@@ -112,9 +113,9 @@ class Lora:
         """The factor that the adapter's product is scaled by."""
         return self._scale(name)
 
-    def of_layers(self, name: str, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Rank and scale of the named adapter in each of `count` layers; both are 0 in layers without it."""
-        names = [self.numbered(name, layer) for layer in range(count)]
+    def of_layers(self, name: str, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Rank and scale of the named adapter in each of the layers with these numbers; both are 0 in layers without it."""
+        names = [self.numbered(name, layer) for layer in numbers]
         there = [self._targets(name) or self._targets(one) for one in names]
         ranks = tuple(self._rank(name, one) if has else 0 for one, has in zip(names, there))
         return ranks, tuple(self._scale(name, one) if has else 0.0 for one, has in zip(names, there))
@@ -129,27 +130,16 @@ class Lora:
         rank = self._rank(*names)
         return _first(self.alpha_pattern, names, self.alpha) / (rank**0.5 if self.rslora else rank)
 
-    def chosen(self, names: Mapping[str, int]) -> list[str]:
+    def chosen(self, names: Mapping[str, Sequence[int]]) -> list[str]:
         """The names of the weights that have an adapter in at least one layer.
 
         Args:
-          names: weight name -> number of layers that have it.
+          names: weight name -> numbers of the layers that have it.
 
         Raises:
           UserError: a pattern matches no weight.
         """
-        shapes = {name: (count,) for name, count in names.items()}
-        later = [name for name in names if tree.first_layer(name, shapes)]
-        for field in ("targets", "rank_pattern", "alpha_pattern"):
-            for pattern in (one if isinstance(one, str) else one[0] for one in getattr(self, field)):
-                if re.search(r"layers/[\d[]", pattern) and any(
-                    _matches(name, re.sub(r"layers/[^/]*/", "layers/", pattern)) for name in later
-                ):
-                    raise UserError(
-                        f"Lora.{field} has {pattern!r}, which numbers the layers of a weight that only later layers have "
-                        "(Moe.first_dense): leave the number out"
-                    )
-        every = {name: [name, *(self.numbered(name, layer) for layer in range(count))] for name, count in names.items()}
+        every = {name: [name, *(self.numbered(name, layer) for layer in layers)] for name, layers in names.items()}
         found = [name for name, ways in every.items() if any(map(self._targets, ways))]
         targets = [pattern for pattern in self.targets if pattern != ALL_LINEAR]
         _check_patterns("targets", targets, every, names)
@@ -224,6 +214,7 @@ class Adapter(nnx.Module):
       axes: the weight's logical axes.
       rngs: source of the initial `a`.
       first: the adapter whose `a` and seed this one shares.
+      some: the numbers of the layers of modules that some layers lack.
     """
 
     def __init__(
@@ -234,10 +225,11 @@ class Adapter(nnx.Module):
         axes: tuple[str | None, ...],
         rngs: nnx.Rngs,
         first: Adapter | None = None,
+        some: tree.LayersOf = MappingProxyType({}),
     ):
         stacked, inputs = stack_dims(axes), in_dims(axes)
         shape, split = weight.shape, stacked + inputs
-        ranks, scales = lora.of_layers(name, shape[0] if stacked else 1)
+        ranks, scales = lora.of_layers(name, tree.layer_numbers(name, some, shape[0]) if stacked else (0,))
         self.inputs, self.dropout = inputs, lora.dropout
         self.scale: nnx.Param | float
         if len(set(scales)) > 1:
@@ -351,8 +343,10 @@ def tap(module: nnx.Module) -> dict[str, jax.Array]:
     return seen
 
 
-def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
+def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs, some: tree.LayersOf = MappingProxyType({})) -> None:
     """Adds adapters to a model with plain parameters, and stores the frozen parameters in their storage format.
+
+    `some`: the numbers of the layers of modules that some layers lack.
 
     Raises:
       UserError: a pattern of `lora` matches nothing, or a weight cannot be stored in that format.
@@ -363,9 +357,12 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
         sizes = cast(trainable_tokens.Embedding, model).config
         whole = lora.trains("embedding")
         trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.data_kind, whole)
-    chosen = lora.chosen(
-        {name: getattr(owner, key).shape[0] for name, (owner, key) in found.items() if _adaptable(name)}
-    )
+    numbers = {
+        name: tree.layer_numbers(name, some, getattr(owner, key).shape[0])
+        for name, (owner, key) in found.items()
+        if _adaptable(name)
+    }
+    chosen = lora.chosen(numbers)
     for name, (owner, key) in found.items():
         param = getattr(owner, key)
         if not lora.trains(name):
@@ -376,7 +373,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
             weight = getattr(owner, key)[...].astype(jnp.float32)
             beside = {other.rpartition("/")[2] for other in chosen if found[other][0] is owner}
             first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
-            setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first))
+            setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first, some))
     if lora.trainable_tokens:
         table_VD = cast(trainable_tokens.Embedding, model).embedding[...]
         setattr(model, trainable_tokens.ATTRIBUTE, trainable_tokens.Rows(table_VD, lora.trainable_tokens))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from capibara.core import tree
 from capibara.core.projections import in_dims, stack_dims
 from capibara.core.types import Params, UserError
 from capibara.models.adapters import trainable_tokens
@@ -15,13 +16,14 @@ from capibara.models.adapters.lora import SUFFIX, Lora, block_dim
 from capibara.models.layers.quantized_weights import Blocks
 
 
-def merge(params: Params, lora: Lora, axes: Params) -> Params:
+def merge(params: Params, lora: Lora, axes: Params, some: tree.LayersOf) -> Params:
     """The plain model's parameters in float32, with every adapter added to its weight.
 
     Args:
       params: parameters of a model with these adapters.
       lora: the adapters' configuration.
       axes: logical axes of the parameters.
+      some: the numbers of the layers of modules that some layers lack.
     """
 
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
@@ -30,7 +32,7 @@ def merge(params: Params, lora: Lora, axes: Params) -> Params:
         if trainable_tokens.PART in adapter:
             return trainable_tokens.replaced(weight, adapter[trainable_tokens.PART], lora.trainable_tokens)
         stacked, inputs = stack_dims(axes), in_dims(axes)
-        weight = weight + _product(adapter, weight.shape, stacked, lora, name)
+        weight = weight + _product(adapter, weight.shape, stacked, lora, name, some)
         if "magnitude" not in adapter:
             return weight
         dims = tuple(range(stacked, stacked + inputs))
@@ -45,13 +47,13 @@ def base(params: Params, lora: Lora, axes: Params) -> Params:
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
 
 
-def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Params:
+def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params, some: tree.LayersOf) -> Params:
     """Undoes `merge`, up to rounding.
 
     Args:
       merged: the result of `merge`.
       adapters: parameters that include the adapters; others are ignored.
-      lora, axes: as in `merge`.
+      lora, axes, some: as in `merge`.
 
     Raises:
       UserError: the adapters cannot be taken out: DoRA's original column norms or replaced embedding rows are lost.
@@ -65,7 +67,7 @@ def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Param
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
             return weight
-        return weight - _product(adapter, weight.shape, stack_dims(axes), lora, name)
+        return weight - _product(adapter, weight.shape, stack_dims(axes), lora, name, some)
 
     return _over_weights(_with_adapters(merged, adapters), axes, lora, one)
 
@@ -115,12 +117,14 @@ def _with_adapters(params: Params, adapters: Params) -> Params:
     return inner | {k: v for k, v in adapters.items() if k.endswith(SUFFIX)}
 
 
-def _product(adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str) -> jax.Array:
+def _product(
+    adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str, some: tree.LayersOf
+) -> jax.Array:
     """`scale * a b`, in the weight's shape."""
     a, b = adapter["a"], adapter["b"]
     rank, count = a.shape[-1], math.prod(shape[:stacked])
     flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))
-    _, scales = lora.of_layers(name, shape[0] if stacked else 1)
+    _, scales = lora.of_layers(name, tree.layer_numbers(name, some, shape[0]) if stacked else (0,))
     if len(set(scales)) == 1:
         return scales[0] * flat.reshape(shape)
     return jnp.asarray(scales, jnp.float32).reshape(-1, *(1,) * (len(shape) - 1)) * flat.reshape(shape)

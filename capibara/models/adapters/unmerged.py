@@ -53,6 +53,13 @@ class BatchAdapters(NamedTuple):
     of_row: jax.Array | np.ndarray
 
 
+class HasLayers(Protocol):
+    """The part of a configuration that is used here."""
+
+    @property
+    def module_layers(self) -> tree.LayersOf: ...
+
+
 class PlainModel(Protocol):
     """The parts of a model without adapters (an api.Model) that are used here."""
 
@@ -61,6 +68,9 @@ class PlainModel(Protocol):
 
     @property
     def abstract_params(self) -> Params: ...
+
+    @property
+    def config(self) -> HasLayers: ...
 
 
 def check(model: PlainModel, one: Adapter) -> None:
@@ -83,10 +93,8 @@ def check(model: PlainModel, one: Adapter) -> None:
             raise UserError(f"{weight} is no weight of this model: name an adapter of this model")
         if not weight.startswith("layers/"):
             raise UserError(f"{weight} is of an encoder-decoder, whose adapters must be merged: use capibara convert")
-        if tree.FIRST in weight or tree.first_layer(weight, {name: leaf.shape for name, leaf in known.items()}):
-            raise UserError(
-                f"{weight} is of some layers only (Moe.first_dense), whose adapters must be merged: use capibara convert"
-            )
+        if weight.split("/")[1] in model.config.module_layers:
+            raise UserError(f"{weight} is of some layers only, whose adapters must be merged: use capibara convert")
         if "experts" in axes[weight] or weight.endswith("/router"):
             raise UserError(
                 f"{weight} is of experts or their router, whose adapters must be merged: use capibara convert"
@@ -221,7 +229,7 @@ def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray
         beside = {other.rpartition("/")[2] for other in names if other.rpartition("/")[0] == owner}
         a = np.asarray(flat[f"{owner}/{one.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
         b = np.asarray(flat[name + _END], np.float32)
-        scales = np.asarray(one.lora.of_layers(name, len(b))[1], np.float32)
+        scales = np.asarray(one.lora.of_layers(name, range(len(b)))[1], np.float32)
         found[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")
     return found
 

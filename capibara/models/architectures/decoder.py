@@ -100,13 +100,27 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        kinds = (self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
-        return tuple(self.window if kind is LayerKind.LOCAL else None for kind in kinds)
+        spans = dict.fromkeys(LayerKind) | {LayerKind.LOCAL: self.window, LayerKind.RECURRENT: 0}
+        return tuple(spans[kind] for kind in self.kinds)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        if self.mixer is None:
+            return super().module_layers
+        recurrent = tuple(i for i, kind in enumerate(self.kinds) if kind is LayerKind.RECURRENT)
+        attending = tuple(i for i, kind in enumerate(self.kinds) if kind is not LayerKind.RECURRENT)
+        return super().module_layers | {"attention": attending, "mixer": recurrent}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_relative()
         self._check_blocks()
+        self._check_mixer()
         if self.positions is Positions.ROPE and self.rotary_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
@@ -167,6 +181,27 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.embed_dim ({self.embed_dim}) must be even and at least 4 for sinusoidal positions"
             )
 
+    def _check_mixer(self) -> None:
+        recurrent = LayerKind.RECURRENT in self.layer_pattern
+        if recurrent and self.mixer is None:
+            raise UserError(
+                "DecoderConfig.mixer is None, recurrent layers in layer_pattern need one: try @GatedDelta(), or write 'global'"
+            )
+        if self.mixer is not None and not (recurrent and set(self.kinds) > {LayerKind.RECURRENT}):
+            raise UserError(
+                f"DecoderConfig.mixer is for some of the layers, layer_pattern has {' and '.join(sorted(set(self.kinds)))}: "
+                'try ("recurrent", "recurrent", "recurrent", "global")'
+            )
+        if self.mixer is not None and self.positions.biases:
+            raise UserError(
+                f"DecoderConfig.mixer is set, and positions ({str(self.positions)!r}) are of attention in every layer: try "
+                "'rope'"
+            )
+        if self.mixer is not None and self.inputs_attention is InputsAttention.BIDIRECTIONAL:
+            raise UserError(
+                "DecoderConfig.inputs_attention is 'bidirectional', recurrent layers read forwards: write 'causal'"
+            )
+
     def _check_relative(self) -> None:
         if self.relative_buckets < 2 or self.relative_buckets % 2:
             raise UserError(
@@ -225,8 +260,15 @@ class DecoderBase(nnx.Module):
         windows = dict.fromkeys(LayerKind, None) | {
             LayerKind.LOCAL: None if config.window is None else config.window + spare
         }
-        kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
-        of_layers = tuple(dense.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
+
+        def empty(kind: LayerKind) -> dense.LayerCache:
+            if kind is LayerKind.RECURRENT:
+                assert config.mixer is not None, "the configuration checks it"
+                exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
+                return config.mixer.empty_state(config, batch, exact)
+            return dense.empty_layer(config, batch, length, dtype, windows[kind])
+
+        of_layers = tuple(map(empty, config.kinds))
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def head(self) -> jax.Array:
@@ -324,9 +366,8 @@ class Decoder(DecoderBase):
     def _make_layers(self, rngs: nnx.Rngs) -> None:
         config = self.config
         self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
-        if config.first_dense:
-            stack.keep_layers(self.layers.first_mlp, 0, config.first_dense)
-            stack.keep_layers(self.layers.mlp, config.first_dense, config.num_layers)
+        for module, numbers in config.module_layers.items():
+            stack.keep_layers(getattr(self.layers, module), numbers)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
@@ -360,7 +401,8 @@ class Decoder(DecoderBase):
                 remat,
                 all_trained=config.lora is None,
                 numbered=drop is not None,
-                span=(start, stop) if config.first_dense else None,
+                span=(start, stop) if config.module_layers else None,
+                some=config.module_layers,
             )
         return self._normed(x, drop), stats
 
@@ -435,4 +477,4 @@ def _capacity(kept: dense.Cache) -> int:
             return layer["key_pages"].shape[2] * layer["table"].shape[1]
         return layer["key"].shape[2]
 
-    return max(map(of_layer, kept["layers"]))
+    return max(of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer))

@@ -81,7 +81,20 @@ def empty_layer(
 
 def axes(cache: Cache) -> Any:
     """The logical axes of every array of a cache."""
-    return jax.tree.map(lambda x: _KEYS[: x.ndim] if x.ndim > 2 else ("batch",) + (None,) * (x.ndim - 1), cache)
+    of_rows = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731
+    of_heads = lambda x: _KEYS[: x.ndim] if x.ndim > 2 else of_rows(x)  # noqa: E731
+    layers = tuple(jax.tree.map(of_heads if has_keys(layer) else of_rows, layer) for layer in cache["layers"])
+    return jax.tree.map(of_heads, {name: x for name, x in cache.items() if name != "layers"}) | {"layers": layers}
+
+
+def has_keys(layer: LayerCache) -> bool:
+    """Whether a layer keeps keys and values of tokens, and not a state of fixed size (models/mixers)."""
+    return not any(name.startswith("state") for name in layer)
+
+
+def capacity(cache: Cache) -> int:
+    """The most tokens that a layer of a dense cache has room for."""
+    return max(layer["key"].shape[2] for layer in cache["layers"] if has_keys(layer))
 
 
 def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:

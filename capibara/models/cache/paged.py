@@ -71,8 +71,8 @@ def shares(rows: Cache, length: int) -> bool:
 
 
 def is_short(layer: LayerCache, length: int) -> bool:
-    """Whether a layer's capacity is below `length` because of its window; such a layer is not paged."""
-    return layer["key"].shape[2] < length
+    """Whether a layer's memory does not grow to `length`: it has a window, or a state. Such a layer is not paged."""
+    return not dense.has_keys(layer) or layer["key"].shape[2] < length
 
 
 def is_paged(layer: LayerCache) -> bool:
@@ -124,6 +124,8 @@ def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> C
         return x[:, :, :length] if x.ndim > 2 else x
 
     def of_layer(layer: LayerCache) -> LayerCache:
+        if not dense.has_keys(layer):
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), layer)
         if not is_paged(layer):
             return jax.tree.map(of_slot, layer)
         assert table is not None, "slots have pages"

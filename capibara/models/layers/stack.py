@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Concatenate, NamedTuple, TypeVar
 
 import jax
@@ -50,23 +51,26 @@ def stacked(make: Callable[[nnx.Rngs], _Layer], rngs: nnx.Rngs, num_layers: int)
     return nnx.merge(graphdef, jax.tree.unflatten(structure, stacked_variables))
 
 
-def keep_layers(module: nnx.Module, start: int, stop: int) -> None:
-    """Keeps the parameters of a stacked module's layers from `start` to `stop`."""
+def keep_layers(module: nnx.Module, numbers: Sequence[int]) -> None:
+    """Keeps the parameters of a stacked module's layers with these numbers."""
     for name, value in vars(module).items():
         if isinstance(value, nnx.Param):
-            setattr(module, name, nnx.Param(value[...][start:stop], axes=value.axes))
+            setattr(module, name, nnx.Param(value[...][jnp.asarray(numbers)], axes=value.axes))
         elif isinstance(value, nnx.Module):
-            keep_layers(value, start, stop)
+            keep_layers(value, numbers)
 
 
-def unstacked(values: Params) -> tuple[Params, ...]:
+def unstacked(values: Params, layers: tree.LayersOf) -> tuple[Params, ...]:
     """Splits stacked parameters into a tuple with one nested dict per layer; a tuple is returned unchanged.
 
-    A program with unrolled layers reads these in place; it would copy each layer out of stacked parameters.
+    A program with unrolled layers reads these in place; it would copy each layer out of stacked parameters. `layers`
+    tells which layers have the modules that some lack.
     """
     if isinstance(values, tuple):
         return values
-    return tuple(_one(values, index) for index in range(depth(values)))
+    count = max([depth(values), *(numbers[-1] + 1 for numbers in layers.values())])
+    pick = lambda value, rank: jax.tree.map(lambda v: v[rank], value)  # noqa: E731
+    return tuple(tree.of_layer(values, number, layers, depth, pick) for number in range(count))
 
 
 def depth(values: Params) -> int:
@@ -74,29 +78,62 @@ def depth(values: Params) -> int:
     return max((leaf.shape[0] for leaf in jax.tree.leaves(values)), default=0)
 
 
-def first_layer(values: Params, name: str) -> int:
-    """The first layer that has this module: 0, or the one after the layers of its partner, which is called first_NAME."""
-    return depth(values[tree.FIRST + name]) if tree.FIRST + name in values else 0
-
-
-def _one(values: Params, index: int) -> Params:
-    """The parameters of one layer that exist in it."""
-    if isinstance(values, dict):
-        within = {name: index - first_layer(values, name) for name in values}
-        return {name: _one(value, within[name]) for name, value in values.items() if 0 <= within[name] < depth(value)}
-    return jax.tree.map(lambda v: v[index], values)
-
-
 def _between(values: Params, start: int, stop: int) -> Params:
-    """Slices a stack from layer `start` to `stop`; keeps the parameters that exist in all of these layers."""
+    """Slices a stack from `start` to `stop`; keeps the parameters that exist in all of these layers."""
     if isinstance(values, dict):
-        first = {name: first_layer(values, name) for name in values}
-        return {
-            name: _between(value, start - first[name], stop - first[name])
-            for name, value in values.items()
-            if first[name] <= start and stop - first[name] <= depth(value)
-        }
+        found = {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
+        return {name: value for name, value in found.items() if not isinstance(value, dict) or value}
     return jax.tree.map(lambda v: v[start:stop], values)
+
+
+def _of_span(values: Params, start: int, stop: int, layers: tree.LayersOf) -> Params:
+    """The parameters of the modules of layers `start` to `stop`."""
+    found: Params = {}
+    for name, value in values.items():
+        ranks = [rank for rank, n in enumerate(layers.get(name, range(stop))) if start <= n < stop]
+        found |= _between({name: value}, ranks[0], ranks[-1] + 1) if ranks else {}
+    return found
+
+
+class _Places:
+    """Where in each period of a pattern the modules of a span of layers are: each is in all periods at the same places.
+
+    Args:
+      layers: module -> numbers of layers, for those that some layers lack.
+      start, stop: the span.
+      period: length of the pattern.
+    """
+
+    def __init__(self, layers: tree.LayersOf, start: int, stop: int, period: int):
+        self._every = tuple(range(period))
+        inside = {name: [n - start for n in numbers if start <= n < stop] for name, numbers in layers.items()}
+        self._some = {name: tuple(sorted({n % period for n in numbers})) for name, numbers in inside.items()}
+
+    def grouped(self, values: PyTree, periods: int) -> PyTree:
+        """Parameters of all layers -> those of the first periods, [periods, layers of each with this module, ...]."""
+        return self._map(
+            lambda v, places: v[: periods * len(places)].reshape(periods, len(places), *v.shape[1:]), values
+        )
+
+    def one(self, values: PyTree, index: int) -> PyTree:
+        """The parameters of the layer with this index in the span."""
+        period, place = divmod(index, len(self._every))
+        return self._map(lambda v, places: v[period * len(places) + places.index(place)], values, place)
+
+    def _map(
+        self, fn: Callable[[jax.Array, tuple[int, ...]], jax.Array], values: PyTree, place: int | None = None
+    ) -> PyTree:
+        """Applies `fn` (array, places of its module) to all, or to those of the modules that are at one place."""
+        if isinstance(values, tuple):  # what is beside the parameters, and these
+            return jax.tree.map(lambda v: fn(v, self._every), values[0]), self._map(fn, values[1], place)
+        if not self._some:
+            return jax.tree.map(lambda v: fn(v, self._every), values)
+        where = {name: self._some.get(name, self._every) for name in values}
+        return {
+            name: jax.tree.map(lambda v: fn(v, where[name]), value)  # noqa: B023
+            for name, value in values.items()
+            if place is None or place in where[name]
+        }
 
 
 def each(layers: _Layer, values: Sequence[Params]) -> Iterator[_Layer]:
@@ -119,6 +156,7 @@ def run(
     numbered: bool = False,
     beside: PyTree | None = None,
     span: tuple[int, int] | None = None,
+    some: tree.LayersOf = MappingProxyType({}),
 ) -> tuple[jax.Array, Stats]:
     """Applies the layers of a stacked module in order; as a pipeline if the active mesh has stages.
 
@@ -136,15 +174,16 @@ def run(
       beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not supported in a
         pipeline.
       span: first layer to run and end of the range; `pattern` and `beside` start at the first one. None: all layers.
+      some: the modules that some layers lack; within the span, layers at the same place of the pattern have the same.
 
     Returns:
       The last layer's output, and the statistics, each with a leading axis of layers.
     """
     graphdef, state = nnx.split(layers)
     values: Params = nnx.to_pure_dict(state)
-    values = values if span is None else _between(values, *span)
-    count, group = depth(values), len(pattern)
-    start = 0 if span is None else span[0]
+    start, stop = span or (0, depth(values))
+    values = values if span is None else _of_span(values, start, stop, some)
+    count, group = stop - start, len(pattern)
     own = jnp.arange(start, start + count, dtype=jnp.int32) if numbered else beside
 
     def one(kind: _Kind, in_scan: bool) -> _Body:
@@ -156,7 +195,7 @@ def run(
 
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     scanned, unrolled = ([one(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
-    bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained)
+    bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained, _Places(some, start, stop, group))
     shape = _active_pipeline(numbered, span is not None)
     values = values if own is None else (own, values)
     if shape is None:
@@ -168,13 +207,17 @@ def run(
 
 
 class _Bodies(NamedTuple):
-    """A layer's program for each entry of the pattern, in a scan and outside of one; the others are as for `run`."""
+    """A layer's program for each entry of the pattern, in a scan and outside of one; `places` of the modules.
+
+    The others are as for `run`.
+    """
 
     scanned: Sequence[_Body]
     unrolled: Sequence[_Body]
     loop: LayerLoop
     frozen: bool
     all_trained: bool
+    places: _Places
 
 
 def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, size: int) -> tuple[jax.Array, Stats]:
@@ -186,12 +229,12 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
     parts: list[Stats] = []
     whole = size // group if scans else 0
     if whole:
-        grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
+        grouped = bodies.places.grouped(values, whole)
 
         def body(x: jax.Array, layers: PyTree) -> tuple[jax.Array, Stats]:
             stats = []
             for index, layer in enumerate(scanned):
-                x, own = _finished(x, jax.tree.map(lambda v: v[index], layers), bodies.all_trained and group > 1)
+                x, own = _finished(x, bodies.places.one(layers, index), bodies.all_trained and group > 1)
                 x, of_layer = layer(x, own, rows)
                 stats.append(of_layer)
             return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
@@ -199,7 +242,7 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
         x, stats = jax.lax.scan(body, x, grouped)
         parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
     for index in range(whole * group, size):
-        x, own = _finished(x, jax.tree.map(lambda v: v[index], values), bodies.all_trained)
+        x, own = _finished(x, bodies.places.one(values, index), bodies.all_trained)
         x, of_layer = bodies.unrolled[index % group](x, own, rows)
         parts.append(jax.tree.map(lambda s: s[None], of_layer))
     return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)

@@ -26,6 +26,7 @@ from capibara.models.layers.layers import (
     QKNorm,
 )
 from capibara.models.layers.stack import LayerLoop
+from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe
 
@@ -111,12 +112,14 @@ class Residual(enum.StrEnum):
 class LayerKind(enum.StrEnum):
     """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
 
-    unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2).
+    unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
+    model's mixer in place of attention (Qwen3-Next, LFM2).
     """
 
     GLOBAL = "global"
     LOCAL = "local"
     UNROTATED = "unrotated"
+    RECURRENT = "recurrent"
 
 
 class EmbeddingNorm(enum.StrEnum):
@@ -131,6 +134,13 @@ class InnerNorm(enum.StrEnum):
 
     NONE = "none"
     LAYER = "layer"
+
+
+class AttentionGate(enum.StrEnum):
+    """Whether attention's results are multiplied by the sigmoid of a projection of its inputs (Qwen3-Next)."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
 
 
 class EmbeddingScale(enum.StrEnum):
@@ -151,7 +161,9 @@ class FinalNorm(enum.StrEnum):
     NONE = "none"
 
 
-OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent")
+OF_DECODERS = (
+    "attention_gate", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent", "mixer",
+)  # fmt: skip
 _NOT_LATENT = (
     "bias",
     "qk_norm",
@@ -159,6 +171,7 @@ _NOT_LATENT = (
     "attention_clip",
     "num_kv_heads",
     "inner_norm",
+    "attention_gate",
 )  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
@@ -189,6 +202,7 @@ class TransformerConfig:
       attention_sinks: a learned logit per head in the softmax's denominator, or none.
       attention_scale: factor of q k^T; None: head_dim**-0.5.
       attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: no cap.
+      attention_gate: whether attention's results have a gate.
       attention_clip: queries, keys and values are clipped to at most this magnitude (MPT, OLMo); None: they are not.
       embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
         the residual stream (Granite).
@@ -199,6 +213,7 @@ class TransformerConfig:
       max_length: longest row; None: no limit. Learned positions need one.
       latent: multi-head latent attention, with head_dim as the size of a query's head; None: attention as the fields above
         have it.
+      mixer: what recurrent layers have in place of attention (ShortConv, GatedDelta, ...); None: there are none.
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: factor of the token embeddings; kind of output projection.
       quantization: of the matmuls with weights, in training too.
@@ -231,6 +246,7 @@ class TransformerConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_clip: float | None = None
+    attention_gate: AttentionGate = AttentionGate.NONE
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE
@@ -239,6 +255,7 @@ class TransformerConfig:
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
     latent: LatentAttention | None = None
+    mixer: Mixer | None = None
     moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
@@ -342,18 +359,29 @@ class TransformerConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, the number of positions visible to a query, its own included; None: all before it."""
+        """For each layer, the number of positions visible to a query, its own included.
+
+        None: all before it; 0: the layer is recurrent, and has no queries.
+        """
         return (None,) * self.num_layers
 
     @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
-        return not self.first_dense
+        return not self.module_layers
 
     @property
     def first_dense(self) -> int:
         """Number of the first layers that have an MLP where the others have experts."""
         return 0 if self.moe is None else self.moe.first_dense
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        """The modules of a layer that some layers lack, and the numbers of the layers that have them."""
+        if not self.first_dense:
+            return {}
+        layers = tuple(range(self.num_layers))
+        return {"first_mlp": layers[: self.first_dense], "mlp": layers[self.first_dense :]}
 
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """The attention spec of a layer."""

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from capibara.core import projections
+from capibara.core.types import UserError
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.gradients import gradients_together
 from capibara.models.cache import dense
@@ -136,6 +137,8 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
         self.attention = Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
+        if config.mixer is not None:
+            self.mixer = config.mixer.make(config, rngs)
         self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
         if config.first_dense:
             self.first_mlp = MLP(config, rngs)
@@ -153,6 +156,8 @@ class Block(nnx.Module):
         stats: Stats = {}
 
         def attention(x: jax.Array) -> jax.Array:
+            if layer_kind is LayerKind.RECURRENT:
+                return dropout.apply(shared.drop, self._mixed(x, rows, shared), Site.ATTENTION)
             angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y = self.attention(
                 x,
@@ -183,6 +188,10 @@ class Block(nnx.Module):
         written: dense.LayerCache = {}
 
         def attention(x: jax.Array) -> jax.Array:
+            if layer_kind is LayerKind.RECURRENT:
+                y, new = self.mixer.cached(x, layer, now)
+                written.update(new)
+                return y
             angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y, new = self.attention.cached(
                 x, layer, now, kind=kind, angles=angles,
@@ -192,6 +201,14 @@ class Block(nnx.Module):
             return y
 
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
+
+    def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
+        if shared.row_positions is not None:
+            raise UserError(
+                "Plan.context is above 1, and recurrent layers read a row's tokens one after the other: set Plan.context to "
+                "1, and share out by fsdp, tensor or data"
+            )
+        return layers.named(self.mixer(x_BTD, rows.segment_ids), projections.OUT)
 
     def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
         if self.config.residual is Residual.SHARED:
@@ -252,7 +269,7 @@ def rotary(
     config: TransformerConfig, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
 ) -> dict[LayerKind, Angles]:
     """Rotary angles for each kind of rotated layer; equal ones share a table. `length` is as in `rope.angles`."""
-    rotated = kinds - {LayerKind.UNROTATED}
+    rotated = kinds - {LayerKind.UNROTATED, LayerKind.RECURRENT}
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in rotated}
     tables = {
         flag: angles(positions_BT, rope, config.rotary_size, local=flag, length=length) for flag in set(local.values())

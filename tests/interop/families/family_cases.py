@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dense_families
 import expert_families
+import hybrid_families
 import older_families
 
-CASES = dense_families.CASES | older_families.CASES | expert_families.CASES
+CASES = dense_families.CASES | older_families.CASES | expert_families.CASES | hybrid_families.CASES
 # transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
 IMPLEMENTATIONS = {"falcon": "sdpa"}

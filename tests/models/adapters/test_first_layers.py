@@ -1,4 +1,4 @@
-"""Adapters of models whose first layers have no experts: refused by name where layers are numbered otherwise."""
+"""Adapters of models whose first layers have no experts: layers keep their numbers, or it is refused by name."""
 
 import dataclasses
 
@@ -31,18 +31,34 @@ def test_adapters_of_all_its_weights_merge_to_the_same_logits():
     np.testing.assert_allclose(jax.jit(model.logits)(params, BATCH), merged, rtol=0, atol=2e-4 * np.abs(merged).max())
 
 
-@pytest.mark.parametrize("pattern", ["layers/1/mlp/shared_up", "layers/[12]/mlp/*"])
-def test_a_pattern_that_numbers_the_layers_of_later_weights_is_refused(pattern):
-    model = api.build(CONFIG)
-    with pytest.raises(UserError, match="leave the number out"):
+@pytest.mark.parametrize(
+    "pattern, name, scales",
+    [
+        ("layers/2/mlp/shared_up", "mlp/shared_up", [0, 16]),  # of layers 1 and 2
+        ("layers/[12]/mlp/shared_up", "mlp/shared_up", None),  # all of its layers
+        ("layers/0/first_mlp/up", "first_mlp/up", None),
+        ("layers/1/attention/query", "attention/query", [0, 16, 0]),
+    ],
+)
+def test_patterns_have_the_numbers_of_the_models_layers(pattern, name, scales):
+    model = api.build(dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=(pattern,))))
+    params = jax.jit(model.init)(jax.random.key(0))
+    part, last = name.split("/")
+    assert [key for key in params["layers"][part] if key.endswith("_lora")] == [last + "_lora"]
+    found = params["layers"][part][last + "_lora"].get("scale")
+    assert (None if found is None else found.tolist()) == scales
+
+
+@pytest.mark.parametrize("pattern", ["layers/0/mlp/shared_up", "layers/1/first_mlp/up"])
+def test_a_layer_that_lacks_the_module_is_no_match(pattern):
+    with pytest.raises(UserError, match="Lora.targets has .*, which must match one of"):
         api.build(dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=(pattern,))))
-    assert api.build(dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=("layers/1/attention/query",)))) is not model
 
 
 def test_pefts_folders_of_it_are_refused(tmp_path):
     model = api.build(dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=("query",))))
     params = jax.jit(model.init)(jax.random.key(0))
-    with pytest.raises(UserError, match="first layers have no experts"):
+    with pytest.raises(UserError, match="whose layers differ .1 have first_mlp and 2 have mlp."):
         peft.write_peft(str(tmp_path / "adapter"), params, model, "glm4_moe")
 
 

@@ -80,7 +80,7 @@ def test_logits_are_those_of_transformers(name, config):
     model = api.build(config)
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
-    values = tensors.read(tables.of("t5", shapes), shapes, answers.draw)
+    values = tensors.read(tables.of("t5", shapes, {}), shapes, answers.draw)
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
     batch = batch_of([[32], [32 - ANSWERS["padding"]]], [[24], [24]])

@@ -12,7 +12,7 @@ import pytest
 
 from capibara import sharding
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, ShortConv
 from capibara.models.cache import dense as caches
 from capibara.models.layers.rope import Rope
 from capibara.models.parts.moe import Moe
@@ -67,6 +67,14 @@ VARIANTS = {
         rope=Rope(scaling="yarn", factor=4.0, original_length=8, yarn_bounds="exact"),
     ),
     "int8": dict(quantization="int8"),
+    "conv": dict(mixer=ShortConv(), layer_pattern=("recurrent", "global", "recurrent"), num_layers=4, qk_norm="head"),
+    "delta": dict(
+        mixer=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+        layer_pattern=("recurrent", "recurrent", "global"),
+        num_layers=5,
+        attention_gate="sigmoid",
+        moe=Moe(num_experts=4, top_k=2, first_dense=1),
+    ),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", relative_distance=24

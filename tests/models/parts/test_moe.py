@@ -604,7 +604,7 @@ def test_logits_equal_the_reference(name):
     model = api.build(mixtures.CONFIGS[name])
     leaves = jax.tree.leaves(model.abstract_params)
     shapes = dict(zip(tree.path_names(model.abstract_params), [leaf.shape for leaf in leaves], strict=True))
-    values = tensors.read(tables.of(name, shapes, fused_experts=True), shapes, answers.draw)
+    values = tensors.read(tables.of(name, shapes, {}, fused_experts=True), shapes, answers.draw)
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda path, _: values[path], model.abstract_params)
     tokens = np.array(REFERENCE["tokens"], np.int32)

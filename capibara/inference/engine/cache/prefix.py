@@ -26,11 +26,12 @@ class PrefixCache:
       max_bytes: of all rows' caches; 0: no cache.
       window: the shortest window of the model's layers; None: all layers see whole rows. A layer with a window has only
         the last positions, which are useless for a text that differs earlier.
+      whole: whether a row can only be read on from its end: recurrent layers have a state after its last token alone.
       shortest: least number of common tokens worth reusing.
     """
 
-    def __init__(self, max_bytes: int, window: int | None, shortest: int = 16):
-        self._max_bytes, self._window, self._shortest = max_bytes, window, shortest
+    def __init__(self, max_bytes: int, window: int | None, whole: bool = False, shortest: int = 16):
+        self._max_bytes, self._window, self.whole, self._shortest = max_bytes, window, whole, shortest
         self._entries: list[Prefix] = []  # the most recently used one at the end
 
     def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix, int] | None:
@@ -41,8 +42,8 @@ class PrefixCache:
             common = min(common_beginning(entry.tokens, prompt), len(prompt) - 1)
             # A row that ended with an end token has read it too: if the common tokens fill the window, the first is
             # gone.
-            whole = self._window is None or len(entry.tokens) < self._window or common == len(entry.tokens)
-            if whole and common > most and entry.adapter == adapter:
+            shorter = not self.whole and (self._window is None or len(entry.tokens) < self._window)
+            if (shorter or common == len(entry.tokens)) and common > most and entry.adapter == adapter:
                 best, most = entry, common
         if best is None:
             return None
@@ -59,7 +60,7 @@ class PrefixCache:
             if entry.adapter != adapter:
                 return False
             old = entry.tokens
-            shorter = len(old) < len(new) and self._window is None
+            shorter = len(old) < len(new) and self._window is None and not self.whole
             return (shorter or len(old) == len(new)) and bool((new[: len(old)] == old).all())
 
         self._entries = [entry for entry in self._entries if not replaced(entry)]

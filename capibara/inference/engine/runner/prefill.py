@@ -15,6 +15,7 @@ from capibara.inference.engine.programs.programs import Programs
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, is_of_request, program_of
 from capibara.inference.engine.requests.request import Request
+from capibara.models.api import capacity
 
 
 class Prefilled(NamedTuple):
@@ -129,7 +130,7 @@ class PrefillQueue:
         batch = self._batch([request], [rest], size)
         if row is None:
             return self._programs.prefill(params, batch)
-        positions = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
+        positions = max(bucket(whole, self._length), capacity(row))
         return self._programs.resume(params, batch, row, positions)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:

@@ -163,6 +163,29 @@ def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[:size])
 
 
+def recurrent(values: Values, name: str) -> dict[str, Any]:
+    """Our layer_pattern for layer_types, in which recurrent layers have this name.
+
+    Raises:
+      UserError: a layer is of another kind, or there is not one entry for each layer.
+    """
+    types, count = values["layer_types"], values["num_hidden_layers"]
+    kinds = {name: "recurrent", "full_attention": "global"}
+    if unknown := [kind for kind in types if kind not in kinds]:
+        raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
+    if len(types) != count:
+        raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {count} layers")
+    if set(types) != set(kinds):
+        raise UserError(f"config.json has layer_types {types[0]!r} alone, must have both of {', '.join(kinds)}")
+    return {"layer_pattern": shortest([kinds[kind] for kind in types])}
+
+
+def write_recurrent(config: TransformerConfig, name: str) -> dict[str, Any]:
+    """The way back: layer_types, of a decoder whose layers are all of these two kinds."""
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    return {"layer_types": [name if kind == "recurrent" else "full_attention" for kind in config.kinds]}
+
+
 def unrotated(types: Sequence[str], rotated: Sequence[object], window: int | None, of: str) -> dict[str, Any]:
     """Our layer_pattern and window for layer_types, and for which layers have rotary positions.
 

@@ -5,7 +5,7 @@ Needs only numpy: the scripts that make reference answers run in environments wi
 Dimensions are letters: l layers, e experts, v vocabulary, p positions, t token types, r relative positions, d embed,
 o another embed, n heads, h head_dim, f hidden width of an MLP, i an index of interleaved parameters, which has no
 dimension in ours. "nh d" is a tensor of two dimensions, the first of which runs over heads and, within each, over its
-own. A tensor of one layer or expert has that letter in its name: "{l}". Heads that are fused by groups are "gnh": g stands for
+own; a "u" has the size 1 and no dimension in ours. A tensor of one layer or expert has that letter in its name: "{l}". Heads that are fused by groups are "gnh": g stands for
 the key/value heads, each with its queries, its key and its value; a digit in its place for that number of groups.
 """
 
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from capibara.core import tree
 from capibara.core.projections import Axes
 
 Shape = tuple[int, ...]
 _BESIDE = "i"
+_UNIT = "u"
 
 
 # The letter of a parameter's logical axis.
@@ -37,7 +37,7 @@ def letters(axes: Axes) -> str:
 
 def own_letters(group: str) -> str:
     """The letters of a tensor's dimension that our parameters have too."""
-    return "".join(letter for letter in group if letter != _BESIDE and not _is_groups(letter))
+    return "".join(letter for letter in group if letter not in (_BESIDE, _UNIT) and not _is_groups(letter))
 
 
 def _is_groups(letter: str) -> bool:
@@ -52,8 +52,10 @@ class Tensor:
       name: its name, with {l} and {e} for the numbers of layer and expert.
       dims: its dimensions.
       ours: the parameters that it holds, by the names of core.tree.
-      along: the letter of the dimension that concatenates several parameters.
+      along: the letter of the dimension that concatenates several parameters; or the letters of one that runs over
+        several of theirs ("nh"), which are concatenated whole.
       layout: the dimensions of our parameters; those in `name` come first.
+      layers: the numbers of the layers that have it; None: all of them.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Tensor:
     ours: tuple[str, ...]
     along: str
     layout: str
+    layers: tuple[int, ...] | None = None
 
     @property
     def numbered(self) -> str:
@@ -74,18 +77,25 @@ class Tensor:
           shapes: of our parameters.
         """
         letters = self.numbered
-        first = tree.first_layer(self.ours[0], shapes) if "l" in letters else 0
         for at in np.ndindex(*shapes[self.ours[0]][: len(letters)]):
             numbers = dict(zip(letters, at))
-            yield self.name.format(**numbers | ({"l": numbers["l"] + first} if "l" in numbers else {})), at
+            if self.layers is not None:
+                numbers["l"] = self.layers[numbers["l"]]
+            yield self.name.format(**numbers), at
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """Its shape in the checkpoint, from those of our parameters."""
+        if len(self.along) > 1:
+            each = [self._alone(path).shape(shapes) for path in self.ours]
+            axis = self.dims.split().index(self.along)
+            return (*each[0][:axis], sum(shape[axis] for shape in each), *each[0][axis + 1 :])
         sizes = self._sizes(shapes)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.dims.split())
 
     def split(self, value: np.ndarray, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
         """The parts of our parameters that a tensor holds, as views, by name."""
+        if len(self.along) > 1:
+            return self._split_whole(value, shapes)
         letters, sizes = self.dims.replace(" ", ""), self._sizes(shapes)
         value = value.reshape([sizes[letter] for letter in letters])
         parts: Sequence[np.ndarray] = [value]
@@ -95,6 +105,9 @@ class Tensor:
         if self.along == _BESIDE:
             at = letters.index(_BESIDE)
             letters, parts = letters.replace(_BESIDE, ""), [part.squeeze(at) for part in parts]
+        if _UNIT in letters:
+            at = letters.index(_UNIT)
+            letters, parts = letters.replace(_UNIT, ""), [part.squeeze(at) for part in parts]
         order = [letters.index(letter) for letter in self._inner]
         parts = [part.transpose(order) for part in parts]
         if self._groups:
@@ -104,20 +117,38 @@ class Tensor:
 
     def join(self, parts: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> np.ndarray:
         """The way back: a tensor of the parts that `split` gives."""
+        if len(self.along) > 1:
+            return self._join_whole(parts, shapes)
         letters, layout = self.dims.replace(" ", ""), self._inner
-        order = [layout.index(letter) for letter in letters if letter != _BESIDE]
+        order = [layout.index(letter) for letter in letters if letter not in (_BESIDE, _UNIT)]
         values = [parts[path] for path in self.ours]
         if self._groups:
             at, count = layout.index("n") - 1, self._sizes(shapes)[self._groups]
             values = [value.reshape(*value.shape[:at], count, -1, *value.shape[at + 1 :]) for value in values]
         values = [value.transpose(order) for value in values]
-        if self.along == _BESIDE:
-            values = [np.expand_dims(value, letters.index(_BESIDE)) for value in values]
+        for letter in (_BESIDE, _UNIT):
+            if letter in letters and (letter == _UNIT or self.along == _BESIDE):
+                values = [np.expand_dims(value, letters.index(letter)) for value in values]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=letters.index(self.along))
         return np.ascontiguousarray(value).reshape(self.shape(shapes))
 
+    def _alone(self, path: str) -> Tensor:
+        """The row as if it held one of its parameters."""
+        return dataclasses.replace(self, ours=(path,), along="")
+
+    def _split_whole(self, value: np.ndarray, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        """`split` for a dimension of several letters."""
+        rows, axis = [self._alone(path) for path in self.ours], self.dims.split().index(self.along)
+        parts = np.split(value, np.cumsum([row.shape(shapes)[axis] for row in rows])[:-1], axis)
+        return {row.ours[0]: row.split(part, shapes)[row.ours[0]] for row, part in zip(rows, parts, strict=True)}
+
+    def _join_whole(self, parts: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> np.ndarray:
+        """`join` for a dimension of several letters."""
+        axis = self.dims.split().index(self.along)
+        return np.concatenate([self._alone(path).join(parts, shapes) for path in self.ours], axis)
+
     def _sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        sizes = dict(zip(self.layout, shapes[self.ours[0]], strict=True))
+        sizes = dict(zip(self.layout, shapes[self.ours[0]], strict=True)) | {_UNIT: 1}
         if self._groups:
             sizes |= {self._groups: self._count(shapes), "n": sizes["n"] // self._count(shapes)}
         return sizes | ({self.along: sum(self._size(path, shapes) for path in self.ours)} if self.along else {})

@@ -24,7 +24,7 @@ from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta
 from capibara.models.cache import dense, paged
 from capibara.sharding import Plan
 
@@ -48,6 +48,9 @@ VARIANTS = {
     "global": {},
     "patterns": dict(layer_pattern=("local", "global"), window=8, attention_soft_cap=5.0),
     "sinks": dict(layer_pattern=("local", "global"), window=8, attention_sinks="head"),
+    "recurrent": dict(
+        layer_pattern=("recurrent", "global"), mixer=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
+    ),
     "masked": dict(layer_pattern=("local", "global"), window=LENGTH, positions="learned", max_length=LENGTH),
 }
 SMALL = dict(page_size=8, pages=10)  # three slots could need 24
@@ -83,6 +86,7 @@ def of_rows(variant="global", dtype="compute"):
         pytest.param("global", dict(page_size=24), marks=pytest.mark.heavy),  # no divisor of the length
         ("global", SMALL),
         ("patterns", SMALL),
+        ("recurrent", SMALL),
         pytest.param("sinks", SMALL, marks=pytest.mark.heavy),
         pytest.param("masked", SMALL, marks=pytest.mark.heavy),
         pytest.param("patterns", dict(page_size=8), marks=pytest.mark.heavy),

@@ -50,7 +50,7 @@ def adapted(name):
     def drawn(path, x):
         if not path.endswith("_lora/b"):
             return x
-        ranks, _ = LORAS[name].of_layers(path.removesuffix("_lora/b"), len(x))
+        ranks, _ = LORAS[name].of_layers(path.removesuffix("_lora/b"), range(len(x)))
         own = np.arange(x.shape[1]) < np.array(ranks)[:, None]
         return jax.numpy.asarray(np.float32(0.4 * rng.standard_normal(x.shape)) * own[(..., *[None] * (x.ndim - 2))])
 

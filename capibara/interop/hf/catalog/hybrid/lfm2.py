@@ -1,0 +1,85 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.interop.hf.layout.family import KEYS, Family, Values, recurrent, write_recurrent
+from capibara.interop.hf.layout.rows import LLAMA, LLAMA_LIKE, QK_NORM, L, Names, renamed, rows, without
+from capibara.models.api import DecoderConfig, ShortConv, TransformerConfig
+
+_X = "layers/mixer/"
+_CONV = rows(
+    [
+        (L + "conv.in_proj.weight", "f d", f"{_X}before {_X}gate {_X}value", "f"),
+        (L + "conv.conv.weight", "f u k", _X + "conv"),
+        (L + "conv.out_proj.weight", "d f", _X + "out"),
+    ],
+    {_X + "before": "ldf", _X + "conv": "lfk", _X + "out": "lfd"},
+)
+_ATTENTION = renamed(
+    without(LLAMA, "mlp.") + QK_NORM,
+    ("input_layernorm", "operator_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("o_proj", "out_proj"),
+    ("q_norm", "q_layernorm"),
+    ("k_norm", "k_layernorm"),
+    ("model.norm.", "model.embedding_norm."),
+)
+_MLP = renamed(
+    tuple(row for row in LLAMA if ".mlp." in row.name),
+    ("mlp.gate_proj", "feed_forward.w1"),
+    ("mlp.up_proj", "feed_forward.w3"),
+    ("mlp.down_proj", "feed_forward.w2"),
+)
+
+
+def _prepare(values: Values) -> Values:
+    """The MLPs' width as it is, and layer_types."""
+    width = values["intermediate_size"]
+    if values["block_auto_adjust_ff_dim"]:
+        width, factor, multiple = int(2 * width / 3), values["block_ffn_dim_multiplier"], values["block_multiple_of"]
+        if factor is not None:
+            width = -(-int(factor * width) // multiple) * multiple
+    found = {**values, "intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    if values.get("layer_types") is None:
+        layers = range(values["num_hidden_layers"])
+        attending = layers if values.get("full_attn_idxs") is None else values["full_attn_idxs"]
+        found["layer_types"] = ["full_attention" if i in attending else "conv" for i in layers]
+    return found
+
+
+def _read(values: Values) -> dict[str, Any]:
+    return recurrent(values, "conv") | {"mixer": ShortConv(taps=values["conv_L_cache"])}
+
+
+def _write(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    if not isinstance(config.mixer, ShortConv):
+        return {}
+    return write_recurrent(config, "conv") | {"conv_L_cache": config.mixer.taps, "full_attn_idxs": None}
+
+
+_KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"} | {"norm_eps": "norm_eps"}
+
+FAMILIES = (
+    (
+        Family(
+            model_type="lfm2",
+            architectures=("Lfm2ForCausalLM",),
+            keys=_KEYS,
+            fixed={"qk_norm": "head", "activation": "swiglu"},
+            activation="",
+            defaults={"rope_theta": 1_000_000.0, "norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
+            | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
+            only={"block_auto_adjust_ff_dim": (False,), "conv_bias": (False, None)},
+            read_keys=("layer_types", "full_attn_idxs", "block_multiple_of", "block_ffn_dim_multiplier"),
+            aliases={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+            tied=True,
+            prepare=_prepare,
+            read=_read,
+            write=_write,
+        ),
+        Names(_ATTENTION + _MLP + _CONV, *LLAMA_LIKE),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Gated DeltaNet: linear attention whose state replaces what it holds for a key (Qwen3-Next, Qwen 3.5, OLMo Hybrid).
+
+Shape letters: G heads of queries and keys, N heads of values, K size of a head's keys, V size of its values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core import projections
+from capibara.core.projections import Projection
+from capibara.core.types import UserError
+from capibara.kernels.scans import convolution, delta
+from capibara.models.cache.dense import LayerCache
+from capibara.models.layers import layers
+from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
+from capibara.sharding import constrain
+
+_HEADS = ("kv_heads", "head_dim")
+_LENGTH_EPS = 1e-6  # of the norms of queries and keys, in all published models
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDelta(Mixer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464).
+
+    Attributes:
+      key_heads, value_heads: heads of queries and keys, and of values, a multiple of these.
+      key_dim, value_dim: size of a head's keys, and of its values.
+      taps: tokens that the convolution of queries, keys and values sees, the current one included.
+    """
+
+    key_heads: int = 16
+    value_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"GatedDelta.{name} is {getattr(self, name)}, must be at least 1")
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"GatedDelta.value_heads ({self.value_heads}) must be a multiple of key_heads ({self.key_heads}): try "
+                f"{max(1, round(self.value_heads / self.key_heads)) * self.key_heads}"
+            )
+        if self.taps < 2:
+            raise UserError(f"GatedDelta.taps is {self.taps}, must be at least 2: try 4")
+
+    def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:
+        return _GatedDelta(self, sizes, rngs)
+
+    def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        G, K, V, before = self.key_heads, self.key_dim, self.value_dim, self.taps - 1
+        sizes_of = {"query": K, "key": K, "value": self.value_heads // G * V}
+        inputs = {f"state_{name}": jnp.zeros((batch, before, G, size), dtype) for name, size in sizes_of.items()}
+        return inputs | {"state": jnp.zeros((batch, self.value_heads, K, V), jnp.float32)}
+
+    def narrower(self, factor: float) -> GatedDelta:
+        key_dim, value_dim = (max(8, round(size * factor / 8) * 8) for size in (self.key_dim, self.value_dim))
+        return dataclasses.replace(self, key_dim=key_dim, value_dim=value_dim)
+
+    def flops_per_token(self, sizes: Sizes) -> float:
+        return 6.0 * self.value_heads * self.key_dim * self.value_dim  # reading, replacing, and reading for the query
+
+
+class _GatedDelta(MixerLayer):
+    """A head of queries and keys has its values, gates, strengths and decays beside each other: [D, G, (N / G) V]."""
+
+    def __init__(self, config: GatedDelta, sizes: Sizes, rngs: nnx.Rngs):
+        D, G, K, taps = sizes.embed_dim, config.key_heads, config.key_dim, config.taps
+        each = config.value_heads // G
+        self.config, self.sizes = config, sizes
+        self.query = layers.projection(rngs, projections.DELTA_QUERY, (D, G, K))
+        self.key = layers.projection(rngs, projections.DELTA_KEY, (D, G, K))
+        self.value = layers.projection(rngs, projections.DELTA_VALUE, (D, G, each * config.value_dim))
+        self.gate = layers.projection(rngs, projections.DELTA_GATE, (D, G, each * config.value_dim))
+        self.strength = layers.projection(rngs, projections.DELTA_STRENGTH, (D, G, each))
+        self.decay = layers.projection(rngs, projections.DELTA_DECAY, (D, G, each))
+        self.query_conv = layers.param(rngs, (G, K, taps), (*_HEADS, None), layers.fan_in(2))
+        self.key_conv = layers.param(rngs, (G, K, taps), (*_HEADS, None), layers.fan_in(2))
+        self.value_conv = layers.param(rngs, (G, each * config.value_dim, taps), (*_HEADS, None), layers.fan_in(2))
+        self.decay_log = layers.param(rngs, (G * each,), ("norm",), _log_of_rates)
+        self.decay_bias = layers.param(rngs, (G * each,), ("norm",), layers.ones)
+        self.norm = layers.Norm(config.value_dim, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)
+        shape = (G, each * config.value_dim, D)
+        self.out = layers.projection(rngs, projections.DELTA_OUT, shape, 0.5 / sizes.num_layers)
+
+    def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
+        q, k, v, state = self._convolved(x_BTD, rows)
+        strength = jax.nn.sigmoid(self._flat(self._dense(projections.DELTA_STRENGTH, x_BTD)))
+        decay = self._flat(self._dense(projections.DELTA_DECAY, x_BTD)).astype(jnp.float32)
+        decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(decay + self.decay_bias[...])
+        each = self.config.value_heads // self.config.key_heads
+        q, k = (jnp.repeat(_unit(x), each, axis=2) for x in (q, k))
+        v = v.reshape(*v.shape[:2], -1, self.config.value_dim)
+        q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q * self.config.key_dim**-0.5, k, v))
+        before = None if rows.state is None else rows.state["state"]
+        y, after = delta.attend(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, before)
+        gate = self._dense(projections.DELTA_GATE, x_BTD)
+        y = self.norm(y.astype(x_BTD.dtype)) * jax.nn.silu(gate.reshape(y.shape).astype(jnp.float32))
+        y = self._dense(projections.DELTA_OUT, y.astype(x_BTD.dtype).reshape(gate.shape))
+        return y, state | ({} if rows.state is None else {"state": after})
+
+    def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
+        """Queries, keys and values after their convolutions, and the inputs that the next tokens need."""
+        results, state = [], {}
+        for by in (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE):
+            x, weight = self._dense(by, x_BTD), getattr(self, f"{by.name}_conv")[...]
+            x = constrain(x, ("batch", None, "act_kv_heads", None))
+            before = None if rows.state is None else rows.state[f"state_{by.name}"]
+            results.append(jax.nn.silu(convolution.convolve(x, weight, rows.segment_ids, before)))
+            if before is not None and rows.counts is not None:
+                state[f"state_{by.name}"] = convolution.last_inputs(x, before, rows.counts)
+        q, k, v = results
+        return q, k, v, state
+
+    def _flat(self, x_BTGn: jax.Array) -> jax.Array:
+        return x_BTGn.reshape(*x_BTGn.shape[:2], -1)
+
+    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
+        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
+        return layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Vectors of length 1 along the last axis, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _LENGTH_EPS)
+
+
+def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Logarithms of rates from 0.01 to 16, as the published models begin."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))

@@ -1,0 +1,132 @@
+"""Recurrences in chunks are those of one token after the other: values, gradients, documents, resumed states."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels.scans import convolution, delta, linear
+
+B, H, K, V = 2, 3, 8, 5
+LENGTHS = [1, 2, 63, 64, 65, 200, pytest.param(4097, marks=pytest.mark.heavy)]
+RELATIVE = 1e-5
+NAMES = ("q_BTHK", "k_BTHK", "v_BTHV", "log_decay_BTH", "strength_BTH")
+
+
+def drawn(T, border=0.0):
+    """Inputs of T tokens, and document numbers if documents end with this probability at each."""
+    rng = np.random.default_rng(T)
+    q, k = rng.normal(size=(2, B, T, H, K))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v, decay = rng.normal(size=(B, T, H, V)), -rng.exponential(0.3, size=(B, T, H))
+    inputs = dict(zip(NAMES, (q, k, v, decay, rng.uniform(size=(B, T, H)))))
+    segments = np.cumsum(rng.uniform(size=(B, T)) < border, axis=1).astype(np.int32) if border else None
+    return {name: x.astype(np.float32) for name, x in inputs.items()}, segments
+
+
+def one_by_one(inputs, segments, state, kind):
+    """The recurrence as it is written, token by token."""
+    same = np.ones((B, inputs["q_BTHK"].shape[1]))
+    if segments is not None:
+        same[:, 1:] = segments[:, 1:] == segments[:, :-1]
+
+    def step(S, token):
+        q, k, v, decay, strength, same = token
+        S = S * (jnp.exp(decay) * same[:, None])[..., None, None]
+        if kind == "delta":
+            v = (v - jnp.einsum("BHKV,BHK->BHV", S, k)) * strength[..., None]
+        S = S + jnp.einsum("BHK,BHV->BHKV", k, v)
+        return S, jnp.einsum("BHKV,BHK->BHV", S, q)
+
+    state = jnp.zeros((B, H, K, V)) if state is None else state
+    of_tokens = [inputs[name] for name in NAMES] + [same.astype(np.float32)]
+    tokens = [jnp.swapaxes(jnp.asarray(x), 0, 1) for x in of_tokens]
+    state, y = jax.lax.scan(step, state, tuple(tokens))
+    return jnp.swapaxes(y, 0, 1), state
+
+
+def in_chunks(inputs, segments, state, kind):
+    inputs = dict(inputs)
+    if kind == "linear":
+        del inputs["strength_BTH"]
+    attend = {"delta": delta.attend, "linear": linear.attend}[kind]
+    return attend(**inputs, segment_ids_BT=segments, state_BHKV=state)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=RELATIVE * max(np.abs(want).max(), 1e-3))
+
+
+@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("border", [0.0, 0.05])
+@pytest.mark.parametrize("T", LENGTHS)
+def test_chunks_are_the_recurrence_forwards_and_backwards(T, border, kind):
+    inputs, segments = drawn(T, border)
+    weight_BTHV = np.random.default_rng(1).normal(size=(B, T, H, V)).astype(np.float32)
+
+    def loss(inputs, way):
+        y, state = way(inputs, segments, None, kind)
+        return jnp.sum(y * weight_BTHV) + jnp.sum(state), (y, state)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    with jax.default_matmul_precision("highest"):
+        (_, got), gradients = run(inputs, in_chunks)
+        (_, want), theirs = run(inputs, one_by_one)
+    close(got[0], want[0])
+    close(got[1], want[1])
+    for name in inputs:
+        close(gradients[name], theirs[name])
+
+
+@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_a_row_that_is_resumed_ends_as_the_whole_row(cut, kind):
+    inputs, _ = drawn(150)
+    first, last = ({name: x[:, part] for name, x in inputs.items()} for part in (slice(cut), slice(cut, None)))
+    y, state = in_chunks(inputs, None, None, kind)
+    y1, state1 = in_chunks(first, None, None, kind)
+    y2, state2 = in_chunks(last, None, state1, kind)
+    close(jnp.concatenate([y1, y2], axis=1), y)
+    close(state2, state)
+
+
+@pytest.mark.parametrize("kind", ["delta", "linear"])
+def test_tokens_that_write_nothing_leave_the_state(kind):
+    inputs, _ = drawn(70)
+    kept = np.arange(70)[:, None] < 40
+    idle = {"strength_BTH", "log_decay_BTH"} if kind == "delta" else {"k_BTHK", "log_decay_BTH"}
+    padded = {
+        name: np.where(kept if x.ndim == 3 else kept[..., None], x, 0) if name in idle else x
+        for name, x in inputs.items()
+    }
+    _, state = in_chunks(padded, None, None, kind)
+    _, want = in_chunks({name: x[:, :40] for name, x in inputs.items()}, None, None, kind)
+    close(state, want)
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_a_convolution_sees_the_last_tokens_of_its_document(taps):
+    rng = np.random.default_rng(taps)
+    x, weight = rng.normal(size=(2, 9, 2, 3)).astype(np.float32), rng.normal(size=(2, 3, taps)).astype(np.float32)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0], [1] * 9], np.int32)
+    want = np.zeros_like(x)
+    for row in range(2):
+        for t in range(9):
+            for back in range(taps):
+                if t >= back and segments[row, t - back] == segments[row, t]:
+                    want[row, t] += x[row, t - back] * weight[..., taps - 1 - back]
+    np.testing.assert_allclose(convolution.convolve(x, weight, segments), want, atol=1e-6)
+
+
+def test_a_convolution_is_resumed_after_the_real_tokens():
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 12, 3)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    whole = convolution.convolve(x, weight)
+    counts, before = np.array([5, 2], np.int32), np.zeros((2, 3, 3), np.float32)
+    before = convolution.last_inputs(x[:, :7], before, counts)  # the second row has read two, the rest is padding
+    rest = np.stack([x[0, 5:10], x[1, 2:7]])
+    got = convolution.convolve(rest, weight, None, before)
+    np.testing.assert_allclose(got[0], whole[0, 5:10], atol=1e-6)
+    np.testing.assert_allclose(got[1], whole[1, 2:7], atol=1e-6)

@@ -1,0 +1,188 @@
+"""Recurrent layers in a decoder: documents of a row, states of the engine, adapters, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import sharding
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import BeamSearch, Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig, GatedDelta, Lora, ShortConv
+from capibara.models.flops import flops_per_token
+from capibara.sharding import Plan
+
+SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
+MIXERS = {"conv": ShortConv(taps=4), "delta": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)}
+GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
+LENGTH = 96
+
+
+def config_of(name, **options):
+    pattern = ("recurrent", "recurrent", "global")
+    return DecoderConfig(**SIZES | dict(mixer=MIXERS[name], layer_pattern=pattern) | options)
+
+
+def made(config):
+    model = api.build(config)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    return model, jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+
+
+def row(tokens, segments):
+    segments = np.asarray(segments, np.int32)
+    positions = np.concatenate([np.arange(np.sum(segments == s)) for s in dict.fromkeys(segments.tolist())])
+    return {"tokens": tokens[None], "segment_ids": segments[None], "positions": positions[None].astype(np.int32)}
+
+
+def engine(name, **config):
+    model, params = made(config_of(name))
+    return Engine(model, params, ByteVocabulary(), LENGTH, EngineConfig(**{"prefix_cache_mib": 0, "slots": 2} | config))
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_documents_of_a_row_know_nothing_of_each_other(name, loop):
+    model, params = made(config_of(name, layer_loop=loop))
+    tokens = np.random.default_rng(0).integers(3, 300, 90).astype(np.int32)
+    parts = [slice(0, 20), slice(20, 21), slice(21, 90)]
+    segments = np.concatenate([np.full(part.stop - part.start, i + 1) for i, part in enumerate(parts)])
+    logits = jax.jit(model.logits)
+    packed = np.asarray(logits(params, row(tokens, segments)))[0]
+    for part in parts:
+        alone = np.asarray(logits(params, row(tokens[part], np.ones(part.stop - part.start))))[0]
+        np.testing.assert_allclose(packed[part], alone, rtol=0, atol=1e-5 * np.abs(alone).max())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_each_kind_of_layer_has_its_own_parameters(name):
+    model, _ = made(config_of(name, num_layers=7))
+    shapes = model.abstract_params["layers"]
+    assert model.config.module_layers == {"attention": (2, 5), "mixer": (0, 1, 3, 4, 6)}
+    assert shapes["attention"]["query"].shape[0] == 2 and shapes["mixer"]["out"].shape[0] == 5
+    assert shapes["mlp"]["up"].shape[0] == 7
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_long_prompt_is_read_in_parts_beside_others(name):
+    long = list(range(10, 90))
+    want = engine(name).submit(long, GREEDY).result().tokens
+    one = engine(name, prefill_tokens=32)
+    others = [one.submit("x", GREEDY), one.submit(long, GREEDY), one.submit("other", GREEDY)]
+    found = [stream.result().tokens for stream in others]
+    assert found[1] == want
+    assert found[0] == engine(name).submit("x", GREEDY).result().tokens
+    assert found[2] == engine(name).submit("other", GREEDY).result().tokens
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_prefix_is_reused_where_its_state_ends(name):
+    one, first = engine(name, prefix_cache_mib=16), list(range(10, 50))
+    one.submit(first, GREEDY).result()
+    later = first + list(range(60, 80))
+    found = one.submit(later, GREEDY).result()
+    assert found.cached_tokens == len(first)
+    assert found.tokens == engine(name).submit(later, GREEDY).result().tokens
+    other = first[:30] + list(range(100, 120))  # a state of 40 tokens is none of 30
+    found = one.submit(other, GREEDY).result()
+    assert found.cached_tokens == 0
+    assert found.tokens == engine(name).submit(other, GREEDY).result().tokens
+
+
+def test_guesses_cannot_be_taken_back():
+    with pytest.raises(UserError, match="EngineConfig.draft_tokens is 3, and the model has recurrent layers"):
+        engine("delta", draft_tokens=3)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_beams_take_their_states_with_them(name):
+    one = engine(name)
+    found = one.submit("def f", Sampling(max_new_tokens=8, beams=BeamSearch(num_decodes=3, alpha=0.0))).result()
+    model, params = made(config_of(name))
+    prompt = ByteVocabulary().encode("def f")
+    tokens = np.array([*prompt, *found.tokens], np.int32)
+    logits = jax.jit(model.logits)(params, row(tokens, np.ones(len(tokens))))[0]
+    log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[:-1], tokens[1:, None], axis=1)[len(prompt) - 1 :]
+    assert len(found.tokens) == 8
+    np.testing.assert_allclose(found.decodes[-1].score, log_p.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_adapters_of_all_weights_merge_to_the_same_logits(name):
+    lora = Lora(rank=3, targets=("all-linear",), rank_pattern=(("layers/3/mixer/out", 2),))
+    model = api.build(config_of(name, lora=lora))
+    keys = iter(jax.random.split(jax.random.key(0), 300))
+    params = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+    factor = params["layers"]["mixer"]["out_lora"]
+    assert "scale" in factor and factor["a"].shape[0] == 4  # layers 0, 1, 3 and 4
+    factor["scale"] = jnp.asarray([lora.of_layers("layers/mixer/out", (0, 1, 3, 4))[1]]).reshape(-1)
+    assert len(set(np.asarray(factor["scale"]).tolist())) == 2 and factor["scale"][2] != factor["scale"][0]
+    batch = row(np.arange(30, dtype=np.int32) + 5, np.ones(30))
+    want = np.asarray(jax.jit(model.logits)(params, batch))
+    got = np.asarray(jax.jit(model.plain.logits)(model.merge(params), batch))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_recurrence_has_flops_of_its_own():
+    def count(config, length):
+        model = api.build(config)
+        return flops_per_token(config, model.abstract_params, model.axes, length)
+
+    config = config_of("delta")
+    wide = dataclasses.replace(config, mixer=dataclasses.replace(config.mixer, taps=4))
+    taps = 4 * (2 * 8 * 2 + 4 * 6) * 2 * 3  # a tap more of each channel, in four layers, forwards and backwards
+    assert count(wide, 64) - count(config, 64) == taps
+    # One of five layers has keys: the others cost the same however long the row is.
+    assert count(config, 128) - count(config, 64) == 2 * 3 * 4 * 16 * 32
+
+
+def test_a_context_axis_is_refused():
+    config = config_of("delta")
+    model, params = made(config)
+    plan = Plan(batch_size=2, context=2, fsdp=1)
+    mesh = sharding.make_mesh(plan, jax.devices()[:2])
+    batch = row(np.arange(32, dtype=np.int32), np.ones(32))
+    with sharding.activate(mesh, plan.rules), pytest.raises(UserError, match="Plan.context is above 1, and recurrent"):
+        jax.eval_shape(lambda: model.logits(params, sharding.balanced(batch)))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(layer_pattern=("recurrent", "global")), "DecoderConfig.mixer is None"),
+        (dict(mixer=ShortConv()), "DecoderConfig.mixer is for some of the layers, layer_pattern has global"),
+        (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "layer_pattern has recurrent"),
+        (
+            dict(mixer=ShortConv(), layer_pattern=("recurrent", "global"), positions="alibi"),
+            "positions .'alibi'. are of attention in every layer",
+        ),
+        (
+            dict(mixer=ShortConv(), layer_pattern=("recurrent", "global"), inputs_attention="bidirectional"),
+            "recurrent layers read forwards",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        DecoderConfig(**SIZES | fields)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: ShortConv(taps=1), "ShortConv.taps is 1, must be at least 2"),
+        (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
+        (lambda: GatedDelta(key_dim=0), "GatedDelta.key_dim is 0, must be at least 1"),
+        (lambda: GatedDelta(key_heads=3, value_heads=8), "value_heads .8. must be a multiple of key_heads .3.: try 9"),
+    ],
+)
+def test_sizes_are_checked(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
