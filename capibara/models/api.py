@@ -168,11 +168,7 @@ class Model:
 
     def merge(self, params: Params) -> Params:
         """The plain model's parameters with all adapters merged into the weights."""
-        return (
-            params
-            if self.config.lora is None
-            else lora_merge.merge(params, self.config.lora, self.axes, self.config.module_layers)
-        )
+        return lora_merge.merge(params, self.config.lora, self.axes, self.config.module_layers)
 
     def base(self, params: Params) -> Params:
         """The plain model's parameters without the adapters."""
@@ -180,11 +176,7 @@ class Model:
 
     def unmerge(self, merged: Params, adapters: Params) -> Params:
         """Undoes `merge`; `adapters` is what `trained` returned for the adapters that were merged."""
-        return (
-            merged
-            if self.config.lora is None
-            else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes, self.config.module_layers)
-        )
+        return lora_merge.unmerge(merged, adapters, self.config.lora, self.axes, self.config.module_layers)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests; training never materialises them."""

@@ -16,15 +16,17 @@ from capibara.models.adapters.lora import SUFFIX, Lora, block_dim
 from capibara.models.layers.quantized_weights import Blocks
 
 
-def merge(params: Params, lora: Lora, axes: Params, some: tree.LayersOf) -> Params:
+def merge(params: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) -> Params:
     """The plain model's parameters in float32, with every adapter added to its weight.
 
     Args:
       params: parameters of a model with these adapters.
-      lora: the adapters' configuration.
+      lora: the adapters' configuration; None: there are none.
       axes: logical axes of the parameters.
       some: the numbers of the layers of modules that some layers lack.
     """
+    if lora is None:
+        return params
 
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
@@ -47,7 +49,7 @@ def base(params: Params, lora: Lora, axes: Params) -> Params:
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
 
 
-def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params, some: tree.LayersOf) -> Params:
+def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) -> Params:
     """Undoes `merge`, up to rounding.
 
     Args:
@@ -58,6 +60,8 @@ def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params, some: tr
     Raises:
       UserError: the adapters cannot be taken out: DoRA's original column norms or replaced embedding rows are lost.
     """
+    if lora is None:
+        return merged
     if lora.dora:
         raise UserError("Lora.dora is set, and a weight merged with it cannot be recovered: keep the base beside it")
 

@@ -171,8 +171,7 @@ def run(
       remat: what the backward pass recomputes of each layer.
       all_trained: whether every parameter gets a gradient; with adapters most get none.
       numbered: whether `apply` is also passed the layer's number.
-      beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not supported in a
-        pipeline.
+      beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not in a pipeline.
       span: first layer to run and end of the range; `pattern` and `beside` start at the first one. None: all layers.
       some: the modules that some layers lack; within the span, layers at the same place of the pattern have the same.
 
@@ -181,9 +180,8 @@ def run(
     """
     graphdef, state = nnx.split(layers)
     values: Params = nnx.to_pure_dict(state)
-    start, stop = span or (0, depth(values))
-    values = values if span is None else _of_span(values, start, stop, some)
-    count, group = stop - start, len(pattern)
+    (start, stop), group = span or (0, depth(values)), len(pattern)
+    values, count = values if span is None else _of_span(values, start, stop, some), stop - start
     own = jnp.arange(start, start + count, dtype=jnp.int32) if numbered else beside
 
     def one(kind: _Kind, in_scan: bool) -> _Body:

@@ -22,6 +22,7 @@ from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
 from capibara.sharding import constrain
 
 _HEADS = ("kv_heads", "head_dim")
+_CONVOLVED = (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE)
 _LENGTH_EPS = 1e-6  # of the norms of queries and keys, in all published models
 
 
@@ -59,8 +60,8 @@ class GatedDelta(Mixer):
 
     def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         G, K, V, before = self.key_heads, self.key_dim, self.value_dim, self.taps - 1
-        sizes_of = {"query": K, "key": K, "value": self.value_heads // G * V}
-        inputs = {f"state_{name}": jnp.zeros((batch, before, G, size), dtype) for name, size in sizes_of.items()}
+        sizes_of = zip(_CONVOLVED, (K, K, self.value_heads // G * V), strict=True)
+        inputs = {f"state_{by.name}": jnp.zeros((batch, before, G, size), dtype) for by, size in sizes_of}
         return inputs | {"state": jnp.zeros((batch, self.value_heads, K, V), jnp.float32)}
 
     def narrower(self, factor: float) -> GatedDelta:
@@ -112,11 +113,10 @@ class _GatedDelta(MixerLayer):
     def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
         """Queries, keys and values after their convolutions, and the inputs that the next tokens need."""
         results, state = [], {}
-        for by in (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE):
-            x, weight = self._dense(by, x_BTD), getattr(self, f"{by.name}_conv")[...]
-            x = constrain(x, ("batch", None, "act_kv_heads", None))
+        for by, weight in zip(_CONVOLVED, (self.query_conv, self.key_conv, self.value_conv), strict=True):
+            x = constrain(self._dense(by, x_BTD), ("batch", None, "act_kv_heads", None))
             before = None if rows.state is None else rows.state[f"state_{by.name}"]
-            results.append(jax.nn.silu(convolution.convolve(x, weight, rows.segment_ids, before)))
+            results.append(jax.nn.silu(convolution.convolve(x, weight[...], rows.segment_ids, before)))
             if before is not None and rows.counts is not None:
                 state[f"state_{by.name}"] = convolution.last_inputs(x, before, rows.counts)
         q, k, v = results

@@ -267,21 +267,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         own = type(self).__name__
-        if not 0 <= self.dropout_rate < 1:
-            raise UserError(f"{own}.dropout_rate is {self.dropout_rate}, must be from 0 to below 1: try 0.1")
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be at least 1")
-            if getattr(self, name) >= 2**31:
-                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be below 2**31: no device has room")
-        for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
-        for name, usual in _POSITIVE.items():
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
+        _check_numbers(self)
         _check_variants(self)
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
@@ -391,6 +377,25 @@ class TransformerConfig:
     def make_norm(self, rngs: nnx.Rngs) -> Norm:
         """A norm for the residual stream."""
         return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
+
+
+def _check_numbers(config: TransformerConfig) -> None:
+    own = type(config).__name__
+    if not 0 <= config.dropout_rate < 1:
+        raise UserError(f"{own}.dropout_rate is {config.dropout_rate}, must be from 0 to below 1: try 0.1")
+    for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be at least 1")
+        if getattr(config, name) >= 2**31:
+            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be below 2**31: no device has room")
+    for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
+    for name, usual in _POSITIVE.items():
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
 
 
 def _check_variants(config: TransformerConfig) -> None:
