@@ -26,6 +26,7 @@ from capibara.models.api import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    GatedDelta,
     Gemma3nConfig,
     LatentAttention,
     Lora,
@@ -98,6 +99,15 @@ MODELS = {
             scale=2.5,
         ),
     ),
+    "recurrent": dataclasses.replace(
+        DECODER,
+        num_layers=5,
+        num_kv_heads=None,
+        layer_pattern=("recurrent", "global"),
+        mixer=GatedDelta(key_heads=4, value_heads=8, key_dim=64, value_dim=64),
+        latent=LatentAttention(kv_rank=128, query_rank=128, rotary_dim=64, value_dim=64),
+        moe=Moe(num_experts=4, top_k=2, expert_dim=256, first_dense=1, shared_experts=1),
+    ),
     "gemma3n": GEMMA3N,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
     "encoder": EncoderConfig(**SIZES),
@@ -109,8 +119,9 @@ MODELS = {
 
 
 def compiles_on(name: str, sizes: dict[str, int]) -> bool:
-    """Whether a model runs on such a mesh: Gemma 3n has no stages."""
-    return "stage" not in sizes or MODELS[name].runs_in_stages
+    """Whether a model runs on such a mesh: Gemma 3n has no stages, and recurrent layers have no context axis."""
+    in_parts = "context" in sizes and MODELS[name].mixer is not None
+    return not in_parts and ("stage" not in sizes or MODELS[name].runs_in_stages)
 
 
 # Meshes of a slice: all for what is trained, the first for what shares its layers.

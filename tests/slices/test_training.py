@@ -140,7 +140,7 @@ DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PRIVATE = {"privacy": Privacy(clip_norm=1.0, noise_multiplier=1.0)}
 PROGRAMS = {
-    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", "latents", "gemma3n", *ADAPTED, "gemma3n QLoRA")),
+    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", "latents", "recurrent", "gemma3n", *ADAPTED, "gemma3n QLoRA")),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
     "train step, privacy": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), PRIVATE),
@@ -175,7 +175,6 @@ WITHIN = {
 ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice
     ("train step", "experts", "v5e-8"),
-    ("train step", "latents", "v6e-4"),
     ("train step, privacy", "decoder", "v5e-4"),
     ("new state", "decoder", "v5e-4"),
     ("evaluation", "decoder", "v6e-8"),
