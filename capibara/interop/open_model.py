@@ -374,7 +374,7 @@ class NamedTensors:
             return self._stored[name]
         row, at = self._places[name]
         source = self._source(row)
-        return self._stored[source.name.format(**dict(zip(source.numbered, at)))]
+        return self._stored[source.named(at)]
 
     def _source(self, row: Tensor) -> Tensor:
         """The row of the stored tensors that holds the same parameters."""

@@ -140,7 +140,9 @@ DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PRIVATE = {"privacy": Privacy(clip_norm=1.0, noise_multiplier=1.0)}
 PROGRAMS = {
-    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", "latents", "recurrent", "gemma3n", *ADAPTED, "gemma3n QLoRA")),
+    "train step": Program(
+        STEP, step, (*GENERAL, "gpt-oss", "latents", "recurrent", "gemma3n", *ADAPTED, "gemma3n QLoRA")
+    ),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
     "train step, privacy": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), PRIVATE),

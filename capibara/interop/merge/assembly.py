@@ -84,6 +84,12 @@ def _deeper(layers: Sequence[tuple[int, int]], configs: Sequence[DecoderConfig],
     kinds: list[LayerKind] = []
     windows: dict[int | None, str] = {}
     for (start, end), config, path in zip(layers, configs, paths, strict=True):
+        if config.module_layers:
+            some = " and ".join(config.module_layers)
+            raise UserError(
+                f"{path} has layers that differ in their modules ({some} are in some of them), ranges are of layers that are "
+                "alike: try --method=linear"
+            )
         if end > config.num_layers:
             raise UserError(
                 f"layers has {start}:{end}, must end at {config.num_layers}, the number of layers of {path}, or before"

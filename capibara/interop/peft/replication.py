@@ -33,7 +33,8 @@ def replicated(
         return model, params
     config = model.config
     shown = f"{folder} has layer_replication = {limits.shortened(list(ranges))}"
-    if not isinstance(config, api.DecoderConfig) or len(set(config.layer_pattern)) > 1:
+    alike = len(set(getattr(config, "layer_pattern", "1"))) == 1 and not config.module_layers
+    if not isinstance(config, api.DecoderConfig) or not alike:
         raise UserError(f"{shown}, which is for decoders whose layers are alike: merge it with PEFT first")
     if max(end for _, end in ranges) > config.num_layers or sum(end - first for first, end in ranges) > _MOST_LAYERS:
         raise UserError(f"{shown}, must be ranges of the base's {config.num_layers} layers: name its base with --base")

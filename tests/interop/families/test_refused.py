@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
 import pytest
+import safetensors.numpy
 
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+HERE = pathlib.Path(__file__).resolve().parent
+RECORDED = HERE / "recorded"
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden"), str(HERE.parent / "merge")]
 
+import answers  # noqa: E402
+import llamas  # noqa: E402
 from family_cases import CASES  # noqa: E402
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -73,3 +79,17 @@ def test_a_family_writes_what_it_reads(name):
     values = hf_config.to_hf(config, {"model_type": CASES[name]["model_type"]})
     assert values["model_type"] == CASES[name]["model_type"]
     assert hf_config.differences(values, config) == {}
+
+
+@pytest.mark.parametrize("name, some", [("lfm2", "attention and mixer"), ("glm4_moe", "first_mlp and mlp")])
+def test_ranges_of_layers_whose_modules_differ_are_refused(name, some, tmp_path, capfd):
+    """Their tensors have other numbers than those of models in which all layers are alike."""
+    recorded, folder = json.loads((RECORDED / f"{name}.json").read_text()), tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
+    tensors = {key: answers.draw(key, tuple(shape)) for key, shape in recorded["tensors"].items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    argv = [folder, folder, "--method=passthrough", "--layers=0:2,1:2", f"--to={tmp_path}/out"]
+    assert llamas.run(*argv) == 2
+    assert f"has layers that differ in their modules ({some} are in some of them)" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -76,12 +76,15 @@ class Tensor:
         Args:
           shapes: of our parameters.
         """
-        letters = self.numbered
-        for at in np.ndindex(*shapes[self.ours[0]][: len(letters)]):
-            numbers = dict(zip(letters, at))
-            if self.layers is not None:
-                numbers["l"] = self.layers[numbers["l"]]
-            yield self.name.format(**numbers), at
+        for at in np.ndindex(*shapes[self.ours[0]][: len(self.numbered)]):
+            yield self.named(at), at
+
+    def named(self, at: tuple[int, ...]) -> str:
+        """The name of one tensor, by its indices in our parameters."""
+        numbers = dict(zip(self.numbered, at))
+        if self.layers is not None:
+            numbers["l"] = self.layers[numbers["l"]]
+        return self.name.format(**numbers)
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """Its shape in the checkpoint, from those of our parameters."""
