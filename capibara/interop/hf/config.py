@@ -311,7 +311,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
         experts |= {"gates": "normalized" if normalized else "scores"}
         experts |= {"bias": "all" if family.model_type == "gpt_oss" else "mlp"}
         experts |= {ours: values[theirs] for ours, theirs in family.moe_keys.items() if values.get(theirs) is not None}
-        experts |= family.moe
+        experts |= family.moe | ({} if family.read_moe is None else family.read_moe(values))
         fields["moe"] = Moe(**experts)
     return fields
 

@@ -18,6 +18,8 @@ LATENT = dict(
 )
 YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
+WHOLE, WINDOW = "full_attention", "sliding_attention"
+
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(RMS, model_type="deepseek_v2", topk_method="group_limited_greedy")
     | DEEPSEEK
@@ -49,4 +51,25 @@ CASES: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}
     | {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"]}
     | {"rope_parameters": {"full_attention": rope(theta=500.0), "sliding_attention": rope(theta=100.0)}},
+    "glm4_moe_lite": dict(RMS, model_type="glm4_moe_lite", mlp_layer_types=["dense", "sparse", "sparse"])
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN},
+    "granitemoeshared": dict(RMS, model_type="granitemoeshared", num_local_experts=4, num_experts_per_tok=2)
+    | FACTORS
+    | {"attention_bias": True, "shared_intermediate_size": 40, "rope_parameters": rope()},
+    "exaone_moe": dict(RMS, model_type="exaone_moe", sliding_window=5, num_experts=8, num_shared_experts=2)
+    | DEEPSEEK
+    | {"num_hidden_layers": 4, "layer_types": [WINDOW, WINDOW, WINDOW, WHOLE], "first_k_dense_replace": 2}
+    | {"rope_parameters": rope(theta=500.0)},
+    "ernie4_5_moe": dict(RMS, model_type="ernie4_5_moe", num_hidden_layers=3, moe_num_experts=8, moe_k=2)
+    | {"moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+    | {"rope_parameters": rope(theta=500.0), "tie_word_embeddings": True},
+    "hunyuan_v1_moe": dict(
+        RMS, model_type="hunyuan_v1_moe", head_dim=12, num_experts=4, moe_topk=2, attention_bias=True
+    )
+    | {"rope_parameters": rope("dynamic", theta=500.0, factor=1.0, alpha=20.0)},
+    "solar_open": dict(RMS, model_type="solar_open", head_dim=12, attention_bias=True)
+    | DEEPSEEK
+    | {"num_hidden_layers": 2, "rope_parameters": YARN},
 }

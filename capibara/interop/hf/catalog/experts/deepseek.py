@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE
+from capibara.interop.hf.catalog.experts.glm import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_MOE,
+    read_mlp_types,
+    write_mlp_types,
+)
 from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
@@ -81,6 +86,10 @@ def _write_v2(config: TransformerConfig) -> dict[str, Any]:
     return _write(config) | {"topk_method": "group_limited_greedy" if in_groups else "greedy"}
 
 
+def _write_lite(config: TransformerConfig) -> dict[str, Any]:
+    return _write(config) | write_mlp_types(config)
+
+
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
 _COMMON: dict[str, Any] = dict(only=NO_BIAS, pairs="adjacent", mscale=True)
 
@@ -143,5 +152,30 @@ FAMILIES = (
             **_COMMON,
         ),
         Names(_ATTENTION + _MLP, *LLAMA_LIKE),
+    ),
+    (
+        # GLM 4.7 Flash (Z.ai 2026).
+        Family(
+            model_type="glm4_moe_lite",
+            architectures=("Glm4MoeLiteForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU
+            | {"rms_norm_eps": 1e-5, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256}
+            | {"qk_nope_head_dim": 192, "num_experts_per_tok": 4, "n_routed_experts": 64, "n_shared_experts": 1}
+            | {"moe_intermediate_size": 1536, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+            | {"routed_scaling_factor": 1.8},
+            read_keys=(*_SIZE_KEYS, "mlp_layer_types"),
+            pairs_key="rope_interleave",
+            aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE | {"first_dense": 1},
+            moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours != "first_dense"},
+            read_moe=read_mlp_types,
+            read=_read,
+            write=_write_lite,
+            **_COMMON,
+        ),
+        # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
+        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.47\."),
     ),
 )
