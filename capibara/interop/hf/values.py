@@ -35,6 +35,7 @@ _SIZES = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size"), 2**22),
     "shared_intermediate_size": 2**22,
     **dict.fromkeys(("moe_num_experts", "moe_k", "moe_topk", "moe_num_shared_experts", "num_shared_experts"), 2**14),
+    **dict.fromkeys(("kv_n_heads", "moe_top_k"), 2**14),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), LAYERS),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
     "first_k_dense_replace": LAYERS,
@@ -59,6 +60,7 @@ _NUMBERS = (
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor", "moe_norm_min",
+    "short_mscale", "long_mscale", "router_jitter_noise",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
@@ -66,7 +68,15 @@ _TEXTS = (
     "rope_type", "type",
     "position_embedding_type",
 )  # fmt: skip
-_INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")
+_INNER = (
+    "rope_parameters",
+    "rope_scaling",
+    "full_attention",
+    "sliding_attention",
+    "text_config",
+    "attn_config",
+    "ffn_config",
+)
 _LISTS = ("architectures", "layer_types", "mlp_layer_types")
 _NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
 _OF_EACH_LAYER = {  # keys that may be lists, in files of these families

@@ -20,6 +20,9 @@ YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, msca
 
 WHOLE, WINDOW = "full_attention", "sliding_attention"
 
+LONG = rope("longrope", 500.0, short_factor=[1.0, 1.1, 1.5, 2.0], long_factor=[1.0, 2.0, 4.0, 8.0])
+LONG |= dict(short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings=16)
+
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(RMS, model_type="deepseek_v2", topk_method="group_limited_greedy")
     | DEEPSEEK
@@ -72,4 +75,18 @@ CASES: dict[str, dict[str, Any]] = {
     "solar_open": dict(RMS, model_type="solar_open", head_dim=12, attention_bias=True)
     | DEEPSEEK
     | {"num_hidden_layers": 2, "rope_parameters": YARN},
+    "sarvam_mla": dict(RMS, model_type="sarvam_mla") | DEEPSEEK | LATENT | {"rope_parameters": YARN},
+    "sarvam_moe": dict(RMS, model_type="sarvam_moe", attention_bias=True, use_qk_norm=True, head_dim=16)
+    | DEEPSEEK
+    | {"rope_parameters": rope(theta=500.0)},
+    "mistral4": dict(RMS, model_type="mistral4")
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
+    "dbrx": dict(model_type="dbrx", vocab_size=96, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope(theta=500.0)}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0}}
+    | {"ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2}},
+    "phimoe": dict(RMS, model_type="phimoe", num_local_experts=5, attention_bias=True, lm_head_bias=True)
+    | {"router_jitter_noise": 0.2, "sliding_window": 12, "rope_parameters": LONG},
 }

@@ -1,7 +1,7 @@
 """DeepSeek-V3's experts with plain attention.
 
-GLM 4.5 (Z.ai 2025, arXiv:2508.06471), dots.llm1 (rednote 2025, arXiv:2506.05767), K-EXAONE (LG 2026) and
-Solar Open (Upstage 2026).
+GLM 4.5 (Z.ai 2025, arXiv:2508.06471), dots.llm1 (rednote 2025, arXiv:2506.05767), K-EXAONE (LG 2026), Solar Open
+(Upstage 2026) and Sarvam 30B (Sarvam 2026).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from capibara.interop.hf.layout.rows import (
     LLAMA,
     LLAMA_LIKE,
     QK_NORM,
+    QKV,
+    QKV_BIAS,
+    L,
     Names,
     renamed,
+    rows,
     without,
 )
 from capibara.models.api import TransformerConfig
@@ -74,6 +78,23 @@ _DEFAULTS = SILU | {
 }
 _EXAONE_MOE = without(LLAMA, ".mlp.") + QK_NORM + renamed(DEEPSEEK_EXPERTS, ("mlp.gate.e_score", "mlp.e_score"))
 _SOLAR_OPEN = without(LLAMA, ".mlp.") + without(ATTENTION_BIASES, "o_proj") + DEEPSEEK_EXPERTS[len(FIRST_MLP) :]
+# Sarvam's own names, which transformers writes, and those that it has in memory.
+_SARVAM_NAMES = (
+    ("model.embed_tokens.", "model.word_embeddings."),
+    (".self_attn.o_proj.", ".attention.dense."),
+    (".self_attn.q_norm.", ".attention.query_layernorm."),
+    (".self_attn.k_norm.", ".attention.key_layernorm."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+)
+_SARVAM_MOE = renamed(
+    without(LLAMA, ".mlp.", "q_proj", "k_proj", "v_proj") + QK_NORM + DEEPSEEK_EXPERTS, *_SARVAM_NAMES
+)
+_SARVAM_MOE += rows(
+    [
+        (L + "attention.query_key_value.weight", "nh d", QKV, "n"),
+        (L + "attention.query_key_value.bias", "nh", QKV_BIAS, "n"),
+    ]
+)
 
 FAMILIES = (
     (
@@ -155,5 +176,32 @@ FAMILIES = (
             moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours not in ("expert_dim", "first_dense")},
         ),
         Names(_SOLAR_OPEN, *LLAMA_LIKE),
+    ),
+    (
+        # transformers computes it by GLM 4.5's class.
+        Family(
+            model_type="sarvam_moe",
+            architectures=("Glm4MoeForCausalLM", "SarvamMoEForCausalLM"),
+            keys=KEYS,
+            defaults=_DEFAULTS
+            | {"rms_norm_eps": 1e-6, "rope_theta": 8_000_000.0, "num_key_value_heads": 4, "head_dim": 64}
+            | {"num_experts_per_tok": 6, "n_routed_experts": 128, "moe_intermediate_size": 1024, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+            biases={"attention_bias": "qkv"},
+            aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts")
+            | {"num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE,
+            moe_keys=DEEPSEEK_KEYS,
+            partial=True,
+            read=_read,
+            write=_write,
+        ),
+        Names(
+            _SARVAM_MOE,
+            (*LLAMA_LIKE[0], *((f"^{old}" if old.startswith("model") else old, new) for old, new in _SARVAM_NAMES)),
+            LLAMA_LIKE[1],
+            r"^model\.layers\.(?:46|92)\.",
+        ),
     ),
 )
