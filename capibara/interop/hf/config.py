@@ -99,7 +99,12 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (Kind.DECODER, Kind.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
-    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", message)]
+    others = {key: [alias for alias, of in family.aliases.items() if of == key] for key in names.values()}
+    theirs = [
+        f"{ours} is {' or '.join([key, *others[key]])}"
+        for ours, key in names.items()
+        if (ours != key or others[key]) and re.search(rf"\b{ours}\b", message)
+    ]
     return UserError(f"{message} (in transformers' words {', '.join(theirs)})" if theirs else message)
 
 
