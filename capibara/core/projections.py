@@ -98,6 +98,9 @@ KEY = _attention("key", ("embed", "kv_heads", "head_dim"), "key", reads="query")
 VALUE = _attention("value", ("embed", "kv_heads", "head_dim"), "value", reads="query")
 OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 
+# Factors of attention's results, before the output projection (AFMoE).
+ATTENTION_GATE = Projection(part="attention", name="gate", axes=QUERY.axes, reads="query")
+
 # Of latent attention. What expands latents is no matrix that adapters know: generation applies it to queries and results.
 QUERY_DOWN = Projection(part="attention", name="query_down", axes=("embed", None))
 QUERY_UP = Projection(part="attention", name="query_up", axes=("latent", "heads", "head_dim"))
@@ -132,7 +135,7 @@ EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
 LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
-ALL = ATTENTION + MLP + EXPERTS + SHARED + LATENT + GEMMA3N
+ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

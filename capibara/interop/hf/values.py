@@ -38,7 +38,7 @@ _SIZES = {
     **dict.fromkeys(("kv_n_heads", "moe_top_k"), 2**14),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), LAYERS),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
-    "first_k_dense_replace": LAYERS,
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "global_attn_every_n_layers"), LAYERS),
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
@@ -60,7 +60,7 @@ _NUMBERS = (
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor", "moe_norm_min",
-    "short_mscale", "long_mscale", "router_jitter_noise",
+    "short_mscale", "long_mscale", "router_jitter_noise", "route_scale",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (

@@ -18,7 +18,7 @@ from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.parts.config import InnerNorm, TransformerConfig
+from capibara.models.parts.config import AttentionGate, InnerNorm, TransformerConfig
 from capibara.sharding import constrain
 
 
@@ -35,6 +35,8 @@ class Attention(nnx.Module):
         self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
         self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.num_layers)
+        if config.attention_gate is AttentionGate.SIGMOID:
+            self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, H))
         if config.bias.of_heads:
             self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), projections.KEY.out_axes, layers.zeros)
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
             drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, site),
             sinks_N=self.sinks_N,
         )
-        return self._output(attend(inputs, kind, self.config.attention))
+        return self._output(attend(inputs, kind, self.config.attention), x_BTD)
 
     def cached(
         self,
@@ -120,7 +122,7 @@ class Attention(nnx.Module):
             self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
             sinks_N=self.sinks_N, written=written,
         )  # fmt: skip
-        return self._output(y), written
+        return self._output(y, x_BTD), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, K, S, H] of the encoder's output, for `to_encoded`."""
@@ -134,7 +136,7 @@ class Attention(nnx.Module):
         q, _, _ = self._heads(x_BTD, x_BTD, None)
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
         rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Visibility(visible, sinks_N=self.sinks_N)
-        return self._output(cached_attention.attend_rows(q, rows, seen, kind))
+        return self._output(cached_attention.attend_rows(q, rows, seen, kind), x_BTD)
 
     @property
     def sinks_N(self) -> jax.Array | None:
@@ -143,8 +145,10 @@ class Attention(nnx.Module):
             return None
         return self.sinks[...].astype(jnp.float32)
 
-    def _output(self, y: jax.Array) -> jax.Array:
+    def _output(self, y: jax.Array, x_BTD: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
+        if self.config.attention_gate is AttentionGate.SIGMOID:
+            y = y * jax.nn.sigmoid(self._dense(projections.ATTENTION_GATE, x_BTD))
         y = self.out_norm(y) if self.config.inner_norm is not InnerNorm.NONE else y
         y = self._dense(projections.OUT, y)
         if self.config.bias.of_out:

@@ -133,6 +133,13 @@ class InnerNorm(enum.StrEnum):
     LAYER = "layer"
 
 
+class AttentionGate(enum.StrEnum):
+    """Whether attention's results are multiplied by the sigmoid of a projection of its inputs (AFMoE)."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
+
+
 class EmbeddingScale(enum.StrEnum):
     """Factor of the embeddings: none, or sqrt(embed_dim) (Gemma).
 
@@ -151,7 +158,7 @@ class FinalNorm(enum.StrEnum):
     NONE = "none"
 
 
-OF_DECODERS = ("embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent")
+OF_DECODERS = ("attention_gate", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent")
 _NOT_LATENT = (
     "bias",
     "qk_norm",
@@ -159,6 +166,7 @@ _NOT_LATENT = (
     "attention_clip",
     "num_kv_heads",
     "inner_norm",
+    "attention_gate",
 )  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
@@ -189,6 +197,7 @@ class TransformerConfig:
       attention_sinks: a learned logit per head in the softmax's denominator, or none.
       attention_scale: factor of q k^T; None: head_dim**-0.5.
       attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: no cap.
+      attention_gate: whether attention's results have a gate.
       attention_clip: queries, keys and values are clipped to at most this magnitude (MPT, OLMo); None: they are not.
       embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
         the residual stream (Granite).
@@ -231,6 +240,7 @@ class TransformerConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_clip: float | None = None
+    attention_gate: AttentionGate = AttentionGate.NONE
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE

@@ -89,4 +89,13 @@ CASES: dict[str, dict[str, Any]] = {
     | {"ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2}},
     "phimoe": dict(RMS, model_type="phimoe", num_local_experts=5, attention_bias=True, lm_head_bias=True)
     | {"router_jitter_noise": 0.2, "sliding_window": 12, "rope_parameters": LONG},
+    "afmoe": dict(RMS, model_type="afmoe", num_hidden_layers=4, head_dim=12, sliding_window=5, attention_bias=True)
+    | {
+        "layer_types": [WINDOW, WINDOW, WINDOW, WHOLE],
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    }
+    | {"moe_intermediate_size": 24, "num_shared_experts": 2, "route_scale": 1.5, "mup_enabled": True}
+    | {"rope_parameters": rope(theta=500.0)},
 }

@@ -10,6 +10,7 @@ from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, QKNorm
 from capibara.models.parts.config import (
+    AttentionGate,
     EmbeddingNorm,
     EmbeddingScale,
     FinalNorm,
@@ -116,6 +117,7 @@ class Gemma3nConfig(DecoderConfig):
         only = {
             "activation": (Activation.GEGLU, Activation.SWIGLU),
             "attention_clip": (None,),
+            "attention_gate": (AttentionGate.NONE,),
             "attention_sinks": (AttentionSinks.NONE,),
             "bias": (Bias.NONE,),
             "dropout_rate": (0.0,),
