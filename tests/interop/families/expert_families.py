@@ -49,7 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": dict(RMS, model_type="olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.8)
     | {"rope_parameters": rope()},
     "qwen2_moe": dict(RMS, model_type="qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    | {"shared_expert_intermediate_size": 40, "rope_parameters": rope()},
+    | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    | {"rope_parameters": rope()},
     "mellum": dict(RMS, model_type="mellum", head_dim=12, sliding_window=5, moe_intermediate_size=24, num_experts=5)
     | {"num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}
     | {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"]}

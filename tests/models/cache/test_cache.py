@@ -67,6 +67,7 @@ VARIANTS = {
         rope=Rope(scaling="yarn", factor=4.0, original_length=8, yarn_bounds="exact"),
     ),
     "int8": dict(quantization="int8"),
+    "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", relative_distance=24
