@@ -54,11 +54,12 @@ def read_mlp_types(values: Values) -> dict[str, Any]:
     types, count = values.get("mlp_layer_types"), values["num_hidden_layers"]
     if types is None:
         return {}
+    types = types[:count]
     first = types.index("sparse") if "sparse" in types else len(types)
     if types != ["dense"] * first + ["sparse"] * (count - first) or first == count:
         raise UserError(
-            f"config.json has mlp_layer_types {', '.join(types[:8])}, must be 'dense' for the first of {count} layers and "
-            "'sparse' for all others: take another model"
+            f"config.json has mlp_layer_types {', '.join(types[:8])}, must be 'dense' for the first of num_hidden_layers = "
+            f"{count} layers and 'sparse' for all others: take another model"
         )
     return {"first_dense": first}
 
