@@ -98,7 +98,7 @@ KEY = _attention("key", ("embed", "kv_heads", "head_dim"), "key", reads="query")
 VALUE = _attention("value", ("embed", "kv_heads", "head_dim"), "value", reads="query")
 OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 
-# Factors of attention's results, before the output projection (Qwen3-Next).
+# Factors of attention's results, before the output projection (AFMoE, Qwen3-Next).
 ATTENTION_GATE = Projection(part="attention", name="gate", axes=QUERY.axes, reads="query")
 
 # Of latent attention. What expands latents is no matrix that adapters know: generation applies it to queries and results.

@@ -34,7 +34,7 @@ import expert_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-from family_cases import CASES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -349,6 +349,8 @@ def rope_cases(rope: Any, inner: str) -> Iterator[tuple[str, Any]]:
 
 
 def kind_of(model_type: str) -> Any:
+    if model_type in CLASSES:
+        return getattr(transformers, CLASSES[model_type])
     return {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM, "umt5": AutoModelForSeq2SeqLM}.get(
         model_type, transformers.Gemma3ForConditionalGeneration if model_type == "gemma3" else AutoModelForCausalLM
     )
@@ -360,7 +362,8 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     made = AutoConfig.from_pretrained(folder)
-    model = kind_of(model_type).from_config(made) if model_type != "gemma3" else kind_of(model_type)(made)
+    kind = kind_of(model_type)
+    model = kind.from_config(made) if hasattr(kind, "from_config") else kind(made)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = answers.draw(name.replace("model.language_model.", "model."), tuple(parameter.shape))
@@ -398,7 +401,8 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     transformers.logging.disable_progress_bar()
     for name in names or FAMILIES:
         base = dict(FAMILIES[name])
-        architecture = ARCHITECTURES.get(base["model_type"]) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base["model_type"]]
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | CLASSES | ARCHITECTURES
+        architecture = known[base["model_type"]]
         base.setdefault("architectures", [architecture])
         rows = []
         for number, (key, value) in enumerate(cases_of(base)):

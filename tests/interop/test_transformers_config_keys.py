@@ -57,6 +57,8 @@ STRICTER = {
     "rope_type": "a kind of scaling that is not known, where its parameters scale nothing",
     "use_bidirectional_attention": "whether it is ignored depends on the implementation of attention",
 }
+# Keys with which transformers 5.24 changes weights as it loads them: it sets this row of the embedding to 0.
+MISLOADED = {"youtu": ("pad_token_id",)}
 
 
 def inputs(model_type: str) -> dict[str, np.ndarray]:
@@ -125,6 +127,7 @@ def test_every_key_means_what_transformers_says(family, sweep):
     if not (root / "cases.json").exists():
         subprocess.run([PYTHON, HERE / "config_keys_peer.py", sweep, family], check=True)
     rows = [row for row in json.loads((root / "cases.json").read_text())["cases"] if "case" in row]
+    rows = [row for row in rows if config_keys.name_of(row["key"]) not in MISLOADED.get(family, ())]
     base, ours, faults = np.load(root / "0000" / "logits.npy"), Ours(), []
     read = {config_keys.name_of(row["key"]) for row in rows if is_read(row, root, base)}
     kept = np.ones((ROWS, LENGTH), bool)

@@ -99,7 +99,12 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (Kind.DECODER, Kind.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
-    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", message)]
+    others = {key: [alias for alias, of in family.aliases.items() if of == key] for key in names.values()}
+    theirs = [
+        f"{ours} is {' or '.join([key, *others[key]])}"
+        for ours, key in names.items()
+        if (ours != key or others[key]) and re.search(rf"\b{ours}\b", message)
+    ]
     return UserError(f"{message} (in transformers' words {', '.join(theirs)})" if theirs else message)
 
 
@@ -254,7 +259,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 _MOE_FIELDS = (
     "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
-    "group_score", "scale", "shared_gate", "bias",
+    "group_score", "scale", "shared_gate", "bias", "closeness",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,
@@ -311,7 +316,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
         experts |= {"gates": "normalized" if normalized else "scores"}
         experts |= {"bias": "all" if family.model_type == "gpt_oss" else "mlp"}
         experts |= {ours: values[theirs] for ours, theirs in family.moe_keys.items() if values.get(theirs) is not None}
-        experts |= family.moe
+        experts |= family.moe | ({} if family.read_moe is None else family.read_moe(values))
         fields["moe"] = Moe(**experts)
     return fields
 

@@ -508,4 +508,5 @@ def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any
     assert isinstance(config, DecoderConfig), "others have no rotary positions"
     rope = config.rope
     stretched = round(rope.original_length * rope.factor) if rope.original_length else 4096
-    return {"max_position_embeddings": config.max_length or stretched}
+    longest = family.aliases.get("max_position_embeddings", "max_position_embeddings")
+    return {longest: config.max_length or stretched}

@@ -33,8 +33,12 @@ _SIZES = {
     ),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "n_group", "topk_group"), 2**14),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size"), 2**22),
+    "shared_intermediate_size": 2**22,
+    **dict.fromkeys(("moe_num_experts", "moe_k", "moe_topk", "moe_num_shared_experts", "num_shared_experts"), 2**14),
+    **dict.fromkeys(("kv_n_heads", "moe_top_k"), 2**14),
+    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), LAYERS),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
-    "first_k_dense_replace": LAYERS,
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "global_attn_every_n_layers"), LAYERS),
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
@@ -55,7 +59,8 @@ _NUMBERS = (
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-    "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor",
+    "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor", "moe_norm_min",
+    "short_mscale", "long_mscale", "router_jitter_noise", "route_scale",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
@@ -63,10 +68,21 @@ _TEXTS = (
     "rope_type", "type",
     "position_embedding_type",
 )  # fmt: skip
-_INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")
-_LISTS = ("architectures", "layer_types")
+_INNER = (
+    "rope_parameters",
+    "rope_scaling",
+    "full_attention",
+    "sliding_attention",
+    "text_config",
+    "attn_config",
+    "ffn_config",
+)
+_LISTS = ("architectures", "layer_types", "mlp_layer_types")
 _NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
-_OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # per layer, in a Gemma 3n
+_OF_EACH_LAYER = {  # keys that may be lists, in files of these families
+    "gemma3n_text": ("intermediate_size", "activation_sparsity_pattern"),
+    "hunyuan_v1_moe": ("moe_intermediate_size", "moe_topk"),
+}
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -75,7 +91,8 @@ def check(values: Mapping[str, Any]) -> None:
     Raises:
       UserError: a value has a type or a size that no model has.
     """
-    of_each = _OF_EACH_LAYER if values.get("model_type") == "gemma3n_text" else ()
+    model_type = values.get("model_type")
+    of_each = _OF_EACH_LAYER.get(model_type, ()) if isinstance(model_type, str) else ()
     for key in of_each:
         _check_layers(key, values.get(key))
     for key, most in _SIZES.items():
@@ -123,7 +140,7 @@ def _check_layers(key: str, value: object) -> None:
     """
     if not isinstance(value, list):
         return
-    kinds, most = ((int,), 2**22) if key == "intermediate_size" else ((int, float), 1)
+    kinds, most = ((int, float), 1) if key == "activation_sparsity_pattern" else ((int,), _SIZES[key])
     if len(value) > LAYERS or not value or not all(type(one) in kinds and 0 <= one <= most for one in value):
         raise _wrong(key, value, f"a list of at most {LAYERS} numbers up to {most:,}")
 

@@ -137,7 +137,7 @@ class InnerNorm(enum.StrEnum):
 
 
 class AttentionGate(enum.StrEnum):
-    """Whether attention's results are multiplied by the sigmoid of a projection of its inputs (Qwen3-Next)."""
+    """Whether attention's results are multiplied by the sigmoid of a projection of its inputs (AFMoE, Qwen3-Next)."""
 
     NONE = "none"
     SIGMOID = "sigmoid"

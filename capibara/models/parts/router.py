@@ -49,11 +49,13 @@ class Score(enum.StrEnum):
 class Gates(enum.StrEnum):
     """Weights of a token's experts: their scores, or scores normalised to sum to 1 (Mixtral, Qwen3-MoE).
 
-    Normalised softmax scores equal a softmax over the chosen logits only.
+    Normalised softmax scores equal a softmax over the chosen logits only. close: an expert's softmax among those whose
+    logits are close to its own and that were not chosen before it (SparseMixer, arXiv:2409.12136; Phi-3.5-MoE).
     """
 
     SCORES = "scores"
     NORMALIZED = "normalized"
+    CLOSE = "close"
 
 
 class Correction(enum.StrEnum):
@@ -161,6 +163,7 @@ class Moe:
         used with dispatch "capacity" and expert choice.
       routing: whether tokens or experts choose.
       score, gates: how the weights of a token's experts are computed.
+      closeness: for gates "close": the largest distance of close logits, relative to the logit or to the chosen one.
       correction: whether a bias decides the choice.
       groups, top_groups, group_score: experts are in `groups` groups of equal size, and a token chooses among those of
         the `top_groups` with the highest scores; 1 group: among all.
@@ -183,6 +186,7 @@ class Moe:
     routing: Routing = Routing.TOKEN_CHOICE
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
+    closeness: float = 0.02
     correction: Correction = Correction.NONE
     groups: int = 1
     top_groups: int = 1
@@ -242,8 +246,25 @@ class Moe:
             raise UserError(
                 "Moe.correction and groups decide which experts a token chooses, routing is 'expert_choice': leave them out"
             )
+        if not 0 <= self.closeness < math.inf:
+            raise UserError(f"Moe.closeness is {self.closeness}, must be finite and at least 0: try 0.02")
+        if self.gates is not Gates.CLOSE and self.closeness != 0.02:
+            raise UserError(
+                f"Moe.closeness ({self.closeness}) is for gates 'close', not for {str(self.gates)!r}: leave it out"
+            )
+        if self.gates is Gates.CLOSE and not (self._chooses_by_softmax and self.hints is None):
+            raise UserError(
+                "Moe.gates ('close') compare the logits of tokens that choose by softmax alone: leave routing, score, "
+                "correction, groups and hints out"
+            )
         if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
             raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")
+
+    @property
+    def _chooses_by_softmax(self) -> bool:
+        """Whether tokens choose the experts with the highest logits."""
+        plain = self.correction is Correction.NONE and self.groups == 1 and self.score is Score.SOFTMAX
+        return plain and self.routing is Routing.TOKEN_CHOICE
 
     @property
     def has_capacity(self) -> bool:
@@ -351,7 +372,7 @@ def choose(
     if moe.routing is Routing.EXPERT_CHOICE:
         choice, of_choice = _expert_choice(log_scores, real_BT, moe)
     else:
-        choice, of_choice = _token_choice(log_scores, p, real_BT, moe, correction_E)
+        choice, of_choice = _token_choice(logits_BTE, log_scores, p, real_BT, moe, correction_E)
     return choice, stats | of_choice
 
 
@@ -412,8 +433,23 @@ def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) 
     return jnp.where(chosen[..., None], in_groups, -jnp.inf).reshape(ranks_BTE.shape)
 
 
+def _close_shares(logits_BTE: jax.Array, chosen_BTkE: jax.Array, closeness: float) -> jax.Array:
+    """The gates [B, T, k] of chosen experts among those with close logits that were not chosen before."""
+    logits_BT1E, counted = logits_BTE[..., None, :], chosen_BTkE.astype(jnp.int32)
+    before = jnp.cumsum(counted, axis=2) > counted
+    best = jnp.max(jnp.where(before, -jnp.inf, logits_BT1E), axis=-1, keepdims=True)
+    far = (best - logits_BT1E) / jnp.maximum(jnp.abs(logits_BT1E), best) > closeness
+    shares = jax.nn.softmax(jnp.where(before | jax.lax.stop_gradient(far), -jnp.inf, logits_BT1E), axis=-1)
+    return jnp.sum(jnp.where(chosen_BTkE, shares, 0.0), axis=-1)
+
+
 def _token_choice(
-    log_scores_BTE: jax.Array, p_BTE: jax.Array, real_BT: jax.Array, moe: Moe, correction_E: jax.Array | None
+    logits_BTE: jax.Array,
+    log_scores_BTE: jax.Array,
+    p_BTE: jax.Array,
+    real_BT: jax.Array,
+    moe: Moe,
+    correction_E: jax.Array | None,
 ) -> tuple[Choice, Stats]:
     rest = jax.lax.stop_gradient(_ranks(log_scores_BTE, moe, correction_E))
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
@@ -428,7 +464,10 @@ def _token_choice(
         rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
     experts_BTk = jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
     chosen_BTkE = experts_BTk[..., None] == every
-    gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
+    if moe.gates is Gates.CLOSE:
+        gates_BTk = _close_shares(logits_BTE, chosen_BTkE, moe.closeness)
+    else:
+        gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
     if moe.gates is Gates.NORMALIZED:
         gates_BTk = gates_BTk / jnp.maximum(jnp.sum(gates_BTk, axis=-1, keepdims=True), 1e-20)
     if moe.scale != 1:

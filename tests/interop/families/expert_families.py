@@ -18,6 +18,11 @@ LATENT = dict(
 )
 YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
+WHOLE, WINDOW = "full_attention", "sliding_attention"
+
+LONG = rope("longrope", 500.0, short_factor=[1.0, 1.1, 1.5, 2.0], long_factor=[1.0, 2.0, 4.0, 8.0])
+LONG |= dict(short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings=16)
+
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(RMS, model_type="deepseek_v2", topk_method="group_limited_greedy")
     | DEEPSEEK
@@ -44,9 +49,54 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": dict(RMS, model_type="olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.8)
     | {"rope_parameters": rope()},
     "qwen2_moe": dict(RMS, model_type="qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    | {"shared_expert_intermediate_size": 40, "rope_parameters": rope()},
+    | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    | {"rope_parameters": rope()},
     "mellum": dict(RMS, model_type="mellum", head_dim=12, sliding_window=5, moe_intermediate_size=24, num_experts=5)
     | {"num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}
     | {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"]}
     | {"rope_parameters": {"full_attention": rope(theta=500.0), "sliding_attention": rope(theta=100.0)}},
+    "glm4_moe_lite": dict(RMS, model_type="glm4_moe_lite", mlp_layer_types=["dense", "sparse", "sparse"])
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN},
+    "granitemoeshared": dict(RMS, model_type="granitemoeshared", num_local_experts=4, num_experts_per_tok=2)
+    | FACTORS
+    | {"attention_bias": True, "shared_intermediate_size": 40, "rope_parameters": rope()},
+    "exaone_moe": dict(RMS, model_type="exaone_moe", sliding_window=5, num_experts=8, num_shared_experts=2)
+    | DEEPSEEK
+    | {"num_hidden_layers": 4, "layer_types": [WINDOW, WINDOW, WINDOW, WHOLE], "first_k_dense_replace": 2}
+    | {"rope_parameters": rope(theta=500.0)},
+    "ernie4_5_moe": dict(RMS, model_type="ernie4_5_moe", num_hidden_layers=3, moe_num_experts=8, moe_k=2)
+    | {"moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+    | {"rope_parameters": rope(theta=500.0), "tie_word_embeddings": True},
+    "hunyuan_v1_moe": dict(
+        RMS, model_type="hunyuan_v1_moe", head_dim=12, num_experts=4, moe_topk=2, attention_bias=True
+    )
+    | {"rope_parameters": rope("dynamic", theta=500.0, factor=1.0, alpha=20.0)},
+    "solar_open": dict(RMS, model_type="solar_open", head_dim=12, attention_bias=True)
+    | DEEPSEEK
+    | {"num_hidden_layers": 2, "rope_parameters": YARN},
+    "sarvam_mla": dict(RMS, model_type="sarvam_mla") | DEEPSEEK | LATENT | {"rope_parameters": YARN},
+    "sarvam_moe": dict(RMS, model_type="sarvam_moe", attention_bias=True, use_qk_norm=True, head_dim=16)
+    | DEEPSEEK
+    | {"rope_parameters": rope(theta=500.0)},
+    "mistral4": dict(RMS, model_type="mistral4")
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
+    "dbrx": dict(model_type="dbrx", vocab_size=96, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope(theta=500.0)}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0}}
+    | {"ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2}},
+    "phimoe": dict(RMS, model_type="phimoe", num_local_experts=5, attention_bias=True, lm_head_bias=True)
+    | {"router_jitter_noise": 0.2, "sliding_window": 12, "rope_parameters": LONG},
+    "afmoe": dict(RMS, model_type="afmoe", num_hidden_layers=4, head_dim=12, sliding_window=5, attention_bias=True)
+    | {
+        "layer_types": [WINDOW, WINDOW, WINDOW, WHOLE],
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    }
+    | {"moe_intermediate_size": 24, "num_shared_experts": 2, "route_scale": 1.5, "mup_enabled": True}
+    | {"rope_parameters": rope(theta=500.0)},
 }

@@ -10,3 +10,5 @@ import older_families
 CASES = dense_families.CASES | older_families.CASES | expert_families.CASES | hybrid_families.CASES
 # transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
 IMPLEMENTATIONS = {"falcon": "sdpa"}
+# Classes that AutoModelForCausalLM does not know.
+CLASSES = {"mistral4": "Mistral4ForCausalLM"}

@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import safetensors.numpy
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
-from family_cases import CASES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 
@@ -53,9 +54,17 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(3, answers.VOCAB, (answers.ROWS, answers.LENGTH))
 
 
+def kind_of(model_type: str) -> type:
+    return getattr(transformers, CLASSES.get(model_type, "AutoModelForCausalLM"))
+
+
 def write(case: dict, where: pathlib.Path) -> None:
     """A folder as transformers writes it, whose tensors are drawn by their names there."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case), dtype=torch.float32).eval()
+    config = AutoConfig.for_model(**case)
+    if config.model_type in CLASSES:
+        model = kind_of(config.model_type)(config).float().eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(where / "theirs")
     path = where / "theirs" / "model.safetensors"
     stored = safetensors.numpy.load_file(path)
@@ -64,8 +73,9 @@ def write(case: dict, where: pathlib.Path) -> None:
 
 
 def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    how = IMPLEMENTATIONS.get(json.loads((folder / "config.json").read_text())["model_type"], "eager")
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    how = IMPLEMENTATIONS.get(model_type, "eager")
+    model, info = kind_of(model_type).from_pretrained(
         folder, attn_implementation=how, dtype=dtype, output_loading_info=True, experts_implementation="eager"
     )
     strange = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}

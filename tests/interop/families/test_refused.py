@@ -66,6 +66,43 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters without an object for each of layer_types",
         ),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "mlp_layer_types sparse, dense, sparse, must be",
+        ),
+        ("exaone_moe", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types dense, dense, dense, dense, must be"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = True"),
+        ("glm4_moe", {"num_local_experts": 9}, "num_experts is n_routed_experts or num_local_experts"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True"),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_end_index": 1},
+            "moe_layer_end_index = 1, moe_layer_interval = 1, must be experts",
+        ),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval = 0, must be at least 1"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, r"moe_topk \(num_experts_per_tok\) = \[1, 2\], must be the same"),
+        ("qwen2_moe", {"layer_types": WINDOWS[:2], "use_sliding_window": False}, "with use_sliding_window = False"),
+        (
+            "mistral4",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "factor = 0.5",
+        ),
+        ("mistral4", {"rope_parameters": {"rope_type": "default"}}, "rope_type 'default' in rope_parameters"),
+        (
+            "dbrx",
+            {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+            "moe_normalize_expert_weights = 2.0 in ffn_config",
+        ),
+        ("dbrx", {"attn_config": 3}, "attn_config = 3, must be an object"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": "silu"}}, "ffn_act_fn = silu, must be an object"),
+        (
+            "phimoe",
+            {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 2.0}},
+            "long_mscale = 2.0",
+        ),
+        ("afmoe", {"sliding_window": None}, "layer_types 'sliding_attention' and sliding_window = null"),
+        ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers = 0"),
     ],
 )
 def test_other_models_are_refused_by_the_keys_that_make_them(name, change, message):

@@ -13,6 +13,7 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.rope import Rope
+from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe
 from capibara.sharding import Remat
 
@@ -235,6 +236,14 @@ def test_flops_count_the_matmuls_that_are_there():
         ),
         (dict(inner_norm="layer", moe=Moe(num_experts=2, top_k=1)), "inner_norm is for MLPs, not for experts"),
         (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
+        (
+            dict(
+                attention_gate="sigmoid",
+                num_kv_heads=None,
+                latent=LatentAttention(kv_rank=8, rotary_dim=4, value_dim=4),
+            ),
+            r"attention_gate \(sigmoid\) has no effect with DecoderConfig.latent",
+        ),
         (dict(query_growth=-0.1), "query_growth is -0.1, must be finite and at least 0"),
         (dict(query_growth=0.1), r"query_growth_length is None, must be at least 1 with query_growth \(0.1\)"),
         (dict(query_growth_length=8), r"query_growth_length is 8, .* and None without: try 8192"),

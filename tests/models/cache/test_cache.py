@@ -75,6 +75,7 @@ VARIANTS = {
         attention_gate="sigmoid",
         moe=Moe(num_experts=4, top_k=2, first_dense=1),
     ),
+    "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", relative_distance=24

@@ -123,6 +123,22 @@ def test_dropless_is_the_loop_over_tokens(score, gates):
     assert_close(apply(params, x, segments)[0], by_loop(params, x, segments, mixture))
 
 
+def test_close_gates_are_shares_among_close_logits_that_are_left():
+    logits = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    real = np.ones((2, 5), bool)
+    mixture = Moe(num_experts=6, top_k=3, gates="close", closeness=0.8)
+    choice, _ = router.choose(jnp.asarray(logits), jnp.asarray(real), mixture)
+    for at in np.ndindex(2, 5):
+        left, order = logits[at].copy(), np.argsort(-logits[at])[:3]
+        np.testing.assert_array_equal(choice.experts[at], order)
+        for expert, gate in zip(order, choice.gates[at]):
+            far = (left[expert] - logits[at]) / np.maximum(np.abs(logits[at]), left[expert]) > mixture.closeness
+            shares = np.where(far, 0.0, np.exp(left))
+            np.testing.assert_allclose(gate, shares[expert] / shares.sum(), rtol=1e-5)
+            left[expert] = -np.inf
+    assert 0.1 < np.mean(np.asarray(choice.gates) == 1) < 0.9  # some have no other nearby
+
+
 @pytest.mark.parametrize("dispatch_", ["dropless", "capacity"])
 def test_plain_activation_with_biases(dispatch_):
     config = dataclasses.replace(CONFIG, activation="gelu", bias="all")
@@ -539,6 +555,12 @@ def test_domain_experts_form_under_hints_and_then_route_themselves():
         (dict(num_experts=0), "Moe.num_experts is 0, must be at least 1"),
         (dict(capacity_factor=0.0), "Moe.capacity_factor is 0.0"),
         (dict(balance_loss=-1.0), "Moe.balance_loss is -1.0"),
+        (dict(closeness=0.5), "Moe.closeness (0.5) is for gates 'close', not for 'normalized'"),
+        (dict(gates="close", closeness=-0.5), "Moe.closeness is -0.5, must be finite and at least 0"),
+        (
+            dict(gates="close", score="sigmoid"),
+            "Moe.gates ('close') compare the logits of tokens that choose by softmax",
+        ),
         (dict(hints=Hints(domains=("sql",), experts=((9,),), decay_steps=1)), "0 to 7"),
     ],
 )

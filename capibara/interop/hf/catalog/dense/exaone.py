@@ -31,7 +31,8 @@ _NAMES = (
 _BARE, _BUFFERS = LLAMA_LIKE
 
 
-def _prepare(values: Values) -> Values:
+def by_pattern(values: Values) -> Values:
+    """The values with layer_types as sliding_window_pattern has them where the file has none."""
     if values.get("sliding_window") is None or values.get("layer_types") is not None:
         return values
     every = values.get("sliding_window_pattern")
@@ -72,7 +73,7 @@ FAMILIES = (
             defaults=SILU | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
             window="types",
             kinds={"full_attention": "unrotated", "sliding_attention": "local"},
-            prepare=_prepare,
+            prepare=by_pattern,
         ),
         Names(without(LLAMA, "layernorm") + OUTPUT_NORMS + QK_NORM, *LLAMA_LIKE),
     ),

@@ -6,7 +6,7 @@ from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family
 from capibara.interop.hf.layout.rows import ATTENTION_BIASES, LLAMA, LLAMA_LIKE, QK_NORM, Names, renamed
 
 
-def _prepare(values: Values) -> Values:
+def stretched(values: Values) -> Values:
     """What its files call dynamic, with an alpha, is a larger base at every length."""
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     alpha, kind = rope.get("alpha"), rope.get("rope_type") or rope.get("type")
@@ -26,7 +26,7 @@ FAMILIES = (
             fixed={"qk_norm": "rotated"},
             defaults=SILU | {"rms_norm_eps": 1e-5},
             biases=ATTENTION_BIAS,
-            prepare=_prepare,
+            prepare=stretched,
         ),
         Names(
             LLAMA

@@ -24,22 +24,28 @@ _ROPE = {
 _GROWTH, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
-def _read(values: Values) -> dict[str, Any]:
+def read_growth(values: Values) -> dict[str, Any]:
+    """The growth of the queries with their position, which rope_parameters has."""
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     growth, length = rope.get(_GROWTH), rope.get(_LENGTH)
     if (rope.get("rope_type") or rope.get("type")) in ("llama3", "yarn", "longrope"):
         length = values.get(_LENGTH) or length or values.get("max_position_embeddings")
     if growth is None or not length:
         raise UserError(
-            f"config.json of a ministral3 has rope_parameters with {_GROWTH} = {growth} and {_LENGTH} = {length}, must be "
+            f"config.json of a {values['model_type']} has rope_parameters with {_GROWTH} = {growth} and {_LENGTH} = {length}, must be "
             "numbers: copy the file again"
         )
     return {"query_growth": growth, "query_growth_length": length} if growth else {}
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
+    return write_growth(config, MINISTRAL3)
+
+
+def write_growth(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """The rope_parameters of a family with the growth of the queries in them."""
     assert isinstance(config, DecoderConfig), "the family's kind"
-    rope = hf_rope.write(config, MINISTRAL3)["rope_parameters"]
+    rope = hf_rope.write(config, family)["rope_parameters"]
     length = config.query_growth_length or config.rope.original_length or config.max_length or 4096
     return {"rope_parameters": {_LENGTH: length, _GROWTH: config.query_growth} | rope}
 
@@ -52,7 +58,7 @@ MINISTRAL3 = Family(
     window="all",
     old_rope=False,
     prepare=lambda values: with_rope(values, _ROPE),
-    read=_read,
+    read=read_growth,
     write=_write,
 )
 

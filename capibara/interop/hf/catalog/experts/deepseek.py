@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE
-from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values
+from capibara.interop.hf.catalog.dense.mistral import read_growth, write_growth
+from capibara.interop.hf.catalog.experts.glm import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_MOE,
+    read_mlp_types,
+    write_mlp_types,
+)
+from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values, with_rope
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
+    FIRST_MLP,
     LLAMA,
     LLAMA_LIKE,
     A,
     L,
     Names,
     rows,
+    shared_experts,
     without,
 )
+from capibara.interop.hf.tables import FUSED_EXPERTS
 from capibara.models.api import DecoderConfig, LatentAttention, TransformerConfig
 
 _SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
@@ -81,8 +90,86 @@ def _write_v2(config: TransformerConfig) -> dict[str, Any]:
     return _write(config) | {"topk_method": "group_limited_greedy" if in_groups else "greedy"}
 
 
+def _write_lite(config: TransformerConfig) -> dict[str, Any]:
+    return _write(config) | write_mlp_types(config)
+
+
+def _prepare_sarvam(values: Values) -> Values:
+    """YaRN has another name in its first files."""
+    rope = values.get("rope_scaling") or {}
+    if "deepseek_yarn" not in (rope.get("type"), rope.get("rope_type")):
+        return values
+    kept = {key: value for key, value in rope.items() if key != "type"}
+    return {**values, "rope_scaling": {**kept, "rope_type": "yarn"}}
+
+
+def _prepare_mistral4(values: Values) -> Values:
+    """Checks that the share of heads that rope_parameters rotates is the size of their rotated part."""
+    rotated, size = values["qk_rope_head_dim"], values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    heads = values.get("head_dim") or size
+    longest = values.get("max_position_embeddings")
+    values = with_rope(values, MISTRAL4_ROPE | {"max_position_embeddings": longest})
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rope, share = dict(values[name] or {}), "partial_rotary_factor"
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        raise UserError(
+            f"config.json of a mistral4 has rope_type 'default' in {name}, transformers computes it with scaled ones alone: "
+            "take another model"
+        )
+    fraction = rope.pop(share, values.get(share, rotated / size))
+    if int(heads * fraction) != rotated:
+        raise UserError(
+            f"config.json of a mistral4 has {share} = {fraction} of head_dim = {heads}, must be qk_rope_head_dim = {rotated} "
+            "dimensions: leave it out"
+        )
+    return {**values, name: rope, share: 1.0}
+
+
+def _read_mistral4(values: Values) -> dict[str, Any]:
+    return _read(values) | read_growth(values)
+
+
+def _write_mistral4(config: TransformerConfig) -> dict[str, Any]:
+    if config.latent is None:
+        return {}
+    written = write_growth(config, MISTRAL4)
+    share = {"partial_rotary_factor": config.latent.rotary_dim / config.head_size}
+    return _write(config) | {"rope_parameters": written["rope_parameters"] | share}
+
+
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
 _COMMON: dict[str, Any] = dict(only=NO_BIAS, pairs="adjacent", mscale=True)
+MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# Mistral 4 (Mistral AI 2026): softmax scores, and queries that grow with their position.
+MISTRAL4 = Family(
+    model_type="mistral4",
+    architectures=("Mistral4ForCausalLM",),
+    keys=_KEYS,
+    defaults=SILU
+    | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 64}
+    | {"num_experts_per_tok": 4, "n_routed_experts": 128, "moe_intermediate_size": 2048, "norm_topk_prob": True}
+    | {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    read_keys=(*_SIZE_KEYS, "head_dim"),
+    pairs_key="rope_interleave",
+    aliases={"num_local_experts": "n_routed_experts"},
+    old_rope=False,
+    experts="n_routed_experts",
+    moe_keys=DEEPSEEK_KEYS,
+    prepare=_prepare_mistral4,
+    read=_read_mistral4,
+    write=_write_mistral4,
+    **_COMMON,
+)
 
 FAMILIES = (
     (
@@ -125,7 +212,7 @@ FAMILIES = (
             prepare=_prepare_v2,
             read=_read,
             write=_write_v2,
-            **_COMMON,
+            **_COMMON | {"only": NO_BIAS | {"mlp_bias": (False, None)}},
         ),
         Names(without(_ATTENTION + DEEPSEEK_EXPERTS, "e_score_correction_bias"), *LLAMA_LIKE),
     ),
@@ -144,4 +231,55 @@ FAMILIES = (
         ),
         Names(_ATTENTION + _MLP, *LLAMA_LIKE),
     ),
+    (
+        # GLM 4.7 Flash (Z.ai 2026).
+        Family(
+            model_type="glm4_moe_lite",
+            architectures=("Glm4MoeLiteForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU
+            | {"rms_norm_eps": 1e-5, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256}
+            | {"qk_nope_head_dim": 192, "num_experts_per_tok": 4, "n_routed_experts": 64, "n_shared_experts": 1}
+            | {"moe_intermediate_size": 1536, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+            | {"routed_scaling_factor": 1.8},
+            read_keys=(*_SIZE_KEYS, "mlp_layer_types"),
+            pairs_key="rope_interleave",
+            aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE | {"first_dense": 1},
+            moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours != "first_dense"},
+            read_moe=read_mlp_types,
+            read=_read,
+            write=_write_lite,
+            **_COMMON,
+        ),
+        # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
+        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.47\."),
+    ),
+    (
+        # Sarvam 105B (Sarvam 2026), which transformers computes by DeepSeek-V3's class.
+        Family(
+            model_type="sarvam_mla",
+            architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
+            keys=_KEYS,
+            defaults=SILU
+            | _DEFAULTS
+            | {"q_lora_rank": None, "num_experts_per_tok": 8, "n_routed_experts": 128, "moe_intermediate_size": 2048}
+            | {"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+            | {"routed_scaling_factor": 2.5},
+            read_keys=_SIZE_KEYS,
+            pairs_key="rope_interleave",
+            aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts")
+            | {"num_shared_experts": "n_shared_experts"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE,
+            moe_keys=DEEPSEEK_KEYS,
+            prepare=_prepare_sarvam,
+            read=_read,
+            write=_write,
+            **_COMMON,
+        ),
+        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
+    ),
+    (MISTRAL4, Names(_ATTENTION + FIRST_MLP + FUSED_EXPERTS + shared_experts("mlp.shared_experts"), *LLAMA_LIKE)),
 )

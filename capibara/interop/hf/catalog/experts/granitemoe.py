@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from capibara.interop.hf.catalog.dense.granite import FACTORS, FACTORS_READ, read_factors, write_factors
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values
 from capibara.interop.hf.layout.rows import ATTENTION_BIASES, EXPERTS, LLAMA, LLAMA_LIKE, L, M, Names, rows, without
+from capibara.models.api import TransformerConfig
 
 _GRANITEMOE = (
     without(LLAMA, ".mlp.")
@@ -41,4 +45,30 @@ _MOE = Family(
     write=write_factors,
 )
 
-FAMILIES = ((_MOE, Names(_GRANITEMOE, *LLAMA_LIKE)),)
+
+def _read_shared(values: Values) -> dict[str, Any]:
+    """An expert that every token meets, beside those that are chosen; 0: there is none."""
+    width = values["shared_intermediate_size"]
+    return {"shared_experts": 1, "shared_dim": width} if width else {}
+
+
+def _write_shared(config: TransformerConfig) -> dict[str, Any]:
+    moe = config.moe
+    width = 0 if moe is None else moe.shared_experts * (moe.shared_dim or moe.expert_dim or config.mlp_dim)
+    return write_factors(config) | {"shared_intermediate_size": width}
+
+
+FAMILIES = (
+    (_MOE, Names(_GRANITEMOE, *LLAMA_LIKE)),
+    (
+        dataclasses.replace(
+            _MOE,
+            model_type="granitemoeshared",
+            architectures=("GraniteMoeSharedForCausalLM",),
+            defaults=_MOE.defaults | {"shared_intermediate_size": 0},
+            read_moe=_read_shared,
+            write=_write_shared,
+        ),
+        Names(_GRANITEMOE + _SHARED, *LLAMA_LIKE),
+    ),
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from capibara.interop.hf.layout.family import KEYS, QWEN_WINDOW, SILU, Family
+from capibara.core.types import UserError
+from capibara.interop.hf.layout.family import KEYS, QWEN_WINDOW, SILU, Family, Values, typed
 from capibara.interop.hf.layout.rows import (
     EXPERTS,
     LLAMA_LIKE,
@@ -23,6 +24,19 @@ _QWEN2_MOE = (
     + rows([(L + "mlp.shared_expert_gate.weight", "s d", M + "shared_switch")], EXPERTS)
 )
 
+
+def _prepare(values: Values) -> Values:
+    """Of the first max_window_layers every second layer has a window, from the first; in Qwen 2 the others have one."""
+    used, first = values["use_sliding_window"], values["max_window_layers"]
+    values = typed(values, lambda i: not used or i % 2 == 1 or i >= first)
+    if "sliding_attention" in values["layer_types"] and not (used and values.get("sliding_window")):
+        raise UserError(
+            f"config.json has layer_types 'sliding_attention' with use_sliding_window = {used} and sliding_window = "
+            f"{values.get('sliding_window')}, must be true and a number: take another model"
+        )
+    return values
+
+
 FAMILIES = (
     (
         Family(
@@ -42,6 +56,7 @@ FAMILIES = (
             experts="num_experts",
             moe={"shared_experts": 1, "shared_gate": "sigmoid"},
             moe_keys={"shared_dim": "shared_expert_intermediate_size"},
+            prepare=_prepare,
         ),
         Names(_QWEN2_MOE, *LLAMA_LIKE),
     ),
