@@ -261,6 +261,8 @@ REFUSED = {
     "DecoderConfig.embed_dim is -4096, must be at least 1 (in transformers' words embed_dim is hidden_size)": (
         PUBLISHED["llama2_7b"] | dict(hidden_size=-4096)
     ),
+    "activation is hidden_activation": PUBLISHED["gemma3n_e4b"]
+    | dict(text_config=PUBLISHED["gemma3n_e4b"]["text_config"] | dict(hidden_activation="gelu")),
     "kv_heads is num_key_value_heads": PUBLISHED["llama2_7b"] | dict(num_key_value_heads=5),
     "window is sliding_window": PUBLISHED["mistral_7b"] | dict(sliding_window=-1),
     "top_k is num_experts_per_tok": PUBLISHED["mixtral_8x7b"] | dict(num_experts_per_tok=99),

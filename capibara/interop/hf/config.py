@@ -96,6 +96,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
     names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
     names |= family.moe_keys | LATENT_SIZES
+    names |= {"activation": family.activation} if family.activation else {}
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (Kind.DECODER, Kind.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
