@@ -112,7 +112,7 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
                 fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale
             return (family.config or DecoderConfig)(**fields)
         case Kind.ENCODER:
-            return EncoderConfig(**fields)
+            return EncoderConfig(**fields | ({} if family.read is None else family.read(values)))
         case _:
             both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
             return EncoderDecoderConfig(**fields | both)
@@ -244,6 +244,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
             del fields["head_scale"]
     if not isinstance(config, EncoderConfig) and fields.get("positions") != "learned":
         del fields["max_length"]  # only a limit
+    if isinstance(config, EncoderConfig):
+        fields["transform_activation"] = config.before_head
     if isinstance(config, DecoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
@@ -327,7 +329,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if isinstance(config, EncoderDecoderConfig):
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
     if not isinstance(config, DecoderConfig):
-        return values
+        return values | ({} if family.write is None else family.write(config))
     values |= families.write_pattern(config, family) | hf_rope.write(config, family)
     values |= families.write_bias(config, family)
     values |= {} if family.write is None else family.write(config)

@@ -27,6 +27,7 @@ problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict
 router_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
 unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
+dropout qa_dropout seq_classif_dropout summary_last_dropout
 """.split()
 )
 # transformers 5.24 computes layers that differ by it, in families that know it.

@@ -16,6 +16,8 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"), 2**20),
+    **dict.fromkeys(("dim", "embedding_size"), 2**20),
+    "hidden_dim": 2**22,
     **dict.fromkeys(
         ("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), 2**22
     ),
@@ -36,7 +38,7 @@ _SIZES = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
     "first_k_dense_replace": LAYERS,
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
-    **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
+    **dict.fromkeys(("type_vocab_size", "task_type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
     "num_kv_shared_layers": LAYERS,
