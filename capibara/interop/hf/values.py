@@ -41,18 +41,19 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size", "task_type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
-    "num_kv_shared_layers": LAYERS,
+    **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers"), LAYERS),
     "altup_num_inputs": 2**10,
     "rotary_dim": 2**14,
     "num_ln_in_parallel_attn": 2,
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), _LENGTH
+        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size", "local_attention"),
+        _LENGTH,
     ),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
     "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base",
-    "rope_local_base_freq",
+    "rope_local_base_freq", "global_rope_theta", "local_rope_theta",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
@@ -63,7 +64,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"
 _TEXTS = (
     "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation",
     "rope_type", "type",
-    "position_embedding_type",
+    "position_embedding_type", "classifier_activation",
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config", "attn_config")
 _LISTS = ("architectures", "layer_types")

@@ -1,7 +1,8 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its many languages (XLM-R, CamemBERT), and the one with norms of inputs."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its other languages (XLM-R, CamemBERT), its pre-norm ones, and MPNet."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from capibara.core.types import UserError
@@ -40,6 +41,10 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return {"pad_token_id": offset - 1, "max_position_embeddings": config.max_length + offset}
 
 
+def _write_length(config: TransformerConfig) -> dict[str, Any]:
+    return {"max_position_embeddings": _write(config)["max_position_embeddings"]}
+
+
 def _family(model_type: str, architecture: str, **fixed: str) -> Family:
     return Family(
         model_type=model_type,
@@ -72,6 +77,25 @@ _PRE = without(BERT, "output.LayerNorm") + rows(
     ]
 )
 
+_XL = without(BERT, "LayerNorm") + rows(
+    [
+        *norm(f"{_BLOCK}attention.self_attn_layer_norm", "layers/attention_norm"),
+        *norm(f"{_BLOCK}LayerNorm", "layers/mlp_norm"),
+        *norm("bert.encoder.LayerNorm", "final_norm"),
+    ]
+)
+_PARTS = (
+    ("attention.self.query", "attention.attn.q"),
+    ("attention.self.key", "attention.attn.k"),
+    ("attention.self.value", "attention.attn.v"),
+    ("attention.output.dense", "attention.attn.o"),
+    ("attention.output.LayerNorm", "attention.LayerNorm"),
+)
+_MPNET = renamed(without(BERT, "token_type"), *_PARTS) + rows(
+    [("bert.encoder.relative_attention_bias.weight", "r n", "relative_bias/table")]
+)
+_OF_PADDING = 2  # MPNet counts positions from it, whatever its pad_token_id says
+
 FAMILIES = (
     (_family("roberta", "RobertaForMaskedLM"), _names(BERT, "roberta")),
     (_family("xlm-roberta", "XLMRobertaForMaskedLM"), _names(BERT, "roberta")),
@@ -79,5 +103,23 @@ FAMILIES = (
     (
         _family("roberta-prelayernorm", "RobertaPreLayerNormForMaskedLM", norm_placement="pre"),
         _names(_PRE, "roberta_prelayernorm"),
+    ),
+    (
+        _family("xlm-roberta-xl", "XLMRobertaXLForMaskedLM", norm_placement="pre", embedding_norm="none"),
+        _names(_XL, "roberta"),
+    ),
+    (
+        # MPNet (Song et al. 2020, arXiv:2004.09297). Its code has 32 buckets, whatever the size of their table.
+        dataclasses.replace(
+            _family("mpnet", "MPNetForMaskedLM"),
+            keys={ours: theirs for ours, theirs in KEYS.items() if ours != "token_types"},
+            fixed={"transform_activation": "gelu_exact", "position_offset": _OF_PADDING, "token_types": 0}
+            | {"relative_buckets": 32},
+            defaults={key: value for key, value in DEFAULTS.items() if key != "type_vocab_size"},
+            only={"relative_attention_num_buckets": (32,)},
+            read=lambda values: {"max_length": values["max_position_embeddings"] - _OF_PADDING},
+            write=_write_length,
+        ),
+        _names(_MPNET, "mpnet"),
     ),
 )
