@@ -8,6 +8,7 @@ import jax
 
 from capibara.core import tree
 from capibara.core.types import Params
+from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.parts.config import TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
@@ -37,7 +38,8 @@ def flops_per_token(
       encoder_length: tokens in an encoder row; their cost is divided among the decoder's tokens.
     """
     head = "embedding" if config.head == "tied" else "output"
-    weights = config.vocab_size * config.embed_dim * _share(config, head)  # tied or not; the lookup is no matmul
+    width = config.embedding_width if isinstance(config, EncoderConfig) else config.embed_dim
+    weights = config.vocab_size * width * _share(config, head)  # tied or not; the lookup is no matmul
     of_encoder = 0.0
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
@@ -83,9 +85,13 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         window = length if window is None else min(window, length)
         return window - window**2 / (2 * length)
 
+    def both(window: int | None) -> float:
+        side = length if window is None else min(window, length)
+        return 2 * side - 1 - side * (side - 1) / length
+
     match config.data_kind:
         case "masked":
-            return config.num_layers * length, 0
+            return sum(map(both, config.windows)), 0
         case "encoder_decoder":
             return config.num_layers * (causal(None) + encoder_length), cast(
                 _Encodes, config

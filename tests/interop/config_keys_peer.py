@@ -23,13 +23,17 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "families"), str(HERE.parent / "models" / "golden")]
 
 import answers  # noqa: E402
 import config_keys  # noqa: E402
+import encoder_families  # noqa: E402
 import expert_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
@@ -139,6 +143,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "num_heads": (8, 2),
     "num_key_value_heads": (1, 4, None),
     "head_dim": (4, 32, None),
+    "dim": (64, 48),
+    "hidden_dim": (64, 40),
+    "embedding_size": (16, 24, 32),
     "max_position_embeddings": (32, 128, 24),
     "n_positions": (32, 128),
     "n_ctx": (32, 128),
@@ -351,6 +358,8 @@ def rope_cases(rope: Any, inner: str) -> Iterator[tuple[str, Any]]:
 def kind_of(model_type: str) -> Any:
     if model_type in CLASSES:
         return getattr(transformers, CLASSES[model_type])
+    if model_type in encoder_families.TYPES:
+        return AutoModelForMaskedLM
     return {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM, "umt5": AutoModelForSeq2SeqLM}.get(
         model_type, transformers.Gemma3ForConditionalGeneration if model_type == "gemma3" else AutoModelForCausalLM
     )
@@ -390,6 +399,10 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
         with torch.no_grad():
             if model_type in ("t5", "umt5", "bert"):
                 return make_encoders.logits(make_encoders.BERT if model_type == "bert" else make_encoders.T5, model)
+            if model_type in encoder_families.TYPES:
+                batch = encoder_families.batch(getattr(model.config, "type_vocab_size", 0))
+                arguments = encoder_families.arguments(batch)
+                return model(**{name: torch.from_numpy(value) for name, value in arguments.items()}).logits.numpy()
             return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -401,8 +414,9 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     transformers.logging.disable_progress_bar()
     for name in names or FAMILIES:
         base = dict(FAMILIES[name])
-        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | CLASSES | ARCHITECTURES
-        architecture = known[base["model_type"]]
+        encoder = base["model_type"] in encoder_families.TYPES
+        heads = MODEL_FOR_MASKED_LM_MAPPING_NAMES if encoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        architecture = (heads | CLASSES | ARCHITECTURES)[base["model_type"]]
         base.setdefault("architectures", [architecture])
         rows = []
         for number, (key, value) in enumerate(cases_of(base)):

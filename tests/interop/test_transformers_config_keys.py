@@ -34,6 +34,7 @@ PYTHON = os.environ.get("TORCH_PYTHON")
 RECORDED = HERE / "config_keys.json"
 sys.path.insert(0, str(HERE / "families"))
 
+import encoder_families  # noqa: E402
 from family_cases import CASES  # noqa: E402
 
 FAMILIES = (
@@ -43,6 +44,7 @@ FAMILIES = (
 ROWS, LENGTH, ENCODER_LENGTH, PADDING, VOCAB = 2, 24, 32, 7, 96
 # Differences beyond it are not of rounding: the reference's own answers in float32 and float64 differ by `rounding`.
 ATOL, ROUNDINGS = 2e-4, 16
+ENCODERS = {"bert", *encoder_families.TYPES}
 UNREAD = 1e-5  # logits that one key changes by less are as without it
 # The tensors' dtype, and rounding: with other weights, or bits, and the same model.
 OF_NUMBERS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
@@ -61,8 +63,8 @@ STRICTER = {
 MISLOADED = {"youtu": ("pad_token_id",)}
 
 
-def inputs(model_type: str) -> dict[str, np.ndarray]:
-    """The batch of tests/models/golden, which the peer program has, too."""
+def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarray]:
+    """The batch of tests/models/golden, or of encoder_families, which the peer program has, too."""
 
     def draw(length: int, seed: int, entries: int = VOCAB) -> np.ndarray:
         return np.random.default_rng(seed).integers(0, entries, (ROWS, length)).astype(np.int32)
@@ -73,6 +75,9 @@ def inputs(model_type: str) -> dict[str, np.ndarray]:
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         return {"tokens": tokens, "segment_ids": segments, "positions": positions}
 
+    if model_type in encoder_families.TYPES:
+        batch = encoder_families.batch(config.token_types)
+        return packed(batch["tokens"], PADDING) | batch
     batch = packed(draw(LENGTH, 0), PADDING if model_type == "bert" else 0)
     if model_type == "bert":
         batch["token_types"] = draw(LENGTH, 1, 2)
@@ -96,7 +101,7 @@ class Ours:
         if key not in self._logits:
             here = SingleDeviceSharding(jax.devices()[0])
             params = open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
-            self._logits[key] = np.asarray(jax.jit(model.logits)(params, inputs(foreign.config["model_type"])))
+            self._logits[key] = np.asarray(jax.jit(model.logits)(params, inputs(config, foreign.config["model_type"])))
         return self._logits[key]
 
 
@@ -131,7 +136,7 @@ def test_every_key_means_what_transformers_says(family, sweep):
     base, ours, faults = np.load(root / "0000" / "logits.npy"), Ours(), []
     read = {config_keys.name_of(row["key"]) for row in rows if is_read(row, root, base)}
     kept = np.ones((ROWS, LENGTH), bool)
-    kept[-1, LENGTH - PADDING :] = family != "bert"  # padding
+    kept[-1, LENGTH - PADDING :] = CASES.get(family, {"model_type": family})["model_type"] not in ENCODERS  # padding
     for row in rows:
         name = config_keys.name_of(row["key"])
         try:

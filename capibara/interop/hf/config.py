@@ -77,6 +77,8 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
     if family.kind == Kind.DECODER and "head_dim" not in fields and values.get("head_dim"):
         fields["head_dim"] = values["head_dim"]  # no key of the family's class, and read where a file has it
+    if family.transform:
+        fields["transform_activation"] = families.plain(values, family.transform)
     if (bias := families.bias(values, family)) is not None:
         fields["bias"] = bias
     if family.kind == Kind.ENCODER_DECODER and fields["head"] == "tied":
@@ -118,7 +120,8 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
                 fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale
             return (family.config or DecoderConfig)(**fields)
         case Kind.ENCODER:
-            return EncoderConfig(**fields)
+            fields |= _layers(values, family, fields["num_layers"])
+            return EncoderConfig(**fields | ({} if family.read is None else family.read(values)))
         case _:
             both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
             return EncoderDecoderConfig(**fields | both)
@@ -248,9 +251,11 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields["num_encoder_layers"] = config.encoder_layers
         if config.head != "tied":
             del fields["head_scale"]
-    if not isinstance(config, EncoderConfig) and fields.get("positions") != "learned":
+    if fields.get("positions") != "learned":
         del fields["max_length"]  # only a limit
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, EncoderConfig):
+        fields["transform_activation"] = config.before_head
+    if isinstance(config, DecoderConfig | EncoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
     if isinstance(config, Gemma3nConfig):
@@ -269,7 +274,7 @@ _CLASSES = {
 }
 
 
-def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> Any:
+def _resolved_rope(config: DecoderConfig | EncoderConfig, has_local: bool, has_global: bool) -> Any:
     """The effective frequencies and magnitudes, for the kinds of layers that the model has."""
     if config.positions != "rope":
         return None
@@ -290,12 +295,17 @@ def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> 
     }
 
 
-def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _layers(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
+    """The layers' kinds, their window, and rotary positions."""
     pattern, window = families.read_pattern(values, family, num_layers)
-    fields |= {"layer_pattern": pattern, "window": window}
+    fields: dict[str, Any] = {"layer_pattern": pattern, "window": window}
     if family.rope and not values.get(family.rope_unless):
         fields["rope"] = Rope(**hf_rope.read(values, family))
+    return fields
+
+
+def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
+    fields = _layers(values, family, num_layers)
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None and scalar != values.get("head_dim"):
         fields["attention_scale"] = scalar**-0.5
@@ -332,7 +342,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     values |= families.write_head(config) | families.write_activation(config, family)
     if isinstance(config, EncoderDecoderConfig):
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
-    if not isinstance(config, DecoderConfig):
+    if not isinstance(config, DecoderConfig | EncoderConfig):
         return values
     values |= families.write_pattern(config, family) | hf_rope.write(config, family)
     values |= families.write_bias(config, family)
@@ -340,7 +350,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         values["query_pre_attn_scalar"] = round(scale**-2)
-    if family.model_type == tables.T5X_DECODER_TYPE:
+    if isinstance(config, DecoderConfig) and family.model_type == tables.T5X_DECODER_TYPE:
         values["inputs_attention"] = str(config.inputs_attention)
     if family.model_type == "gpt_neox":
         values["use_parallel_residual"] = config.residual == "parallel"

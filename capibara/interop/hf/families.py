@@ -28,7 +28,7 @@ from capibara.interop.hf.layout.family import (
 )
 from capibara.interop.hf.layout.rows import Names
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
 
 # Optional in a config.json; if missing, our value is None.
 OPTIONAL = (
@@ -429,6 +429,17 @@ def activation(values: Values, family: Family) -> str:
     return known[name]
 
 
+def plain(values: Values, key: str) -> str:
+    """Our activation for the name that a key has, of what is not gated.
+
+    Raises:
+      UserError: it is not supported.
+    """
+    if values[key] not in _PLAIN:
+        raise UserError(f"config.json has {key} = {values[key]!r}, must be one of {', '.join(_PLAIN)}")
+    return _PLAIN[values[key]]
+
+
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for the activation."""
     if not family.activation:
@@ -438,11 +449,13 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}
         name = gated.get(str(config.activation), name)
     written = {family.activation: name}
+    if isinstance(config, EncoderConfig) and family.transform:
+        written = {family.transform: _WRITTEN[str(config.before_head)]} | written
     # Readers of Gemma use either key.
     return written | ({"hidden_act": name, "hidden_activation": name} if family.model_type.startswith("gemma") else {})
 
 
-def kinds(config: DecoderConfig) -> list[str]:
+def kinds(config: DecoderConfig | EncoderConfig) -> list[str]:
     """The kind of every layer: "global" or "local"."""
     pattern = config.layer_pattern
     return [str(pattern[i % len(pattern)]) for i in range(config.num_layers)]
@@ -481,7 +494,7 @@ def _default_types(values: Values, family: Family, num_layers: int) -> list[str]
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
 
 
-def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def write_pattern(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for the layers with a window, and its length."""
     if family.window == "none":
         return {}
@@ -503,9 +516,9 @@ def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any
     """Values of config.json that our configuration does not have, if no other file sets them."""
     if family.kind == Kind.ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    if family.kind == Kind.ENCODER or not family.rope:
+    if not family.rope:
         return {}
-    assert isinstance(config, DecoderConfig), "others have no rotary positions"
+    assert isinstance(config, DecoderConfig | EncoderConfig), "others have no rotary positions"
     rope = config.rope
     stretched = round(rope.original_length * rope.factor) if rope.original_length else 4096
     longest = family.aliases.get("max_position_embeddings", "max_position_embeddings")

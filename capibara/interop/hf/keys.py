@@ -27,6 +27,9 @@ problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict
 router_jitter_noise input_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
 unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
+dropout qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
+sep_token_id deterministic_flash_attn initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index reference_compile
+repad_logits_with_grad
 """.split()
 )
 # transformers 5.24 computes layers that differ by it, in families that know it.
@@ -63,6 +66,7 @@ def read(family: Family) -> frozenset[str]:
         *family.read_keys,
         *family.moe_keys.values(),
         *((family.pairs_key,) if family.pairs_key else ()),
+        *((family.transform,) if family.transform else ()),
     }
     names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()

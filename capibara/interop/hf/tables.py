@@ -357,7 +357,7 @@ def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
 
 def fixed_aliases(model_type: str) -> dict[str, str]:
     """Additional names of tensors other than the head -> the tensor that transformers ties them to."""
-    return _ALIASES.get(model_type, {})
+    return _ALIASES.get(model_type) or dict(NAMES[model_type].aliases)
 
 
 def ends(model_type: str) -> tuple[str, str]:

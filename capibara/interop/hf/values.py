@@ -16,6 +16,8 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"), 2**20),
+    **dict.fromkeys(("dim", "embedding_size"), 2**20),
+    "hidden_dim": 2**22,
     **dict.fromkeys(
         ("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), 2**22
     ),
@@ -40,21 +42,22 @@ _SIZES = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**14),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "global_attn_every_n_layers"), LAYERS),
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
-    **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
+    **dict.fromkeys(("type_vocab_size", "task_type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
-    "num_kv_shared_layers": LAYERS,
+    **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers"), LAYERS),
     "altup_num_inputs": 2**10,
     "rotary_dim": 2**14,
     "num_ln_in_parallel_attn": 2,
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), _LENGTH
+        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size", "local_attention"),
+        _LENGTH,
     ),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
     "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base",
-    "rope_local_base_freq",
+    "rope_local_base_freq", "global_rope_theta", "local_rope_theta",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
@@ -66,7 +69,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"
 _TEXTS = (
     "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation",
     "rope_type", "type",
-    "position_embedding_type",
+    "position_embedding_type", "classifier_activation",
 )  # fmt: skip
 _INNER = (
     "rope_parameters",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +13,47 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
+from capibara.kernels.attention.dispatch import AttentionBackend
+from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.registry import model_of
 from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Site
-from capibara.models.layers.layers import Activation, Bias, NormKind
+from capibara.models.layers.layers import Activation, Bias, Norm, NormKind
+from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.rope import Rope
 from capibara.models.parts import transformer
 from capibara.models.parts.config import (
     OF_DECODERS,
+    EmbeddingNorm,
     EmbeddingScale,
     Head,
+    HeadBias,
     LayerKind,
     NormPlacement,
+    Positions,
+    Residual,
     TransformerConfig,
     refuse,
 )
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
-_PATTERN = (LayerKind.GLOBAL,)
+_OWN = ("embedding_norm", "head_bias")  # which decoders and encoders compute
+_PARAMETERS = (Activation.XIELU,)  # activations with parameters
+
+
+class FirstNorm(enum.StrEnum):
+    """Whether attention of the first layer has a norm of its input, as in the others (not in ModernBERT)."""
+
+    LAYER = "layer"
+    NONE = "none"
+
+
+class TransformBias(enum.StrEnum):
+    """Whether the projection of the transform before the head has a bias (BERT)."""
+
+    EMBED = "embed"
+    NONE = "none"
 
 
 @configurable
@@ -36,9 +62,22 @@ class EncoderConfig(TransformerConfig):
     """Sizes and variants of an encoder; see also TransformerConfig. Defaults are BERT's.
 
     Attributes:
-      token_types: number of token types with an embedding ("segments" in BERT). A batch without an entry `token_types`
-        [B, T] uses the first one.
-      max_length: longest row; its positions are learned.
+      token_types: number of token types with an embedding ("segments" in BERT); 0: there are none. A batch without an
+        entry `token_types` [B, T] uses the first one.
+      task_types: number of tasks with an embedding, of which all rows have the first (ERNIE); 0: there are none.
+      positions, rope: learned, or rotary as configured by `rope`.
+      max_length: longest row; learned positions need one.
+      position_offset: for learned positions: the table's row of a document's first token (RoBERTa: 2).
+      relative_buckets, relative_distance: number of buckets of T5's relative positions in addition to the others (MPNet),
+        and the distance from which on all share the last; 0: there are none.
+      window: number of positions visible to a query of a local layer in each direction, its own included.
+      layer_pattern: kinds of the first layers, global or local, repeated over all layers.
+      first_norm: whether the first layer's attention has a norm of its input.
+      embedding_dim: width of the embeddings, which a projection widens to embed_dim, and of the head (ELECTRA); None:
+        embed_dim, without a projection.
+      embedding_norm: whether the sum of the embeddings is normalised (not in Megatron's BERT).
+      transform_activation: of the transform before the head; None: the layers', or gelu where that is gated.
+      transform_bias: whether that transform's projection has a bias.
     """
 
     norm: NormKind = NormKind.LAYER
@@ -48,18 +87,124 @@ class EncoderConfig(TransformerConfig):
     bias: Bias = Bias.ALL
     max_length: int | None = 512
     token_types: int = 2
+    task_types: int = 0
+    positions: Positions = Positions.LEARNED
+    rope: Rope = Rope()
+    position_offset: int = 0
+    relative_buckets: int = 0
+    relative_distance: int = 128
+    window: int | None = None
+    layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    first_norm: FirstNorm = FirstNorm.LAYER
+    embedding_dim: int | None = None
+    embedding_norm: EmbeddingNorm = EmbeddingNorm.LAYER
+    head_bias: HeadBias = HeadBias.VOCAB
+    transform_activation: Activation | None = None
+    transform_bias: TransformBias = TransformBias.EMBED
 
     @property
     def data_kind(self) -> str:
         return "masked"
 
+    @property
+    def rotary_pairs(self) -> Pairs:
+        return self.rope.pairs
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.window if kind is LayerKind.LOCAL else None for kind in self.kinds)
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        return {} if self.first_norm is FirstNorm.LAYER else {"attention_norm": tuple(range(1, self.num_layers))}
+
+    @property
+    def embedding_width(self) -> int:
+        """The width of the embeddings and of the head."""
+        return self.embed_dim if self.embedding_dim is None else self.embedding_dim
+
+    @property
+    def before_head(self) -> Activation:
+        """The transform's activation: it has no second projection for a gated one."""
+        if self.transform_activation is not None:
+            return self.transform_activation
+        return Activation.GELU if self.activation.gated else self.activation
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self, *OF_DECODERS)
-        if self.max_length is None:
-            raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
-        if self.token_types < 1:
-            raise UserError(f"EncoderConfig.token_types is {self.token_types}, must be at least 1")
+        refuse(self, *(name for name in OF_DECODERS if name not in _OWN))
+        _check_positions(self)
+        _check_layers(self)
+        for name in ("token_types", "task_types", "position_offset"):
+            if getattr(self, name) < 0:
+                raise UserError(f"EncoderConfig.{name} is {getattr(self, name)}, must be at least 0: 0 is none")
+        if self.embedding_dim is not None and (self.embedding_dim < 1 or self.embedding_dim == self.embed_dim):
+            raise UserError(
+                f"EncoderConfig.embedding_dim is {self.embedding_dim}, must be at least 1 and not embed_dim "
+                f"({self.embed_dim}): leave it out for one width"
+            )
+        if self.transform_activation in (*_PARAMETERS, *(one for one in Activation if one.gated)):
+            raise UserError(
+                f"EncoderConfig.transform_activation is {str(self.transform_activation)!r}, the transform has one projection "
+                "and no parameters for it: try 'gelu'"
+            )
+
+
+def _check_positions(config: EncoderConfig) -> None:
+    positions = str(config.positions)
+    if config.positions not in (Positions.LEARNED, Positions.ROPE):
+        raise UserError(f"EncoderConfig.positions is {positions!r}, must be 'learned' or 'rope'")
+    if config.positions is Positions.LEARNED and config.max_length is None:
+        raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
+    if config.positions is Positions.LEARNED and config.rope != Rope():
+        raise UserError(f"EncoderConfig.rope is set, but positions ({positions!r}) are not rotary: leave it out")
+    if config.positions is Positions.ROPE:
+        if config.position_offset:
+            raise UserError(
+                f"EncoderConfig.position_offset ({config.position_offset}) is for learned positions: leave it out"
+            )
+        if config.rotary_size % 2 or not config.rope.rotated_dims(config.rotary_size):
+            raise UserError(
+                f"EncoderConfig.head_dim ({config.head_size}) must be even, and at least 2 of its dimensions rotated (Rope."
+                f"fraction is {config.rope.fraction}): try 64"
+            )
+        config.rope.check(config.rotary_size)
+    buckets, distance = config.relative_buckets, config.relative_distance
+    if buckets < 0 or buckets % 4 or (distance <= buckets // 4 if buckets else distance != 128):
+        raise UserError(
+            f"EncoderConfig.relative_buckets ({buckets}) must be a multiple of 4, and relative_distance ({distance}) above a "
+            "quarter of it, or 128 without buckets: try 32 and 128"
+        )
+    if buckets and config.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+        raise UserError(
+            f"EncoderConfig.attention ({str(config.attention)!r}) cannot add relative positions: try 'auto'"
+        )
+
+
+def _check_layers(config: EncoderConfig) -> None:
+    kinds = {str(kind) for kind in config.layer_pattern}
+    if not kinds or not kinds <= {"global", "local"}:
+        raise UserError(
+            f"EncoderConfig.layer_pattern is {[*map(str, config.layer_pattern)]}, must be of 'global' and 'local'"
+        )
+    window = config.window
+    if (window is not None) != ("local" in kinds) or (window is not None and not 1 <= window < 2**31):
+        raise UserError(
+            f"EncoderConfig.window is {window}, must be at least 1 where layer_pattern has local layers, and None elsewhere"
+        )
+    if config.first_norm is FirstNorm.LAYER:
+        return
+    fits = config.norm_placement is NormPlacement.PRE and config.residual is Residual.SEQUENTIAL
+    if not fits or config.num_layers < 2:
+        raise UserError(
+            f"EncoderConfig.first_norm 'none' is for norm_placement 'pre', residual 'sequential' and num_layers of at least "
+            f"2, not for {str(config.norm_placement)!r}, {str(config.residual)!r} and {config.num_layers}: leave it out"
+        )
 
 
 @model_of(EncoderConfig)
@@ -67,59 +212,101 @@ class Encoder(nnx.Module):
     """Embeddings, layers, and the transform before the output projection; `head` returns the latter."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
-        V, D = config.vocab_size, config.embed_dim
-        assert config.max_length is not None, "the configuration checks it"
+        V, D, E = config.vocab_size, config.embed_dim, config.embedding_width
         self.config = config
         small = layers.normal(0.02)
-        self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), small)
-        self.position_embedding = layers.param(rngs, (config.max_length, D), ("position", "embed"), small)
-        self.type_embedding = layers.param(rngs, (config.token_types, D), ("position", "embed"), small)
-        self.embedding_norm = config.make_norm(rngs)
+        self.embedding = layers.param(rngs, (V, E), ("vocab", "embed"), small)
+        if config.positions is Positions.LEARNED:
+            assert config.max_length is not None, "the configuration checks it"
+            rows = config.max_length + config.position_offset
+            self.position_embedding = layers.param(rngs, (rows, E), ("position", "embed"), small)
+        if config.relative_buckets:
+            self.relative_bias = RelativeBias(config, rngs, bidirectional=True)
+        if config.token_types:
+            self.type_embedding = layers.param(rngs, (config.token_types, E), ("position", "embed"), small)
+        if config.task_types:
+            self.task_embedding = layers.param(rngs, (config.task_types, E), ("position", "embed"), small)
+        if config.embedding_norm is EmbeddingNorm.LAYER:
+            self.embedding_norm = self._norm(E, rngs)
+        if config.embedding_dim is not None:
+            self.projection = layers.param(rngs, (E, D), ("norm", "embed"), layers.fan_in(0))
+            self.projection_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         self.layers = stack.stacked(lambda rngs: Block(config, rngs), rngs, config.num_layers)
+        for module, numbers in config.module_layers.items():
+            stack.keep_layers(getattr(self.layers, module), numbers)
         if config.norm_placement is not NormPlacement.POST:
             self.final_norm = config.make_norm(rngs)
-        self.transform = layers.param(rngs, (D, D), ("embed", "norm"), layers.fan_in(0))
-        self.transform_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
-        self.transform_norm = config.make_norm(rngs)
+        self.transform = layers.param(rngs, (D, E), ("embed", "norm"), layers.fan_in(0))
+        if config.transform_bias is TransformBias.EMBED:
+            self.transform_bias = layers.param(rngs, (E,), ("norm",), layers.zeros)
+        self.transform_norm = self._norm(E, rngs)
         if config.head is Head.SEPARATE:
-            self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
-        self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
+            self.output = layers.param(rngs, (V, E), ("vocab", "embed"), layers.normal(E**-0.5))
+        if config.head_bias is HeadBias.VOCAB:
+            self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
+
+    def _norm(self, width: int, rngs: nnx.Rngs) -> Norm:
+        config = self.config
+        return Norm(width, kind=config.norm, eps=config.norm_eps, rngs=rngs, scale=config.norm_scale)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The input of the head, [B, T, D + 1] in the compute dtype, and the layers' statistics.
+        """The input of the head, [B, T, E + 1] in the compute dtype, and the layers' statistics.
 
-        The last of its D + 1 columns is 1, for the output bias.
+        The last of its E + 1 columns is 1, for the output bias; without one there are E.
         """
         config = self.config
-        rows = Rows(batch["segment_ids"], domains=batch.get("domains"))
-        shared = Shared(row_positions=batch.get("row_positions"), step=step)
-        kind = config.attention_kind(causal=False)
-
+        row_positions = batch.get("row_positions")
+        angles = None
+        if config.positions is Positions.ROPE:
+            angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern))
+        rows = Rows(batch["segment_ids"], angles, domains=batch.get("domains"))
+        shared = Shared(row_positions=row_positions, step=step)
+        if config.relative_buckets:
+            shared = shared._replace(bias=self.relative_bias(batch["tokens"].shape[1], row_positions))
+        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: config.window}
+        specs = {kind: config.attention_kind(causal=False, window=window) for kind, window in windows.items()}
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
         def apply(
-            block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: jax.Array | int = 0
+            block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
-            return block(x, rows, own, kind, layer_kind)
+            kind, bare = entry
+            own = shared._replace(bare=bare)
+            own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, own, specs[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
-        loop, numbered = config.layer_loop, drop is not None
-        x, stats = stack.run(
-            self.layers, x, rows, apply, _PATTERN, loop, remat, all_trained=config.lora is None, numbered=numbered
-        )
+        parts: list[stack.Stats] = []
+        first = int(config.first_norm is FirstNorm.NONE)
+        for start, stop in [(0, 1), (1, config.num_layers)] if first else [(0, config.num_layers)]:
+            at = start % len(config.layer_pattern)
+            pattern = config.layer_pattern[at:] + config.layer_pattern[:at]
+            entries = [(kind, stop <= first) for kind in pattern]
+            x, stats = stack.run(
+                self.layers, x, rows, apply, entries, config.layer_loop, remat, all_trained=config.lora is None,
+                numbered=drop is not None, span=(start, stop) if first else None, some=config.module_layers,
+            )  # fmt: skip
+            parts.append(stats)
+        stats = jax.tree.map(lambda *s: jnp.concatenate(s), *parts) if first else parts[0]
+        return self._transformed(x), stats
+
+    def _transformed(self, x: jax.Array) -> jax.Array:
+        """The last layer's output, as the head reads it."""
+        config = self.config
         if config.norm_placement is not NormPlacement.POST:
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))
-        x = layers.dense(x, self.transform[...]) + self.transform_bias[...].astype(x.dtype)
-        # The transform uses the encoder's activation, except a gated one, which needs two projections.
-        activation = Activation.GELU if config.activation.gated else config.activation
-        x = self.transform_norm(activation(x))
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1), stats
+        x = layers.dense(x, self.transform[...])
+        if config.transform_bias is TransformBias.EMBED:
+            x = x + self.transform_bias[...].astype(x.dtype)
+        x = self.transform_norm(config.before_head(x))
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if config.head_bias is HeadBias.VOCAB else x
 
     def head(self) -> jax.Array:
-        """The output projection [V, D + 1], its last column the bias: logits are hidden @ head.T."""
+        """The output projection [V, E + 1], its last column the bias, if any: logits are hidden @ head.T."""
         head_VD = self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+        if self.config.head_bias is HeadBias.NONE:
+            return head_VD
         dtype = jnp.promote_types(head_VD.dtype, self.config.dtype.value)  # not that of a frozen embedding for the bias
         return jnp.concatenate([head_VD.astype(dtype), self.output_bias[...][:, None].astype(dtype)], axis=1)
 
@@ -128,8 +315,20 @@ class Encoder(nnx.Module):
         x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
         if config.embedding_scale is EmbeddingScale.SQRT_DIM:
             x = x * config.embed_dim**0.5
-        types = self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0]
-        positions = self.position_embedding[...][batch["positions"]]
-        # In float32, in case they are stored in a smaller dtype.
-        x = x + (positions.astype(jnp.float32) + types.astype(jnp.float32)).astype(x.dtype)
-        return transformer.residual(self.embedding_norm(x))
+        added: list[jax.Array] = []
+        if config.token_types:
+            added.append(self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0])
+        if config.task_types:
+            added.append(self.task_embedding[...][0])
+        if config.positions is Positions.LEARNED:
+            at = batch["positions"]
+            at = at + config.position_offset if config.position_offset else at
+            added.insert(0, self.position_embedding[...][at])
+        if added:  # in float32, in case they are stored in a smaller dtype
+            total = functools.reduce(operator.add, (one.astype(jnp.float32) for one in added))
+            x = x + total.astype(x.dtype)
+        if config.embedding_norm is EmbeddingNorm.LAYER:
+            x = self.embedding_norm(x)
+        if config.embedding_dim is not None:
+            x = layers.dense(x, self.projection[...]) + self.projection_bias[...].astype(x.dtype)
+        return transformer.residual(x)

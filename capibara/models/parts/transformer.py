@@ -60,6 +60,7 @@ class Shared(NamedTuple):
       drop: the layer's dropout; None: no dropout.
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
       in_first: whether the layer is one of the first, which have an MLP where the others have experts.
+      bare: whether the layer's attention reads its input without a norm.
     """
 
     row_positions: jax.Array | None = None
@@ -68,6 +69,7 @@ class Shared(NamedTuple):
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     drop: Dropout | None = None
     in_first: bool = False
+    bare: bool = False
 
 
 class MLP(nnx.Module):
@@ -172,7 +174,12 @@ class Block(nnx.Module):
             )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
-        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, stats)), stats
+        mlp = self.mlp_part(rows, shared, stats)
+        if shared.bare:
+            with jax.named_scope("attention"):
+                x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
+            return self.add(x_BTD, "mlp", mlp), stats
+        return self._joined(x_BTD, attention, mlp), stats
 
     def cached(
         self,

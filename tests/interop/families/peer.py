@@ -4,7 +4,8 @@
     python tests/interop/families/peer.py read FOLDER [NAME ...]    what transformers answers with FOLDER/NAME/ours: read.npz
 
 answers.npz has `logits` of answers.tokens in float32, `exact` the same in float64, `greedy` (the tokens that follow the
-first eight of each row), and `losses` of five steps of AdamW. Needs torch, transformers and safetensors.
+first eight of each row), and `losses` of five steps of AdamW. Encoders have those of encoder_families.batch, and no
+`greedy`. Needs torch, transformers and safetensors.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import safetensors.numpy
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForMaskedLM
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
+import encoder_families  # noqa: E402
 from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
@@ -54,8 +56,19 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(3, answers.VOCAB, (answers.ROWS, answers.LENGTH))
 
 
+def of_encoder(model_type: str) -> bool:
+    return model_type in encoder_families.TYPES
+
+
 def kind_of(model_type: str) -> type:
+    if of_encoder(model_type):
+        return AutoModelForMaskedLM
     return getattr(transformers, CLASSES.get(model_type, "AutoModelForCausalLM"))
+
+
+def encoded(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
+    """An encoder's logits."""
+    return model(**{name: torch.from_numpy(value) for name, value in encoder_families.arguments(batch).items()}).logits
 
 
 def write(case: dict, where: pathlib.Path) -> None:
@@ -64,7 +77,7 @@ def write(case: dict, where: pathlib.Path) -> None:
     if config.model_type in CLASSES:
         model = kind_of(config.model_type)(config).float().eval()
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = kind_of(config.model_type).from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(where / "theirs")
     path = where / "theirs" / "model.safetensors"
     stored = safetensors.numpy.load_file(path)
@@ -75,8 +88,9 @@ def write(case: dict, where: pathlib.Path) -> None:
 def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     how = IMPLEMENTATIONS.get(model_type, "eager")
+    eager = {} if of_encoder(model_type) else {"experts_implementation": "eager"}
     model, info = kind_of(model_type).from_pretrained(
-        folder, attn_implementation=how, dtype=dtype, output_loading_info=True, experts_implementation="eager"
+        folder, attn_implementation=how, dtype=dtype, output_loading_info=True, **eager
     )
     strange = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     assert not strange, strange
@@ -85,7 +99,13 @@ def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn
 
 def logits(model: torch.nn.Module) -> np.ndarray:
     with torch.no_grad():
+        if of_encoder(model.config.model_type):
+            return encoded(model, encoder_families.batch(types_of(model))).numpy()
         return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+
+
+def types_of(model: torch.nn.Module) -> int:
+    return getattr(model.config, "type_vocab_size", 0)
 
 
 def greedy(model: torch.nn.Module) -> np.ndarray:
@@ -97,13 +117,16 @@ def greedy(model: torch.nn.Module) -> np.ndarray:
 
 
 def losses(model: torch.nn.Module) -> np.ndarray:
-    ids = torch.from_numpy(tokens())
+    ids, batch = torch.from_numpy(tokens()), encoder_families.masked(encoder_families.batch(types_of(model)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
     found = []
     for _ in range(STEPS):
-        # Their own loss shifts the labels, and ours are shifted already.
-        predicted = model(ids[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten())
+        if of_encoder(model.config.model_type):
+            chosen = torch.from_numpy(batch["weights"]) > 0
+            predicted, targets = encoded(model, batch)[chosen], torch.from_numpy(batch["targets"]).long()[chosen]
+        else:  # their own loss shifts the labels, and ours are shifted already
+            predicted, targets = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1), ids[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(predicted, targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,7 +147,9 @@ def main(what: str, folder: pathlib.Path, *names: str) -> None:
             exact = opened(where / "theirs", torch.float64)
             found = {"exact": logits(exact), "exact_losses": losses(exact)}
         model = opened(where / "theirs")
-        np.savez(where / "answers.npz", logits=logits(model), greedy=greedy(model), **found, losses=losses(model))
+        if not of_encoder(CASES[name]["model_type"]):
+            found["greedy"] = greedy(model)
+        np.savez(where / "answers.npz", logits=logits(model), **found, losses=losses(model))
         print(name, flush=True)
 
 

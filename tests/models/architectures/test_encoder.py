@@ -148,7 +148,9 @@ def test_flops_count_attention_in_both_directions():
     ("change", "message"),
     [
         (dict(max_length=None), "max_length has no value, learned positions need one"),
-        (dict(token_types=0), "token_types is 0, must be at least 1"),
+        (dict(token_types=-1), "token_types is -1, must be at least 0"),
+        (dict(embedding_dim=32), r"embedding_dim is 32, must be at least 1 and not embed_dim \(32\)"),
+        (dict(transform_activation="swiglu"), "transform_activation is .swiglu., the transform has one projection"),
         (dict(embed_dim=30), r"EncoderConfig.embed_dim \(30\) must be a multiple of num_heads \(4\)"),
     ],
 )

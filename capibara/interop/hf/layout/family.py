@@ -48,6 +48,7 @@ class Family:
       tied: whether the head is tied to the embedding if config.json does not say.
       activation: key of the activation's name; "": it has none, and `fixed` says it.
       gated: whether its MLP is gated.
+      transform: key of the activation before an encoder's head; "": that of the layers, or `fixed` says it.
       window: which layers have a window: "none", "all" or "types" (as in layer_types).
       kinds: the entries of layer_types, and our kinds of layers.
       rope: whether positions are rotary.
@@ -84,6 +85,7 @@ class Family:
     tied: bool = False
     activation: str = "hidden_act"
     gated: bool = True
+    transform: str = ""
     window: str = "none"
     kinds: dict[str, str] = dataclasses.field(default_factory=lambda: dict(KINDS))
     rope: bool = True

@@ -23,7 +23,9 @@ _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.sta
 _LAYOUTS = {
     **dict.fromkeys(("embedding", "output"), "vd"),
     "position_embedding": "pd",
-    "type_embedding": "td",
+    **dict.fromkeys(("type_embedding", "task_embedding"), "td"),
+    "projection": "od",
+    "projection_bias": "d",
     "transform": "do",
     "output_bias": "v",
     **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
@@ -177,6 +179,7 @@ class Names:
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
       ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
+      aliases: other names of the table's tensors, of tensors that transformers ties to them.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """
 
@@ -184,6 +187,7 @@ class Names:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = r"(?!)"
     parts: str = r"(?!)"
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
 
     def canonical(self, name: str) -> str | None:

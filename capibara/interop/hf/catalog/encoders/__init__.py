@@ -1,0 +1,1 @@
+"""Encoders for masked training: RoBERTa, ELECTRA, ERNIE, ModernBERT and others like BERT."""
