@@ -12,7 +12,7 @@ import pytest
 
 from capibara import sharding
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, ShortConv
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Mamba2, ShortConv
 from capibara.models.cache import dense as caches
 from capibara.models.layers.rope import Rope
 from capibara.models.parts.moe import Moe
@@ -74,6 +74,9 @@ VARIANTS = {
         num_layers=5,
         attention_gate="sigmoid",
         moe=Moe(num_experts=4, top_k=2, first_dense=1),
+    ),
+    "mamba2": dict(
+        mixer=Mamba2(heads=4, head_dim=6, groups=2, state_dim=8), layer_pattern=("recurrent", "global"), num_layers=3
     ),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
