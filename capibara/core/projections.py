@@ -129,7 +129,8 @@ LAUREL_RIGHT = Projection(part="laurel", name="right", axes=(None, "embed"))
 INPUT_GATE = Projection(part="per_layer", name="input_gate", axes=("embed", None))
 PER_LAYER = Projection(part="per_layer", name="projection", axes=(None, "embed"))
 
-# Of mixers: a gated convolution, and Gated DeltaNet, whose heads of keys have their values beside each other.
+# Of mixers: a gated convolution, and Gated DeltaNet, whose heads of keys have their values beside each other, and
+# Mamba 2.
 CONV_IN = Projection(part="mixer", name="before", axes=("embed", "mlp"))
 CONV_GATE = dataclasses.replace(CONV_IN, name="gate", reads="before")
 CONV_VALUE = dataclasses.replace(CONV_IN, name="value", reads="before")
@@ -143,6 +144,11 @@ DELTA_STRENGTH, DELTA_DECAY = (
     for name in ("strength", "decay")
 )
 DELTA_OUT = Projection(part="mixer", name="out", axes=("heads", "head_dim", "embed"))
+MAMBA_GATE = Projection(part="mixer", name="gate", axes=QUERY.axes)
+MAMBA_VALUE = dataclasses.replace(MAMBA_GATE, name="value", reads="gate")
+MAMBA_KEY, MAMBA_QUERY = (dataclasses.replace(MAMBA_VALUE, name=name, axes=KEY.axes) for name in ("key", "query"))
+MAMBA_STEP = dataclasses.replace(MAMBA_VALUE, name="step", axes=("embed", "heads", None))
+MAMBA_OUT = DELTA_OUT
 
 ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
@@ -152,7 +158,8 @@ LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
-ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA
+MAMBA = (MAMBA_GATE, MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY, MAMBA_STEP)
+ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -11,6 +11,11 @@ DELTA |= dict(linear_conv_kernel_dim=3, head_dim=16, num_hidden_layers=5)
 DELTA |= dict(layer_types=["linear_attention", "linear_attention", "full_attention"] + ["linear_attention"] * 2)
 SHORT = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=6, mamba_d_conv=3, mamba_chunk_size=8)
+MAMBA2 |= dict(mamba_expand=2, num_hidden_layers=3, time_step_limit=[0.1, 2.0])
+FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0)
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+GRANITE = dict(RMS, model_type="granitemoehybrid", layer_types=MIXED) | MAMBA2 | FACTORS
 
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
@@ -20,4 +25,13 @@ CASES: dict[str, dict[str, Any]] = {
     | EXPERTS
     | SHORT,
     "qwen3_5": dict(RMS, model_type="qwen3_5_text", rope_parameters=rope(partial_rotary_factor=0.5)) | DELTA,
+    "granitemoehybrid": GRANITE
+    | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=24, shared_intermediate_size=40)
+    | dict(attention_bias=True, mamba_proj_bias=True),
+    "granitemoehybrid_dense": GRANITE
+    | dict(num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope", rope_parameters=rope())
+    | dict(tie_word_embeddings=True, time_step_limit=[0.0, float("inf")], mamba_conv_bias=False),
+    "bamba": dict(RMS, model_type="bamba", attn_layer_indices=[1], attention_bias=True, mlp_bias=True)
+    | MAMBA2
+    | dict(mamba_proj_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
 }

@@ -12,7 +12,7 @@ import pytest
 
 from capibara import sharding
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, ShortConv
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Mamba2, ShortConv
 from capibara.models.cache import dense as caches
 from capibara.models.layers.rope import Rope
 from capibara.models.parts.moe import Moe
@@ -76,6 +76,9 @@ VARIANTS = {
         moe=Moe(num_experts=4, top_k=2, first_dense=1),
     ),
     "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
+    "mamba2": dict(
+        mixer=Mamba2(heads=4, head_dim=6, groups=2, state_dim=8), layer_pattern=("recurrent", "global"), num_layers=3
+    ),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", relative_distance=24

@@ -15,12 +15,13 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, GatedDelta, Lora, ShortConv
+from capibara.models.api import DecoderConfig, GatedDelta, Lora, Mamba2, ShortConv
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
 MIXERS = {"conv": ShortConv(taps=4), "delta": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)}
+MIXERS |= {"mamba2": Mamba2(heads=6, head_dim=4, groups=2, state_dim=8, bias="all", least_step=0.01, most_step=2.0)}
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 LENGTH = 96
 

@@ -80,7 +80,7 @@ def _write_swa(config: TransformerConfig) -> dict[str, Any]:
     return write_factors(config) | {
         "layer_types": ["sliding_attention" if kind == "local" else "full_attention" for kind in kinds],
         "sliding_window": config.window or _WINDOW,
-        "layer_rope_theta": [theta[kind] for kind in kinds],
+        "layer_rope_theta": [theta.get(kind, 0.0) for kind in kinds],
     }
 
 

@@ -1,0 +1,262 @@
+"""Decoders whose recurrent layers are Mamba 2: Granite 4 (IBM 2025) and Bamba (IBM, Princeton, CMU and UIUC 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.interop.hf.catalog.dense.granite import FACTORS, FACTORS_READ, read_factors, write_factors
+from capibara.interop.hf.layout import rope as hf_rope
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, recurrent, write_recurrent
+from capibara.interop.hf.layout.rows import (
+    ATTENTION_BIASES,
+    EXPERTS,
+    LLAMA,
+    LLAMA_BIASED,
+    LLAMA_LIKE,
+    L,
+    M,
+    Names,
+    Rows,
+    renamed,
+    rows,
+    without,
+)
+from capibara.models.api import DecoderConfig, Mamba2, Moe, Rope, TransformerConfig
+
+_X = "layers/mixer/"
+_INTO = " ".join(f"{_X}{name}" for name in ("gate", "value", "key", "query", "step"))
+_CONVS = " ".join(f"{_X}{name}_conv" for name in ("value", "key", "query"))
+_LAYOUTS = {
+    _X + "gate": "ldnh",
+    _X + "gate_bias": "lnh",
+    _X + "value_conv": "lnhk",
+    _X + "value_conv_bias": "lnh",
+    **dict.fromkeys((_X + "decay_log", _X + "time_bias", _X + "skip"), "ln"),
+    _X + "out_norm/scale": "lnh",
+    _X + "out": "lnhd",
+    _X + "out_bias": "ld",
+}
+
+
+def _biased(paths: str) -> str:
+    return " ".join(f"{path}_bias" for path in paths.split())
+
+
+def mixer_rows(module: str) -> Rows:
+    """The rows of a Mamba 2, by the name of its module in a layer."""
+    X = f"{L}{module}."
+    return rows(
+        [
+            (X + "in_proj.weight", "nh d", _INTO, "nh"),
+            (X + "in_proj.bias", "nh", _biased(_INTO), "nh"),
+            (X + "conv1d.weight", "nh u k", _CONVS, "nh"),
+            (X + "conv1d.bias", "nh", _biased(_CONVS), "nh"),
+            (X + "dt_bias", "n", _X + "time_bias"),
+            (X + "A_log", "n", _X + "decay_log"),
+            (X + "D", "n", _X + "skip"),
+            (X + "norm.weight", "nh", _X + "out_norm/scale"),
+            (X + "out_proj.weight", "d nh", _X + "out"),
+            (X + "out_proj.bias", "d", _X + "out_bias"),
+        ],
+        _LAYOUTS,
+    )
+
+
+_BIASES = {(False, False): "none", (True, False): "conv", (False, True): "projections", (True, True): "all"}
+
+
+def steps(limit: Any) -> dict[str, float]:
+    """Our limits of a step for time_step_limit, in whose files infinity is an object or a name.
+
+    Raises:
+      UserError: it is no pair of numbers.
+    """
+    ends = [math.inf if isinstance(one, dict) and one.get("__float__") == "Infinity" else one for one in limit]
+    if len(ends) != 2 or not all(type(one) in (int, float) for one in ends):
+        raise UserError(
+            f"config.json has time_step_limit = {str(limit)[:60]}, must be a pair of numbers: try [0.0, 1e30]"
+        )
+    return {"least_step": float(ends[0]), "most_step": float(ends[1])}
+
+
+def write_steps(mixer: Mamba2) -> list[Any]:
+    """The way back."""
+    ends = (mixer.least_step, mixer.most_step)
+    return [{"__float__": "Infinity"} if math.isinf(one) else one for one in ends]
+
+
+_MIXER = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "mamba_d_state", "taps": "mamba_d_conv"}
+_MIXER_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+_MIXER_DEFAULTS |= {"mamba_expand": 2, "mamba_d_head": "auto", "mamba_conv_bias": True, "mamba_proj_bias": False}
+_MIXER_DEFAULTS |= {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+
+
+def read_mixer(values: Values) -> Mamba2:
+    """The mixer, whose heads have mamba_expand times the model's width together.
+
+    Raises:
+      UserError: mamba_d_head says otherwise.
+    """
+    width, heads, size = values["mamba_expand"] * values["hidden_size"], values["mamba_n_heads"], values["mamba_d_head"]
+    size = width // heads if size == "auto" else size
+    if size * heads != width:
+        raise UserError(
+            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand ({values['mamba_expand']}) "
+            f"x hidden_size ({values['hidden_size']}) together: copy the file again"
+        )
+    bias = _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])]
+    sizes = {ours: values[theirs] for ours, theirs in _MIXER.items()}
+    return Mamba2(head_dim=size, bias=bias, **sizes, **steps(values["time_step_limit"]))
+
+
+def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
+    """The way back."""
+    written = {theirs: getattr(mixer, ours) for ours, theirs in _MIXER.items()}
+    written |= {"mamba_expand": mixer.heads * mixer.head_dim // config.embed_dim, "mamba_d_head": mixer.head_dim}
+    written |= {"mamba_conv_bias": mixer.bias.of_conv, "mamba_proj_bias": mixer.bias.of_projections}
+    return written | {"time_step_limit": write_steps(mixer)}
+
+
+# --- Granite 4 ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare_granite(values: Values) -> Values:
+    found = {**values}
+    if not found["num_local_experts"]:
+        found["intermediate_size"] = found["shared_intermediate_size"]
+    return found
+
+
+def _read_granite(values: Values) -> dict[str, Any]:
+    fields = read_factors(values) | recurrent(values, "linear_attention") | {"mixer": read_mixer(values)}
+    if values.get("position_embedding_type") == "rope":
+        fields["rope"] = Rope(**hf_rope.read(values, _GRANITE))
+    else:
+        fields["positions"] = "none"
+    if count := values["num_local_experts"]:
+        fields["moe"] = Moe(
+            num_experts=count,
+            top_k=values["num_experts_per_tok"],
+            gates="normalized",
+            shared_experts=1,
+            shared_dim=values["shared_intermediate_size"],
+            balance_loss=values["router_aux_loss_coef"],
+        )
+    return fields
+
+
+def _write_granite(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    if not isinstance(config.mixer, Mamba2):
+        return {}
+    written = write_factors(config) | write_recurrent(config, "linear_attention") | write_mixer(config, config.mixer)
+    if config.positions == "rope":
+        written |= {"position_embedding_type": "rope"} | hf_rope.write(config, dataclasses.replace(_GRANITE, rope=True))
+    moe = config.moe
+    if moe is None:
+        return written | {"num_local_experts": 0, "shared_intermediate_size": config.mlp_dim}
+    width = moe.expert_dim or config.mlp_dim
+    written |= {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
+    written |= {"shared_intermediate_size": moe.shared_dim or width, "intermediate_size": width}
+    return written | {"router_aux_loss_coef": moe.balance_loss}
+
+
+_ENDS = (r"^(?=(?:layers|embed_tokens|norm|final_layernorm)\.)", "model.")  # of a checkpoint without its head
+_NORMAL = {"hidden_act": ("silu", "swish")}
+_GRANITE_MLP = rows(
+    [
+        (L + "shared_mlp.input_linear.weight", "f d", f"{M}gate {M}up", "f"),
+        (L + "shared_mlp.output_linear.weight", "d f", M + "down"),
+    ]
+)
+_GRANITE_EXPERTS = rows(
+    [
+        (L + "block_sparse_moe.router.layer.weight", "e d", M + "router"),
+        (L + "block_sparse_moe.input_linear.weight", "e f d", f"{M}gate {M}up", "f"),
+        (L + "block_sparse_moe.output_linear.weight", "e d f", M + "down"),
+        (L + "shared_mlp.input_linear.weight", "f d", f"{M}shared_gate {M}shared_up", "f"),
+        (L + "shared_mlp.output_linear.weight", "d f", M + "shared_down"),
+    ],
+    EXPERTS,
+)
+_GRANITE_BASE = without(LLAMA, ".mlp.") + ATTENTION_BIASES + mixer_rows("mamba")
+_GRANITE = Family(
+    model_type="granitemoehybrid",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    keys={ours: theirs for ours, theirs in (KEYS | FACTORS).items() if ours != "head_dim"},
+    fixed={"activation": "swiglu"},
+    activation="",
+    rope=False,
+    defaults=SILU
+    | FACTORS_READ
+    | _MIXER_DEFAULTS
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+    | {"shared_intermediate_size": 1024, "intermediate_size": 11008},
+    only=_NORMAL,
+    read_keys=("layer_types", "position_embedding_type", "head_dim", "rope_parameters", "rope_scaling")
+    + ("max_position_embeddings", "partial_rotary_factor", "output_router_logits"),
+    aliases={"num_experts": "num_local_experts", "layers_block_type": "layer_types"},
+    biases=ATTENTION_BIAS,
+    prepare=_prepare_granite,
+    read=_read_granite,
+    write=_write_granite,
+)
+
+
+# --- Bamba -------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_bamba(values: Values) -> Values:
+    attending, layers = values.get("attn_layer_indices") or (), range(values["num_hidden_layers"])
+    return {**values, "layer_types": ["full_attention" if i in attending else "linear_attention" for i in layers]}
+
+
+def _read_bamba(values: Values) -> dict[str, Any]:
+    return recurrent(values, "linear_attention") | {"mixer": read_mixer(values)}
+
+
+def _write_bamba(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    if not isinstance(config.mixer, Mamba2):
+        return {}
+    attending = [i for i, kind in enumerate(config.kinds) if kind != "recurrent"]
+    return write_mixer(config, config.mixer) | {"attn_layer_indices": attending}
+
+
+_BAMBA = Family(
+    model_type="bamba",
+    architectures=("BambaForCausalLM",),
+    keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
+    fixed={"activation": "swiglu"},
+    activation="",
+    defaults=SILU | _MIXER_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "vocab_size": 128_000},
+    only=_NORMAL,
+    read_keys=("attn_layer_indices", "head_dim"),
+    biases=ATTENTION_BIAS | {"mlp_bias": "mlp"},
+    fraction=0.5,
+    partial=True,
+    prepare=_prepare_bamba,
+    read=_read_bamba,
+    write=_write_bamba,
+)
+_BAMBA_ROWS = renamed(
+    LLAMA_BIASED,
+    (".mlp.", ".feed_forward."),
+    ("post_attention_layernorm", "pre_ff_layernorm"),
+    ("model.norm.", "model.final_layernorm."),
+)
+
+FAMILIES = (
+    (
+        _GRANITE,
+        Names(
+            _GRANITE_BASE,
+            *LLAMA_LIKE,
+            chosen=lambda shapes: _GRANITE_BASE + (_GRANITE_EXPERTS if M + "router" in shapes else _GRANITE_MLP),
+        ),
+    ),
+    (_BAMBA, Names(_BAMBA_ROWS + mixer_rows("mamba"), (_ENDS,), LLAMA_LIKE[1])),
+)

@@ -1,0 +1,180 @@
+"""Mamba 2: linear attention with a decay for each head and token (Mamba 2, Bamba, Granite 4, Nemotron-H).
+
+Shape letters: N heads, V size of their values, G groups of heads, which share queries and keys, K size of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core import projections
+from capibara.core.projections import Projection
+from capibara.core.types import UserError
+from capibara.kernels.scans import convolution, linear
+from capibara.models.cache.dense import LayerCache
+from capibara.models.layers import layers
+from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
+from capibara.sharding import constrain
+
+_CONVOLVED = (projections.MAMBA_VALUE, projections.MAMBA_KEY, projections.MAMBA_QUERY)
+_INTO = (projections.MAMBA_GATE, *_CONVOLVED, projections.MAMBA_STEP)
+_FIRST_STEPS = (0.001, 0.1)  # of a new model
+
+
+class MixerBias(enum.StrEnum):
+    """Which parts of a mixer have biases: its convolution, its projections, both, or neither."""
+
+    NONE = "none"
+    CONV = "conv"
+    PROJECTIONS = "projections"
+    ALL = "all"
+
+    @property
+    def of_conv(self) -> bool:
+        return self in (MixerBias.CONV, MixerBias.ALL)
+
+    @property
+    def of_projections(self) -> bool:
+        return self in (MixerBias.PROJECTIONS, MixerBias.ALL)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2(Mixer):
+    """Mamba 2 (Dao and Gu 2024, arXiv:2405.21060).
+
+    Attributes:
+      heads, head_dim: heads of values, and their size.
+      groups: groups of heads that share queries and keys, and over which the results are normalised.
+      state_dim: size of queries and keys.
+      taps: tokens that the convolution of queries, keys and values sees, the current one included.
+      bias: which parts have biases.
+      least_step, most_step: a token's step, by which it writes and the state decays, is kept within these.
+    """
+
+    heads: int = 128
+    head_dim: int = 64
+    groups: int = 1
+    state_dim: int = 128
+    taps: int = 4
+    bias: MixerBias = MixerBias.CONV
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "groups", "state_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"Mamba2.{name} is {getattr(self, name)}, must be at least 1")
+        if self.heads % self.groups:
+            raise UserError(
+                f"Mamba2.heads ({self.heads}) must be a multiple of groups ({self.groups}): try "
+                f"{max(1, round(self.heads / self.groups)) * self.groups}"
+            )
+        if self.taps < 2:
+            raise UserError(f"Mamba2.taps is {self.taps}, must be at least 2: try 4")
+        if not 0 <= self.least_step < self.most_step:
+            raise UserError(
+                f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step ({self.most_step}): try 0.0"
+            )
+
+    def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:
+        return _Mamba2(self, sizes, rngs)
+
+    def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        N, V, K, before = self.heads, self.head_dim, self.state_dim, self.taps - 1
+        shapes = {"value": (N, V), "key": (self.groups, K), "query": (self.groups, K)}
+        inputs = {f"state_{name}": jnp.zeros((batch, before, *shape), dtype) for name, shape in shapes.items()}
+        return inputs | {"state": jnp.zeros((batch, N, K, V), jnp.float32)}
+
+    def narrower(self, factor: float) -> Mamba2:
+        head_dim, state_dim = (max(8, round(size * factor / 8) * 8) for size in (self.head_dim, self.state_dim))
+        return dataclasses.replace(self, head_dim=head_dim, state_dim=state_dim)
+
+    def flops_per_token(self, sizes: Sizes) -> float:
+        return 4.0 * self.heads * self.head_dim * self.state_dim  # writing, and reading for the query
+
+
+class _Mamba2(MixerLayer):
+    def __init__(self, config: Mamba2, sizes: Sizes, rngs: nnx.Rngs):
+        D, N, V, G, K = sizes.embed_dim, config.heads, config.head_dim, config.groups, config.state_dim
+        self.config, self.sizes = config, sizes
+        shapes = {"gate": (N, V), "value": (N, V), "key": (G, K), "query": (G, K), "step": (N, 1)}
+        for by in _INTO:
+            setattr(self, by.name, layers.projection(rngs, by, (D, *shapes[by.name])))
+            if config.bias.of_projections:
+                setattr(self, f"{by.name}_bias", layers.param(rngs, shapes[by.name], by.out_axes, layers.zeros))
+        for by in _CONVOLVED:
+            shape = (*shapes[by.name], config.taps)
+            setattr(self, f"{by.name}_conv", layers.param(rngs, shape, (*by.out_axes, None), layers.fan_in(2)))
+            if config.bias.of_conv:
+                setattr(self, f"{by.name}_conv_bias", layers.param(rngs, shapes[by.name], by.out_axes, layers.zeros))
+        self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
+        self.time_bias = layers.param(rngs, (N,), ("norm",), _inverse_of_steps)
+        self.skip = layers.param(rngs, (N,), ("norm",), layers.ones)
+        self.out_norm = layers.Norm(
+            (N, V), kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
+        )
+        self.out = layers.projection(rngs, projections.MAMBA_OUT, (N, V, D), 0.5 / sizes.num_layers)
+        if config.bias.of_projections:
+            self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+
+    def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
+        config = self.config
+        v, k, q, state = self._convolved(x_BTD, rows)
+        step = self._dense(projections.MAMBA_STEP, x_BTD)[..., 0].astype(jnp.float32)
+        step = jnp.clip(jax.nn.softplus(step + self.time_bias[...]), config.least_step, config.most_step)
+        decay = -jnp.exp(self.decay_log[...]) * step
+        q, k = (jnp.repeat(x, config.heads // config.groups, axis=2) for x in (q, k))
+        q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q, k, v))
+        before = None if rows.state is None else rows.state["state"]
+        written = v.astype(jnp.float32) * step[..., None]
+        y, after = linear.attend(q, rows.real(k), written, rows.real(decay), rows.segment_ids, before)
+        y = y + self.skip[...][:, None] * v.astype(jnp.float32)
+        y = y * jax.nn.silu(self._dense(projections.MAMBA_GATE, x_BTD).astype(jnp.float32))
+        y = self._dense(projections.MAMBA_OUT, self._normed(y).astype(x_BTD.dtype))
+        return y, state | ({} if rows.state is None else {"state": after})
+
+    def _normed(self, y_BTNV: jax.Array) -> jax.Array:
+        """Normalised over the heads of each group."""
+        y = y_BTNV.reshape(*y_BTNV.shape[:2], self.config.groups, -1)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.out_norm.eps)
+        return y.reshape(y_BTNV.shape) * self.out_norm.scale[...]
+
+    def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
+        """Values, keys and queries after their convolutions, and the inputs that the next tokens need."""
+        results, state = [], {}
+        for by in _CONVOLVED:
+            x, weight = self._dense(by, x_BTD), getattr(self, f"{by.name}_conv")[...]
+            before = None if rows.state is None else rows.state[f"state_{by.name}"]
+            y = convolution.convolve(x, weight, rows.segment_ids, before)
+            if self.config.bias.of_conv:
+                y = y + getattr(self, f"{by.name}_conv_bias")[...].astype(y.dtype)
+            results.append(jax.nn.silu(y))
+            if before is not None and rows.counts is not None:
+                state[f"state_{by.name}"] = convolution.last_inputs(x, before, rows.counts)
+        v, k, q = results
+        return v, k, q, state
+
+    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
+        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
+        y = layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
+        return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if self.config.bias.of_projections else y
+
+
+def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Logarithms of rates from 1 to 16, as the published models begin."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _inverse_of_steps(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """What softplus makes steps of that are spread evenly over their logarithms."""
+    least, most = map(math.log, _FIRST_STEPS)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, least, most))
+    return step + jnp.log(-jnp.expm1(-step))
