@@ -253,7 +253,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MOE_FIELDS = (
-    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
+    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "gate_offset", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias",
 )  # fmt: skip
 _CLASSES = {

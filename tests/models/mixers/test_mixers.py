@@ -105,9 +105,9 @@ def test_guesses_cannot_be_taken_back():
 @pytest.mark.parametrize("name", MIXERS)
 def test_beams_take_their_states_with_them(name):
     one = engine(name)
-    found = one.submit("def f", Sampling(max_new_tokens=8, beams=BeamSearch(num_decodes=3, alpha=0.0))).result()
-    model, params = made(config_of(name))
     prompt = ByteVocabulary().encode("def f")
+    found = one.submit(prompt, Sampling(max_new_tokens=8, beams=BeamSearch(num_decodes=3, alpha=0.0))).result()
+    model, params = made(config_of(name))
     tokens = np.array([*prompt, *found.tokens], np.int32)
     logits = jax.jit(model.logits)(params, row(tokens, np.ones(len(tokens))))[0]
     log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[:-1], tokens[1:, None], axis=1)[len(prompt) - 1 :]

@@ -104,8 +104,8 @@ def read_mixer(values: Values) -> Mamba2:
     size = width // heads if size == "auto" else size
     if size * heads != width:
         raise UserError(
-            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand ({values['mamba_expand']}) "
-            f"x hidden_size ({values['hidden_size']}) together: copy the file again"
+            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand "
+            f"({values['mamba_expand']}) x hidden_size ({values['hidden_size']}) together: copy the file again"
         )
     bias = _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])]
     sizes = {ours: values[theirs] for ours, theirs in _MIXER.items()}
@@ -120,7 +120,7 @@ def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
     return written | {"time_step_limit": write_steps(mixer)}
 
 
-# --- Granite 4 ---------------------------------------------------------------------------------------------------------
+# --- Granite 4 ----------------------------------------------------------------------------------------------------
 
 
 def _prepare_granite(values: Values) -> Values:
@@ -206,7 +206,7 @@ _GRANITE = Family(
 )
 
 
-# --- Bamba -------------------------------------------------------------------------------------------------------------
+# --- Bamba --------------------------------------------------------------------------------------------------------
 
 
 def _prepare_bamba(values: Values) -> Values:
