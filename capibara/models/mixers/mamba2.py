@@ -81,7 +81,8 @@ class Mamba2(Mixer):
             raise UserError(f"Mamba2.taps is {self.taps}, must be at least 2: try 4")
         if not 0 <= self.least_step < self.most_step:
             raise UserError(
-                f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step ({self.most_step}): try 0.0"
+                f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step "
+                f"({self.most_step}): try 0.0"
             )
 
     def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:

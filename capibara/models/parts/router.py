@@ -164,6 +164,7 @@ class Moe:
       routing: whether tokens or experts choose.
       score, gates: how the weights of a token's experts are computed.
       closeness: for gates "close": the largest distance of close logits, relative to the logit or to the chosen one.
+      gate_offset: added to the sum of scores that normalised gates are divided by (LFM2: 1e-6).
       correction: whether a bias decides the choice.
       groups, top_groups, group_score: experts are in `groups` groups of equal size, and a token chooses among those of
         the `top_groups` with the highest scores; 1 group: among all.
@@ -187,6 +188,7 @@ class Moe:
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
     closeness: float = 0.02
+    gate_offset: float = 0.0
     correction: Correction = Correction.NONE
     groups: int = 1
     top_groups: int = 1
@@ -226,6 +228,10 @@ class Moe:
     def _check_choice(self) -> None:
         if not 0 < self.scale < math.inf:
             raise UserError(f"Moe.scale is {self.scale}, must be finite and above 0: try 1.0")
+        if not 0 <= self.gate_offset < math.inf or (self.gate_offset and self.gates is not Gates.NORMALIZED):
+            raise UserError(
+                f"Moe.gate_offset is {self.gate_offset}, must be finite and at least 0, and is for normalised gates: try 0.0"
+            )
         if self.groups < 1 or self.num_experts % self.groups:
             raise UserError(
                 f"Moe.groups ({self.groups}) must divide num_experts ({self.num_experts}) and be at least 1: try 1"
@@ -469,7 +475,8 @@ def _token_choice(
     else:
         gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
     if moe.gates is Gates.NORMALIZED:
-        gates_BTk = gates_BTk / jnp.maximum(jnp.sum(gates_BTk, axis=-1, keepdims=True), 1e-20)
+        sum_BT1 = jnp.sum(gates_BTk, axis=-1, keepdims=True)
+        gates_BTk = gates_BTk / (sum_BT1 + moe.gate_offset if moe.gate_offset else jnp.maximum(sum_BT1, 1e-20))
     if moe.scale != 1:
         gates_BTk = gates_BTk * moe.scale
     real = real_BT.astype(jnp.float32)

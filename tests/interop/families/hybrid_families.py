@@ -34,4 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
     "bamba": dict(RMS, model_type="bamba", attn_layer_indices=[1], attention_bias=True, mlp_bias=True)
     | MAMBA2
     | dict(mamba_proj_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
+    "qwen3_5_moe": dict(RMS, model_type="qwen3_5_moe_text", rope_parameters=rope(partial_rotary_factor=0.5))
+    | DELTA
+    | EXPERTS
+    | SHORT,
+    "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
+    | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
+    | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
 }

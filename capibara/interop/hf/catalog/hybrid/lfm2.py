@@ -5,8 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.interop.hf.layout.family import KEYS, Family, Values, recurrent, write_recurrent
-from capibara.interop.hf.layout.rows import LLAMA, LLAMA_LIKE, QK_NORM, L, Names, renamed, rows, without
-from capibara.models.api import DecoderConfig, ShortConv, TransformerConfig
+from capibara.interop.hf.layout.rows import (
+    EXPERTS,
+    FIRST_MLP,
+    LLAMA,
+    LLAMA_LIKE,
+    QK_NORM,
+    L,
+    M,
+    Names,
+    experts,
+    renamed,
+    rows,
+    without,
+)
+from capibara.models.api import DecoderConfig, Moe, ShortConv, TransformerConfig
 
 _X = "layers/mixer/"
 _CONV = rows(
@@ -32,6 +45,14 @@ _MLP = renamed(
     ("mlp.up_proj", "feed_forward.w3"),
     ("mlp.down_proj", "feed_forward.w2"),
 )
+
+_EXPERT = "feed_forward.experts.{e}."
+_EXPERTS = (
+    renamed(FIRST_MLP, ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"))
+    + experts("feed_forward.gate.weight", *(f"{_EXPERT}{name}.weight" for name in ("w1", "w3", "w2")))
+    + rows([(L + "feed_forward.expert_bias", "e", M + "correction")], EXPERTS)
+)
+_EXPERTS = renamed(_EXPERTS, ("mlp.down_proj", "feed_forward.w2"))
 
 
 def _prepare(values: Values) -> Values:
@@ -60,6 +81,37 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return write_recurrent(config, "conv") | {"conv_L_cache": config.mixer.taps, "full_attn_idxs": None}
 
 
+def _read_moe(values: Values) -> dict[str, Any]:
+    fields = _read(values)
+    correction = "expert" if values["use_expert_bias"] else "none"
+    sizes = {"num_experts": values["num_experts"], "top_k": values["num_experts_per_tok"]}
+    gates = "normalized" if values["norm_topk_prob"] else "scores"
+    fields["moe"] = Moe(
+        **sizes,
+        expert_dim=values["moe_intermediate_size"],
+        first_dense=values["num_dense_layers"],
+        score="sigmoid",
+        gates=gates,
+        gate_offset=1e-6 if gates == "normalized" else 0.0,
+        correction=correction,
+        scale=values["routed_scaling_factor"],
+        balance_loss=values["router_aux_loss_coef"],
+    )
+    return fields
+
+
+def _write_moe(config: TransformerConfig) -> dict[str, Any]:
+    moe, written = config.moe, _write(config)
+    if moe is None or not written:
+        return {}
+    written |= {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k, "num_dense_layers": moe.first_dense}
+    written |= {"moe_intermediate_size": moe.expert_dim or config.mlp_dim, "routed_scaling_factor": moe.scale}
+    written |= {"use_expert_bias": moe.correction == "expert", "norm_topk_prob": moe.gates == "normalized"}
+    return {key: value for key, value in written.items() if key != "full_attn_idxs"} | {
+        "router_aux_loss_coef": moe.balance_loss
+    }
+
+
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"} | {"norm_eps": "norm_eps"}
 
 FAMILIES = (
@@ -81,5 +133,25 @@ FAMILIES = (
             write=_write,
         ),
         Names(_ATTENTION + _MLP + _CONV, *LLAMA_LIKE),
+    ),
+    (
+        Family(
+            model_type="lfm2_moe",
+            architectures=("Lfm2MoeForCausalLM",),
+            keys=_KEYS,
+            fixed={"qk_norm": "head", "activation": "swiglu"},
+            activation="",
+            defaults={"rope_theta": 1_000_000.0, "norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
+            | {"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792}
+            | {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+            | {"intermediate_size": 7168, "router_aux_loss_coef": 0.001},
+            only={"conv_bias": (False, None)},
+            read_keys=("layer_types",),
+            aliases={"tie_embedding": "tie_word_embeddings"},
+            tied=True,
+            read=_read_moe,
+            write=_write_moe,
+        ),
+        Names(_ATTENTION + _EXPERTS + _CONV, *LLAMA_LIKE),
     ),
 )

@@ -104,8 +104,8 @@ def read_mixer(values: Values) -> Mamba2:
     size = width // heads if size == "auto" else size
     if size * heads != width:
         raise UserError(
-            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand ({values['mamba_expand']}) "
-            f"x hidden_size ({values['hidden_size']}) together: copy the file again"
+            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand "
+            f"({values['mamba_expand']}) x hidden_size ({values['hidden_size']}) together: copy the file again"
         )
     bias = _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])]
     sizes = {ours: values[theirs] for ours, theirs in _MIXER.items()}
@@ -120,7 +120,7 @@ def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
     return written | {"time_step_limit": write_steps(mixer)}
 
 
-# --- Granite 4 ---------------------------------------------------------------------------------------------------------
+# --- Granite 4 ----------------------------------------------------------------------------------------------------
 
 
 def _prepare_granite(values: Values) -> Values:
@@ -206,11 +206,17 @@ _GRANITE = Family(
 )
 
 
-# --- Bamba -------------------------------------------------------------------------------------------------------------
+# --- Bamba --------------------------------------------------------------------------------------------------------
 
 
 def _prepare_bamba(values: Values) -> Values:
-    attending, layers = values.get("attn_layer_indices") or (), range(values["num_hidden_layers"])
+    given, layers = values.get("attn_layer_indices"), range(values["num_hidden_layers"])
+    attending = {*layers} & {*(given or ())}
+    if not attending or len(attending) == len(layers):
+        raise UserError(
+            f"config.json has attn_layer_indices = {str(given)[:60]}, must name some of the "
+            f"num_hidden_layers ({len(layers)}): take another model"
+        )
     return {**values, "layer_types": ["full_attention" if i in attending else "linear_attention" for i in layers]}
 
 

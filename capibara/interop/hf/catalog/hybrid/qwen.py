@@ -136,4 +136,21 @@ FAMILIES = (
         ),
         Names(_BASE + _OF_35 + _MLP, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
     ),
+    (
+        Family(
+            model_type="qwen3_5_moe_text",
+            architectures=("Qwen3_5MoeForCausalLM",),
+            keys=KEYS | {"mlp_dim": "moe_intermediate_size"},
+            defaults=_DEFAULTS
+            | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
+            | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "output_router_logits": False},
+            read_keys=_READ_KEYS,
+            experts="num_experts",
+            moe={"gates": "normalized", "shared_experts": 1, "shared_gate": "sigmoid"},
+            moe_keys={"shared_dim": "shared_expert_intermediate_size"},
+            aliases={"num_local_experts": "num_experts"},
+            **_COMMON,
+        ),
+        Names(_BASE + _OF_35 + _EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+    ),
 )
