@@ -81,23 +81,23 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return write_recurrent(config, "conv") | {"conv_L_cache": config.mixer.taps, "full_attn_idxs": None}
 
 
+_MOE_KEYS = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "first_dense": "num_dense_layers",
+    "scale": "routed_scaling_factor",
+    "balance_loss": "router_aux_loss_coef",
+}
+
+
 def _read_moe(values: Values) -> dict[str, Any]:
     fields = _read(values)
-    correction = "expert" if values["use_expert_bias"] else "none"
-    sizes = {"num_experts": values["num_experts"], "top_k": values["num_experts_per_tok"]}
-    gates = "normalized" if values["norm_topk_prob"] else "scores"
-    fields["moe"] = Moe(
-        **sizes,
-        expert_dim=values["moe_intermediate_size"],
-        first_dense=values["num_dense_layers"],
-        score="sigmoid",
-        gates=gates,
-        gate_offset=1e-6 if gates == "normalized" else 0.0,
-        correction=correction,
-        scale=values["routed_scaling_factor"],
-        balance_loss=values["router_aux_loss_coef"],
-    )
-    return fields
+    experts: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MOE_KEYS.items()} | {"score": "sigmoid"}
+    experts["correction"] = "expert" if values["use_expert_bias"] else "none"
+    normalized = values["norm_topk_prob"]
+    experts |= {"gates": "normalized", "gate_offset": 1e-6} if normalized else {"gates": "scores"}
+    return fields | {"moe": Moe(**experts)}
 
 
 def _write_moe(config: TransformerConfig) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def write_steps(mixer: Mamba2) -> list[Any]:
 
 
 _MIXER = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "mamba_d_state", "taps": "mamba_d_conv"}
-_MIXER_DEFAULTS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+_MIXER_DEFAULTS: dict[str, Any] = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
 _MIXER_DEFAULTS |= {"mamba_expand": 2, "mamba_d_head": "auto", "mamba_conv_bias": True, "mamba_proj_bias": False}
 _MIXER_DEFAULTS |= {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
 
@@ -107,9 +107,9 @@ def read_mixer(values: Values) -> Mamba2:
             f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand "
             f"({values['mamba_expand']}) x hidden_size ({values['hidden_size']}) together: copy the file again"
         )
-    bias = _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])]
-    sizes = {ours: values[theirs] for ours, theirs in _MIXER.items()}
-    return Mamba2(head_dim=size, bias=bias, **sizes, **steps(values["time_step_limit"]))
+    fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MIXER.items()}
+    fields |= {"bias": _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])], "head_dim": size}
+    return Mamba2(**fields | steps(values["time_step_limit"]))
 
 
 def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
@@ -137,14 +137,9 @@ def _read_granite(values: Values) -> dict[str, Any]:
     else:
         fields["positions"] = "none"
     if count := values["num_local_experts"]:
-        fields["moe"] = Moe(
-            num_experts=count,
-            top_k=values["num_experts_per_tok"],
-            gates="normalized",
-            shared_experts=1,
-            shared_dim=values["shared_intermediate_size"],
-            balance_loss=values["router_aux_loss_coef"],
-        )
+        experts: dict[str, Any] = {"num_experts": count, "top_k": values["num_experts_per_tok"], "gates": "normalized"}
+        experts |= {"shared_experts": 1, "shared_dim": values["shared_intermediate_size"]}
+        fields["moe"] = Moe(**experts, balance_loss=values["router_aux_loss_coef"])
     return fields
 
 
