@@ -283,7 +283,7 @@ TINY = DecoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp
     ("changes", "message"),
     [
         (dict(positions="none"), "positions = 'none'"),
-        (dict(moe=Moe(num_experts=4, shared_experts=1)), "moe = "),
+        (dict(moe=Moe(num_experts=4, routing="expert_choice")), "moe = "),
         (dict(bias="qkv", qk_norm="head"), "qk_norm = 'head'"),
         (dict(logit_soft_cap=30.0), "logit_soft_cap = 30.0"),
     ],
