@@ -84,7 +84,7 @@ _LISTS = ("architectures", "layer_types", "mlp_layer_types")
 _NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
 _OF_EACH_LAYER = {  # keys that may be lists, in files of these families
     "gemma3n_text": ("intermediate_size", "activation_sparsity_pattern"),
-    "hunyuan_v1_moe": ("moe_intermediate_size", "moe_topk"),
+    "hunyuan_v1_moe": ("moe_intermediate_size", "moe_topk", "num_experts_per_tok"),
 }
 
 

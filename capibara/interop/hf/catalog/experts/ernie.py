@@ -39,7 +39,8 @@ def _read_moe(values: Values) -> dict[str, Any]:
     if first == count or not all(sparse[first:]):
         named = ", ".join(f"{key} = {values[key]}" for key in _LAYERS)
         raise UserError(
-            f"config.json has {named}, must be experts in all of {count} layers but the first ones: take another model"
+            f"config.json has {named}, must be experts in all of num_hidden_layers = {count} layers but the first ones: take "
+            "another model"
         )
     return {"first_dense": first}
 
@@ -47,8 +48,7 @@ def _read_moe(values: Values) -> dict[str, Any]:
 def _write(config: TransformerConfig) -> dict[str, Any]:
     if config.moe is None:
         return {}
-    layers = dict(zip(_LAYERS, (config.first_dense, config.num_layers - 1, 1)))
-    return layers | {"moe_k": config.moe.top_k}
+    return dict(zip(_LAYERS, (config.first_dense, config.num_layers - 1, 1)))
 
 
 FAMILIES = (
@@ -59,18 +59,22 @@ FAMILIES = (
             keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
             defaults=SILU
             | {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 4, "moe_num_experts": 64}
-            | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "moe_num_shared_experts": 2}
+            | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "moe_num_shared_experts": 2, "moe_k": 6}
             | dict(zip(_LAYERS, (1, -1, 1)))
             | {"router_aux_loss_coef": 0.001, "output_router_logits": False},
             # Biases of all MLPs but the experts' own; the least sum that weights are divided by.
             only={"use_bias": (False, None), "moe_norm_min": (1e-12,)},
-            aliases={"num_experts": "moe_num_experts", "moe_k": "num_experts_per_tok"},
+            aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
             read_keys=("head_dim",),
             pairs="adjacent",
             tied=True,
             experts="moe_num_experts",
             moe={"gates": "normalized", "correction": "expert"},
-            moe_keys={"expert_dim": "moe_intermediate_size", "shared_experts": "moe_num_shared_experts"},
+            moe_keys={
+                "expert_dim": "moe_intermediate_size",
+                "shared_experts": "moe_num_shared_experts",
+                "top_k": "moe_k",
+            },
             read_moe=_read_moe,
             write=_write,
         ),

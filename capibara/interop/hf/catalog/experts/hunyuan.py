@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.hunyuan import stretched
 from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values
@@ -18,7 +16,6 @@ from capibara.interop.hf.layout.rows import (
     shared_experts,
     without,
 )
-from capibara.models.api import TransformerConfig
 
 _HUNYUAN = (
     without(LLAMA, ".mlp.")
@@ -31,7 +28,7 @@ _HUNYUAN = (
 
 def _prepare(values: Values) -> Values:
     """A list has the number of experts per token of each layer."""
-    chosen = values["num_experts_per_tok"]
+    chosen = values["moe_topk"]
     if isinstance(chosen, list):
         of_layers = set(chosen[: values["num_hidden_layers"]])
         if len(of_layers) != 1 or len(chosen) < values["num_hidden_layers"]:
@@ -39,12 +36,8 @@ def _prepare(values: Values) -> Values:
                 f"config.json has moe_topk (num_experts_per_tok) = {str(chosen)[:60]}, must be the same number for all of "
                 f"{values['num_hidden_layers']} layers: take another model"
             )
-        values = {**values, "num_experts_per_tok": of_layers.pop()}
+        values = {**values, "moe_topk": of_layers.pop()}
     return stretched(values)
-
-
-def _write(config: TransformerConfig) -> dict[str, Any]:
-    return {} if config.moe is None else {"moe_topk": config.moe.top_k}
 
 
 FAMILIES = (
@@ -54,13 +47,13 @@ FAMILIES = (
             architectures=("HunYuanMoEV1ForCausalLM",),
             keys=KEYS,
             fixed={"qk_norm": "rotated"},
-            defaults=SILU | {"rms_norm_eps": 1e-5, "num_experts": 1, "num_experts_per_tok": 1},
+            defaults=SILU | {"rms_norm_eps": 1e-5, "num_experts": 1, "num_experts_per_tok": 1, "moe_topk": 1},
             biases=ATTENTION_BIAS,
-            aliases={"num_local_experts": "num_experts", "moe_topk": "num_experts_per_tok"},
+            aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
             experts="num_experts",
             moe={"gates": "normalized", "shared_experts": 1},
+            moe_keys={"top_k": "moe_topk"},
             prepare=_prepare,
-            write=_write,
         ),
         Names(_HUNYUAN, *LLAMA_LIKE),
     ),
