@@ -23,8 +23,6 @@ from capibara.models.layers import layers
 from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
 from capibara.sharding import constrain
 
-_CONVOLVED = (projections.MAMBA_VALUE, projections.MAMBA_KEY, projections.MAMBA_QUERY)
-_INTO = (projections.MAMBA_GATE, *_CONVOLVED, projections.MAMBA_STEP)
 _FIRST_STEPS = (0.001, 0.1)  # of a new model
 
 
@@ -90,8 +88,8 @@ class Mamba2(Mixer):
 
     def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         N, V, K, before = self.heads, self.head_dim, self.state_dim, self.taps - 1
-        shapes = {"value": (N, V), "key": (self.groups, K), "query": (self.groups, K)}
-        inputs = {f"state_{name}": jnp.zeros((batch, before, *shape), dtype) for name, shape in shapes.items()}
+        shapes = zip(projections.MAMBA_CONVOLVED, ((N, V), (self.groups, K), (self.groups, K)), strict=True)
+        inputs = {f"state_{by.name}": jnp.zeros((batch, before, *shape), dtype) for by, shape in shapes}
         return inputs | {"state": jnp.zeros((batch, N, K, V), jnp.float32)}
 
     def narrower(self, factor: float) -> Mamba2:
@@ -106,12 +104,13 @@ class _Mamba2(MixerLayer):
     def __init__(self, config: Mamba2, sizes: Sizes, rngs: nnx.Rngs):
         D, N, V, G, K = sizes.embed_dim, config.heads, config.head_dim, config.groups, config.state_dim
         self.config, self.sizes = config, sizes
-        shapes = {"gate": (N, V), "value": (N, V), "key": (G, K), "query": (G, K), "step": (N, 1)}
-        for by in _INTO:
+        of_each = ((N, V), (N, V), (G, K), (G, K), (N, 1))
+        shapes = {by.name: shape for by, shape in zip(projections.MAMBA, of_each, strict=True)}
+        for by in projections.MAMBA:
             setattr(self, by.name, layers.projection(rngs, by, (D, *shapes[by.name])))
             if config.bias.of_projections:
                 setattr(self, f"{by.name}_bias", layers.param(rngs, shapes[by.name], by.out_axes, layers.zeros))
-        for by in _CONVOLVED:
+        for by in projections.MAMBA_CONVOLVED:
             shape = (*shapes[by.name], config.taps)
             setattr(self, f"{by.name}_conv", layers.param(rngs, shape, (*by.out_axes, None), layers.fan_in(2)))
             if config.bias.of_conv:
@@ -151,7 +150,7 @@ class _Mamba2(MixerLayer):
     def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
         """Values, keys and queries after their convolutions, and the inputs that the next tokens need."""
         results, state = [], {}
-        for by in _CONVOLVED:
+        for by in projections.MAMBA_CONVOLVED:
             x, weight = self._dense(by, x_BTD), getattr(self, f"{by.name}_conv")[...]
             before = None if rows.state is None else rows.state[f"state_{by.name}"]
             y = convolution.convolve(x, weight, rows.segment_ids, before)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.granite import FACTORS, FACTORS_READ, read_factors, write_factors
 from capibara.interop.hf.layout import rope as hf_rope
@@ -27,11 +28,10 @@ from capibara.interop.hf.layout.rows import (
 from capibara.models.api import DecoderConfig, Mamba2, Moe, Rope, TransformerConfig
 
 _X = "layers/mixer/"
-_INTO = " ".join(f"{_X}{name}" for name in ("gate", "value", "key", "query", "step"))
-_CONVS = " ".join(f"{_X}{name}_conv" for name in ("value", "key", "query"))
+_INTO = " ".join(f"{_X}{one.name}" for one in projections.MAMBA)
+_CONVS = " ".join(f"{_X}{one.name}_conv" for one in projections.MAMBA_CONVOLVED)
 _LAYOUTS = {
-    _X + "gate": "ldnh",
-    _X + "gate_bias": "lnh",
+    **{f"{_X}{projections.MAMBA_GATE.name}{part}": layout for part, layout in (("", "ldnh"), ("_bias", "lnh"))},
     _X + "value_conv": "lnhk",
     _X + "value_conv_bias": "lnh",
     **dict.fromkeys((_X + "decay_log", _X + "time_bias", _X + "skip"), "ln"),
