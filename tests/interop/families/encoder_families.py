@@ -22,7 +22,6 @@ CASES: dict[str, dict[str, Any]] = {
     "roberta": dict(BERT, model_type="roberta", hidden_act="relu"),
     "xlm-roberta": dict(BERT, model_type="xlm-roberta", pad_token_id=3, type_vocab_size=1),
     "camembert": dict(BERT, model_type="camembert", hidden_act="gelu_new"),
-    "roberta-prelayernorm": dict(BERT, model_type="roberta-prelayernorm", hidden_act="silu"),
     "electra": dict(BERT, model_type="electra", embedding_size=24, hidden_act="gelu_new", pad_token_id=0),
     "electra_whole": dict(BERT, model_type="electra", embedding_size=32, type_vocab_size=3, pad_token_id=0),
     "ernie": dict(

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its other languages (XLM-R, CamemBERT), its pre-norm ones, and MPNet."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its other languages (XLM-R, CamemBERT), its largest, and MPNet."""
 
 from __future__ import annotations
 
@@ -69,14 +69,6 @@ def _names(table: Rows, stem: str) -> Names:
 
 
 _BLOCK = "bert.encoder.layer.{l}."
-_PRE = without(BERT, "output.LayerNorm") + rows(
-    [
-        *norm(f"{_BLOCK}attention.LayerNorm", "layers/attention_norm"),
-        *norm(f"{_BLOCK}intermediate.LayerNorm", "layers/mlp_norm"),
-        *norm("bert.LayerNorm", "final_norm"),
-    ]
-)
-
 _XL = without(BERT, "LayerNorm") + rows(
     [
         *norm(f"{_BLOCK}attention.self_attn_layer_norm", "layers/attention_norm"),
@@ -100,10 +92,6 @@ FAMILIES = (
     (_family("roberta", "RobertaForMaskedLM"), _names(BERT, "roberta")),
     (_family("xlm-roberta", "XLMRobertaForMaskedLM"), _names(BERT, "roberta")),
     (_family("camembert", "CamembertForMaskedLM"), _names(BERT, "roberta")),
-    (
-        _family("roberta-prelayernorm", "RobertaPreLayerNormForMaskedLM", norm_placement="pre"),
-        _names(_PRE, "roberta_prelayernorm"),
-    ),
     (
         _family("xlm-roberta-xl", "XLMRobertaXLForMaskedLM", norm_placement="pre", embedding_norm="none"),
         _names(_XL, "roberta"),
