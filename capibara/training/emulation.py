@@ -80,6 +80,8 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         size = values["head_dim"]
         sizes |= {"rotary_dim": min(sizes["rotary_dim"], size - 2), "value_dim": min(sizes["value_dim"], size)}
         values["latent"] = dataclasses.replace(latent, **sizes)
+    if (inner := getattr(model, "embedding_dim", None)) is not None:
+        values["embedding_dim"] = min(inner, _WIDTH // 2)
     if model.mixer is not None:
         values["mixer"] = model.mixer.narrower(factor)
     return dataclasses.replace(model, **values)

@@ -48,10 +48,13 @@ def decays(log_decay_BTH: jax.Array, segment_ids_BT: jax.Array | None, size: int
     log_nBHC = cut(log_decay_BTH, size)
     total_nBHC = jnp.cumsum(log_nBHC, axis=-1)
     causal_CC = jnp.tril(jnp.ones((size, size), bool))
-    # Exponents are masked before exp: above the diagonal they may overflow, and their gradient would be no number.
-    exponent = jnp.where(causal_CC, total_nBHC[..., :, None] - total_nBHC[..., None, :], -jnp.inf)
+    # Sums of the tokens after j up to i: differences of sums from the chunk's beginning would cancel after strong decays.
+    after_CC = jnp.tril(jnp.ones((size, size), bool), -1)
+    sums = jnp.cumsum(jnp.where(after_CC, log_nBHC[..., :, None], 0), axis=-2)
+    # Exponents are masked before exp: above the diagonal their gradient would be no number.
+    exponent = jnp.where(causal_CC, sums, -jnp.inf)
     within, into = jnp.exp(exponent), jnp.exp(total_nBHC)
-    out, whole = jnp.exp(total_nBHC[..., -1:] - total_nBHC), jnp.exp(total_nBHC[..., -1])
+    out, whole = within[..., -1, :], jnp.exp(total_nBHC[..., -1])
     if segment_ids_BT is None:
         return Decays(within, into, out, whole)
     T = segment_ids_BT.shape[1]

@@ -202,6 +202,8 @@ def _illegal(work: Workload, axis: str, size: int) -> str | None:
     pattern = len(getattr(c, "layer_pattern", (0,)))
     if size == 1:
         return None
+    if axis == "context" and c.mixer is not None:
+        return "recurrent layers read a row's tokens one after the other"
     if axis == "context" and work.length % (2 * size):
         return f"rows of {work.length} must be a multiple of {2 * size}"
     if axis == "expert" and experts % size:

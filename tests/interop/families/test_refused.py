@@ -44,6 +44,16 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             "no_rope_layer_interval = 0, must be at least 1",
         ),
         ("smollm3", {"no_rope_layers": "1"}, "no_rope_layers = '1', must be a list"),
+        ("granitemoehybrid", {"layer_types": None}, "layer_types = None, must be a list with one entry"),
+        ("granitemoehybrid", {"time_step_limit": None}, "time_step_limit = None, must be a pair of numbers"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "layer_types 'conv' alone, must have both of conv, full_attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layer_types, must be one for each of 4 layers"),
+        ("lfm2", {"layer_types": ["conv", "rnn", "conv", "conv"]}, "layer_types 'rnn', must be one of conv, full"),
+        (
+            "qwen3_5",
+            {"layer_types": None, "full_attention_interval": 0},
+            "full_attention_interval = 0, must be at least 1",
+        ),
         (
             "granite_swa",
             {"layer_types": WINDOWS},
@@ -130,3 +140,20 @@ def test_ranges_of_layers_whose_modules_differ_are_refused(name, some, tmp_path,
     assert llamas.run(*argv) == 2
     assert f"has layers that differ in their modules ({some} are in some of them)" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
+def test_older_names_of_kinds_of_layers_are_todays(key):
+    """As Granite 4's first files have them; transformers reads them alike."""
+    old = {"linear_attention": "mamba", "full_attention": "attention"}
+    case = dict(CASES["granitemoehybrid"])
+    older = {**case, key: [old[kind] for kind in case["layer_types"]]}
+    if key != "layer_types":
+        del older["layer_types"]
+    assert hf_config.from_hf(older) == hf_config.from_hf(case)
+
+
+def test_bambas_rotated_share_is_its_own():
+    """transformers overwrites a partial_rotary_factor outside of rope_parameters."""
+    case = {name: value for name, value in CASES["bamba"].items() if name != "rope_parameters"}
+    assert hf_config.from_hf({**case, "partial_rotary_factor": 1.0}) == hf_config.from_hf(case)

@@ -81,6 +81,16 @@ def test_chunks_are_the_recurrence_forwards_and_backwards(T, border, kind):
 
 
 @pytest.mark.parametrize("kind", ["delta", "linear"])
+def test_what_follows_strong_decays_is_as_exact(kind):
+    inputs, _ = drawn(64)
+    inputs["log_decay_BTH"][:, :32] *= 200  # tens for each token: nothing of the first half is left
+    inputs["log_decay_BTH"][:, 32:] *= 0.01
+    got, want = in_chunks(inputs, None, None, kind), one_by_one(inputs, None, None, kind)
+    close(got[0], want[0])
+    close(got[1], want[1])
+
+
+@pytest.mark.parametrize("kind", ["delta", "linear"])
 @pytest.mark.parametrize("cut", [1, 64, 100])
 def test_a_row_that_is_resumed_ends_as_the_whole_row(cut, kind):
     inputs, _ = drawn(150)

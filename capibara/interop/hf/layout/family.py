@@ -167,14 +167,21 @@ def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[:size])
 
 
+# Entries of layer_types in older files, which transformers reads as those of today.
+_OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
 def recurrent(values: Values, name: str) -> dict[str, Any]:
     """Our layer_pattern for layer_types, in which recurrent layers have this name.
 
     Raises:
       UserError: a layer is of another kind, or there is not one entry for each layer.
     """
-    types, count = values["layer_types"], values["num_hidden_layers"]
-    kinds = {name: "recurrent", "full_attention": "global"}
+    count, kinds = values["num_hidden_layers"], {name: "recurrent", "full_attention": "global"}
+    given = values.get("layer_types")
+    if not isinstance(given, list):
+        raise UserError(f"config.json has layer_types = {given!r}, must be a list with one entry for each layer")
+    types = [_OLD_KINDS.get(kind, kind) for kind in given]
     if unknown := [kind for kind in types if kind not in kinds]:
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
     if len(types) != count:

@@ -74,7 +74,8 @@ def steps(limit: Any) -> dict[str, float]:
     Raises:
       UserError: it is no pair of numbers.
     """
-    ends = [math.inf if isinstance(one, dict) and one.get("__float__") == "Infinity" else one for one in limit]
+    pair = limit if isinstance(limit, list | tuple) else ()
+    ends = [math.inf if isinstance(one, dict) and one.get("__float__") == "Infinity" else one for one in pair]
     if len(ends) != 2 or not all(type(one) in (int, float) for one in ends):
         raise UserError(
             f"config.json has time_step_limit = {str(limit)[:60]}, must be a pair of numbers: try [0.0, 1e30]"
@@ -212,7 +213,9 @@ def _prepare_bamba(values: Values) -> Values:
             f"config.json has attn_layer_indices = {str(given)[:60]}, must name some of the "
             f"num_hidden_layers ({len(layers)}): take another model"
         )
-    return {**values, "layer_types": ["full_attention" if i in attending else "linear_attention" for i in layers]}
+    types = ["full_attention" if i in attending else "linear_attention" for i in layers]
+    # transformers has this share of a head rotated whatever partial_rotary_factor is outside of rope_parameters.
+    return {**values, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
 def _read_bamba(values: Values) -> dict[str, Any]:

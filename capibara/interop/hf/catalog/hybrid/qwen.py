@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, recurrent, write_recurrent
 from capibara.interop.hf.layout.rows import (
     EXPERTS,
@@ -78,6 +79,8 @@ def _prepare(values: Values) -> Values:
     if values.get("layer_types") is not None:
         return values
     every, layers = values.get("full_attention_interval", 4), range(values["num_hidden_layers"])
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"config.json has full_attention_interval = {every!r}, must be at least 1: try 4")
     return {**values, "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]}
 
 
