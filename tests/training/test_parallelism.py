@@ -13,7 +13,7 @@ from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Gemma3nConfig, Lora
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, Lora, ShortConv
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
@@ -66,7 +66,7 @@ MODELS = {
         DENSE,
         layer_pattern=("recurrent", "global"),
         window=None,
-        mixer=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8),
+        mixer=ShortConv(),
         moe=dataclasses.replace(EXPERTS, first_dense=1),
     ),
     "encoder_decoder": PAIRS,

@@ -183,7 +183,7 @@ def test_gradients_are_those_of_the_merged_weights(mixture, of):
     lengths = ["magnitude"] if of.dora else []
     names = ("down", "gate", "router", "up")
     assert tree.path_names(got[1][0]) == [f"layers/{n}_lora/{p}" for n in names for p in ("a", "b", *lengths)]
-    merged = lambda params, x, step: plain(lora_merge.merge(params, of, axes), x)  # noqa: E731
+    merged = lambda params, x, step: plain(lora_merge.merge(params, of, axes, {}), x)  # noqa: E731
     want = objective(merged, frozen)(parts, inputs())
     assert_close(got[0], want[0])
     assert_close(got[1][1], want[1][1], 2e-5)
