@@ -36,7 +36,8 @@ from capibara.models.architectures.registry import (
     module_of,
 )
 from capibara.models.cache import paged
-from capibara.models.cache.dense import Cache, capacity, put_rows
+from capibara.models.cache.dense import Cache, put_rows
+from capibara.models.cache.paged import capacity
 from capibara.models.layers import stack
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats

@@ -20,7 +20,7 @@ from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.architectures.registry import model_of
-from capibara.models.cache import dense
+from capibara.models.cache import dense, paged
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
@@ -309,7 +309,7 @@ class DecoderBase(nnx.Module):
 
     def _length(self, kept: dense.Cache) -> int:
         """The token capacity of the cache's rows."""
-        return self.config.max_length or _capacity(kept)
+        return self.config.max_length or paged.capacity(kept)
 
     def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config
@@ -467,14 +467,3 @@ def _inputs(batch: Batch, now: dense.PrefillInputs) -> jax.Array:
     """[B, T], 1 at the tokens of the prefix."""
     inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
     return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)
-
-
-def _capacity(kept: dense.Cache) -> int:
-    """Token capacity of a row of the cache, as its layers' shapes tell."""
-
-    def of_layer(layer: dense.LayerCache) -> int:
-        if "key_pages" in layer:
-            return layer["key_pages"].shape[2] * layer["table"].shape[1]
-        return layer["key"].shape[2]
-
-    return max(of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer))

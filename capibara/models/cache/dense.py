@@ -23,6 +23,9 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.sharding import constrain
 
+STATE = "state"
+"""The names of a state's arrays begin with it (models/mixers); those of cached keys and values do not."""
+
 Cache = dict[str, Any]
 LayerCache = dict[str, jax.Array]
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -89,12 +92,7 @@ def axes(cache: Cache) -> Any:
 
 def has_keys(layer: LayerCache) -> bool:
     """Whether a layer keeps keys and values of tokens, and not a state of fixed size (models/mixers)."""
-    return not any(name.startswith("state") for name in layer)
-
-
-def capacity(cache: Cache) -> int:
-    """The most tokens that a layer of a dense cache has room for."""
-    return max(layer["key"].shape[2] for layer in cache["layers"] if has_keys(layer))
+    return not any(name.startswith(STATE) for name in layer)
 
 
 def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:

@@ -65,6 +65,17 @@ def axes(kept: Cache) -> Any:
     return named | {"layers": layers}
 
 
+def capacity(kept: Cache) -> int:
+    """The most tokens that a row of a cache, paged or dense, has room for."""
+
+    def of_layer(layer: LayerCache) -> int:
+        if "key_pages" in layer:
+            return layer["key_pages"].shape[2] * layer["table"].shape[1]
+        return layer["key"].shape[2]
+
+    return max(of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer))
+
+
 def shares(rows: Cache, length: int) -> bool:
     """Whether any layer of a `start_cache` result with a capacity of `length` would be paged."""
     return not all(is_short(layer, length) for layer in rows["layers"])

@@ -13,10 +13,8 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core import projections
-from capibara.core.projections import Projection
-from capibara.core.types import UserError
-from capibara.kernels.scans import convolution, delta
-from capibara.models.cache.dense import LayerCache
+from capibara.kernels.scans import delta
+from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
 from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
 from capibara.sharding import constrain
@@ -44,16 +42,7 @@ class GatedDelta(Mixer):
     taps: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"GatedDelta.{name} is {getattr(self, name)}, must be at least 1")
-        if self.value_heads % self.key_heads:
-            raise UserError(
-                f"GatedDelta.value_heads ({self.value_heads}) must be a multiple of key_heads ({self.key_heads}): try "
-                f"{max(1, round(self.value_heads / self.key_heads)) * self.key_heads}"
-            )
-        if self.taps < 2:
-            raise UserError(f"GatedDelta.taps is {self.taps}, must be at least 2: try 4")
+        self.check("key_heads", "value_heads", "key_dim", "value_dim", multiple=("value_heads", "key_heads"))
 
     def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:
         return _GatedDelta(self, sizes, rngs)
@@ -61,8 +50,8 @@ class GatedDelta(Mixer):
     def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         G, K, V, before = self.key_heads, self.key_dim, self.value_dim, self.taps - 1
         sizes_of = zip(_CONVOLVED, (K, K, self.value_heads // G * V), strict=True)
-        inputs = {f"state_{by.name}": jnp.zeros((batch, before, G, size), dtype) for by, size in sizes_of}
-        return inputs | {"state": jnp.zeros((batch, self.value_heads, K, V), jnp.float32)}
+        inputs = {f"{STATE}_{by.name}": jnp.zeros((batch, before, G, size), dtype) for by, size in sizes_of}
+        return inputs | {STATE: jnp.zeros((batch, self.value_heads, K, V), jnp.float32)}
 
     def narrower(self, factor: float) -> GatedDelta:
         key_dim, value_dim = (max(8, round(size * factor / 8) * 8) for size in (self.key_dim, self.value_dim))
@@ -95,39 +84,23 @@ class _GatedDelta(MixerLayer):
         self.out = layers.projection(rngs, projections.DELTA_OUT, shape, 0.5 / sizes.num_layers)
 
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
-        q, k, v, state = self._convolved(x_BTD, rows)
-        strength = jax.nn.sigmoid(self._flat(self._dense(projections.DELTA_STRENGTH, x_BTD)))
-        decay = self._flat(self._dense(projections.DELTA_DECAY, x_BTD)).astype(jnp.float32)
+        (q, k, v), state = self.convolved(_CONVOLVED, x_BTD, rows)
+        strength = jax.nn.sigmoid(self._flat(self.project(projections.DELTA_STRENGTH, x_BTD)))
+        decay = self._flat(self.project(projections.DELTA_DECAY, x_BTD)).astype(jnp.float32)
         decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(decay + self.decay_bias[...])
         each = self.config.value_heads // self.config.key_heads
         q, k = (jnp.repeat(_unit(x), each, axis=2) for x in (q, k))
         v = v.reshape(*v.shape[:2], -1, self.config.value_dim)
         q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q * self.config.key_dim**-0.5, k, v))
-        before = None if rows.state is None else rows.state["state"]
+        before = None if rows.state is None else rows.state[STATE]
         y, after = delta.attend(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, before)
-        gate = self._dense(projections.DELTA_GATE, x_BTD)
+        gate = self.project(projections.DELTA_GATE, x_BTD)
         y = self.norm(y.astype(x_BTD.dtype)) * jax.nn.silu(gate.reshape(y.shape).astype(jnp.float32))
-        y = self._dense(projections.DELTA_OUT, y.astype(x_BTD.dtype).reshape(gate.shape))
-        return y, state | ({} if rows.state is None else {"state": after})
-
-    def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
-        """Queries, keys and values after their convolutions, and the inputs that the next tokens need."""
-        results, state = [], {}
-        for by, weight in zip(_CONVOLVED, (self.query_conv, self.key_conv, self.value_conv), strict=True):
-            x = constrain(self._dense(by, x_BTD), ("batch", None, "act_kv_heads", None))
-            before = None if rows.state is None else rows.state[f"state_{by.name}"]
-            results.append(jax.nn.silu(convolution.convolve(x, weight[...], rows.segment_ids, before)))
-            if before is not None and rows.counts is not None:
-                state[f"state_{by.name}"] = convolution.last_inputs(x, before, rows.counts)
-        q, k, v = results
-        return q, k, v, state
+        y = self.project(projections.DELTA_OUT, y.astype(x_BTD.dtype).reshape(gate.shape))
+        return y, state | ({} if rows.state is None else {STATE: after})
 
     def _flat(self, x_BTGn: jax.Array) -> jax.Array:
         return x_BTGn.reshape(*x_BTGn.shape[:2], -1)
-
-    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
-        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
-        return layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
 
 
 def _unit(x: jax.Array) -> jax.Array:

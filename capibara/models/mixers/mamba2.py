@@ -6,7 +6,6 @@ Shape letters: N heads, V size of their values, G groups of heads, which share q
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 
 import jax
@@ -15,32 +14,14 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core import projections
-from capibara.core.projections import Projection
 from capibara.core.types import UserError
-from capibara.kernels.scans import convolution, linear
-from capibara.models.cache.dense import LayerCache
+from capibara.kernels.scans import linear
+from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
-from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
+from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes
 from capibara.sharding import constrain
 
 _FIRST_STEPS = (0.001, 0.1)  # of a new model
-
-
-class MixerBias(enum.StrEnum):
-    """Which parts of a mixer have biases: its convolution, its projections, both, or neither."""
-
-    NONE = "none"
-    CONV = "conv"
-    PROJECTIONS = "projections"
-    ALL = "all"
-
-    @property
-    def of_conv(self) -> bool:
-        return self in (MixerBias.CONV, MixerBias.ALL)
-
-    @property
-    def of_projections(self) -> bool:
-        return self in (MixerBias.PROJECTIONS, MixerBias.ALL)
 
 
 @configurable
@@ -67,16 +48,7 @@ class Mamba2(Mixer):
     most_step: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim", "groups", "state_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"Mamba2.{name} is {getattr(self, name)}, must be at least 1")
-        if self.heads % self.groups:
-            raise UserError(
-                f"Mamba2.heads ({self.heads}) must be a multiple of groups ({self.groups}): try "
-                f"{max(1, round(self.heads / self.groups)) * self.groups}"
-            )
-        if self.taps < 2:
-            raise UserError(f"Mamba2.taps is {self.taps}, must be at least 2: try 4")
+        self.check("heads", "head_dim", "groups", "state_dim", multiple=("heads", "groups"))
         if not 0 <= self.least_step < self.most_step:
             raise UserError(
                 f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step "
@@ -89,8 +61,8 @@ class Mamba2(Mixer):
     def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         N, V, K, before = self.heads, self.head_dim, self.state_dim, self.taps - 1
         shapes = zip(projections.MAMBA_CONVOLVED, ((N, V), (self.groups, K), (self.groups, K)), strict=True)
-        inputs = {f"state_{by.name}": jnp.zeros((batch, before, *shape), dtype) for by, shape in shapes}
-        return inputs | {"state": jnp.zeros((batch, N, K, V), jnp.float32)}
+        inputs = {f"{STATE}_{by.name}": jnp.zeros((batch, before, *shape), dtype) for by, shape in shapes}
+        return inputs | {STATE: jnp.zeros((batch, N, K, V), jnp.float32)}
 
     def narrower(self, factor: float) -> Mamba2:
         head_dim, state_dim = (max(8, round(size * factor / 8) * 8) for size in (self.head_dim, self.state_dim))
@@ -103,7 +75,7 @@ class Mamba2(Mixer):
 class _Mamba2(MixerLayer):
     def __init__(self, config: Mamba2, sizes: Sizes, rngs: nnx.Rngs):
         D, N, V, G, K = sizes.embed_dim, config.heads, config.head_dim, config.groups, config.state_dim
-        self.config, self.sizes = config, sizes
+        self.config, self.sizes, self.bias = config, sizes, config.bias
         of_each = ((N, V), (N, V), (G, K), (G, K), (N, 1))
         shapes = {by.name: shape for by, shape in zip(projections.MAMBA, of_each, strict=True)}
         for by in projections.MAMBA:
@@ -127,45 +99,25 @@ class _Mamba2(MixerLayer):
 
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
         config = self.config
-        v, k, q, state = self._convolved(x_BTD, rows)
-        step = self._dense(projections.MAMBA_STEP, x_BTD)[..., 0].astype(jnp.float32)
+        (v, k, q), state = self.convolved(projections.MAMBA_CONVOLVED, x_BTD, rows)
+        step = self.project(projections.MAMBA_STEP, x_BTD)[..., 0].astype(jnp.float32)
         step = jnp.clip(jax.nn.softplus(step + self.time_bias[...]), config.least_step, config.most_step)
         decay = -jnp.exp(self.decay_log[...]) * step
         q, k = (jnp.repeat(x, config.heads // config.groups, axis=2) for x in (q, k))
         q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q, k, v))
-        before = None if rows.state is None else rows.state["state"]
+        before = None if rows.state is None else rows.state[STATE]
         written = v.astype(jnp.float32) * step[..., None]
         y, after = linear.attend(q, rows.real(k), written, rows.real(decay), rows.segment_ids, before)
         y = y + self.skip[...][:, None] * v.astype(jnp.float32)
-        y = y * jax.nn.silu(self._dense(projections.MAMBA_GATE, x_BTD).astype(jnp.float32))
-        y = self._dense(projections.MAMBA_OUT, self._normed(y).astype(x_BTD.dtype))
-        return y, state | ({} if rows.state is None else {"state": after})
+        y = y * jax.nn.silu(self.project(projections.MAMBA_GATE, x_BTD).astype(jnp.float32))
+        y = self.project(projections.MAMBA_OUT, self._normed(y).astype(x_BTD.dtype))
+        return y, state | ({} if rows.state is None else {STATE: after})
 
     def _normed(self, y_BTNV: jax.Array) -> jax.Array:
         """Normalised over the heads of each group."""
         y = y_BTNV.reshape(*y_BTNV.shape[:2], self.config.groups, -1)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.out_norm.eps)
         return y.reshape(y_BTNV.shape) * self.out_norm.scale[...]
-
-    def _convolved(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache]:
-        """Values, keys and queries after their convolutions, and the inputs that the next tokens need."""
-        results, state = [], {}
-        for by in projections.MAMBA_CONVOLVED:
-            x, weight = self._dense(by, x_BTD), getattr(self, f"{by.name}_conv")[...]
-            before = None if rows.state is None else rows.state[f"state_{by.name}"]
-            y = convolution.convolve(x, weight, rows.segment_ids, before)
-            if self.config.bias.of_conv:
-                y = y + getattr(self, f"{by.name}_conv_bias")[...].astype(y.dtype)
-            results.append(jax.nn.silu(y))
-            if before is not None and rows.counts is not None:
-                state[f"state_{by.name}"] = convolution.last_inputs(x, before, rows.counts)
-        v, k, q = results
-        return v, k, q, state
-
-    def _dense(self, by: Projection, x: jax.Array) -> jax.Array:
-        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
-        y = layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
-        return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if self.config.bias.of_projections else y
 
 
 def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

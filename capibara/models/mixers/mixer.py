@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import abc
+import enum
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara.core.projections import Projection
+from capibara.core.types import UserError
 from capibara.kernels.matmul.quantized import Quantization
-from capibara.models.cache.dense import LayerCache, PrefillInputs
+from capibara.kernels.scans import convolution
+from capibara.models.cache.dense import STATE, LayerCache, PrefillInputs
+from capibara.models.layers import layers
 
-STATE = "state"
-"""The names of a state's arrays begin with it; those of cached keys and values do not."""
+
+class MixerBias(enum.StrEnum):
+    """Which parts of a mixer have biases: its convolution, its projections, both, or neither."""
+
+    NONE = "none"
+    CONV = "conv"
+    PROJECTIONS = "projections"
+    ALL = "all"
+
+    @property
+    def of_conv(self) -> bool:
+        return self in (MixerBias.CONV, MixerBias.ALL)
+
+    @property
+    def of_projections(self) -> bool:
+        return self in (MixerBias.PROJECTIONS, MixerBias.ALL)
 
 
 class Sizes(Protocol):
@@ -54,7 +73,18 @@ class Rows(NamedTuple):
 
 
 class MixerLayer(nnx.Module):
-    """A layer's mixer, in the place of parts.attention.Attention."""
+    """A layer's mixer, in the place of parts.attention.Attention.
+
+    A projection's weight is an attribute of its name. Its bias and its convolution, where it has them, are NAME_bias,
+    NAME_conv and NAME_conv_bias.
+
+    Attributes:
+      sizes: the model's.
+      bias: which parts have biases.
+    """
+
+    sizes: Sizes
+    bias: MixerBias = MixerBias.NONE
 
     @abc.abstractmethod
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
@@ -68,9 +98,63 @@ class MixerLayer(nnx.Module):
         """The results for the next tokens of rows, and their updated state."""
         return self.mix(x_BTD, Rows(state=layer, counts=now.counts))
 
+    def project(self, by: Projection, x: jax.Array) -> jax.Array:
+        """The product with the projection's weight, plus its bias."""
+        weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
+        y = layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
+        return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if self.bias.of_projections else y
+
+    def convolve(self, x: jax.Array, rows: Rows, weight: str, inputs: str) -> tuple[jax.Array, LayerCache]:
+        """The convolution with the weight of this name, and the inputs of it that the next tokens need.
+
+        Args:
+          x: [B, T, ...] its inputs.
+          rows: whose they are.
+          weight: the attribute's name.
+          inputs: their name in the state, without STATE.
+        """
+        name = f"{STATE}_{inputs}"
+        before = None if rows.state is None else rows.state[name]
+        y = convolution.convolve(x, getattr(self, weight)[...], rows.segment_ids, before)
+        if self.bias.of_conv:
+            y = y + getattr(self, f"{weight}_bias")[...].astype(y.dtype)
+        if before is None or rows.counts is None:
+            return y, {}
+        return y, {name: convolution.last_inputs(x, before, rows.counts)}
+
+    def convolved(
+        self, projections: tuple[Projection, ...], x_BTD: jax.Array, rows: Rows
+    ) -> tuple[list[jax.Array], LayerCache]:
+        """What these project, after their convolutions and SiLU, and the inputs that the next tokens need."""
+        pairs = [self.convolve(self.project(by, x_BTD), rows, f"{by.name}_conv", by.name) for by in projections]
+        return [jax.nn.silu(y) for y, _ in pairs], {name: x for _, last in pairs for name, x in last.items()}
+
 
 class Mixer(abc.ABC):
-    """A mixer's configuration: a frozen dataclass that is bound by Gin."""
+    """A mixer's configuration: a frozen dataclass that is bound by Gin.
+
+    Attributes:
+      taps: tokens that a convolution of it sees, the current one included.
+    """
+
+    taps: int
+
+    def check(self, *sizes: str, multiple: tuple[str, str] | None = None) -> None:
+        """Refuses sizes below 1, a first of two sizes that is no multiple of the second, and convolutions of one token."""
+        name = type(self).__name__
+        for size in sizes:
+            if getattr(self, size) < 1:
+                raise UserError(f"{name}.{size} is {getattr(self, size)}, must be at least 1")
+        if self.taps < 2:
+            raise UserError(f"{name}.taps is {self.taps}, must be at least 2: try {type(self).taps}")
+        if multiple is None:
+            return
+        of, divisor = (getattr(self, size) for size in multiple)
+        if of % divisor:
+            raise UserError(
+                f"{name}.{multiple[0]} ({of}) must be a multiple of {multiple[1]} ({divisor}): try "
+                f"{max(1, round(of / divisor)) * divisor}"
+            )
 
     @abc.abstractmethod
     def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:

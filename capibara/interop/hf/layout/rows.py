@@ -214,6 +214,12 @@ LLAMA_LIKE = ((BARE,), BUFFERS)
 _EXPERT = "mlp.experts.{e}."
 # The experts of Qwen2-MoE and of what has followed it.
 QWEN_EXPERTS = experts("mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down")))
+# The same beside an expert that every token meets, behind a gate.
+QWEN_SHARED_EXPERTS = (
+    QWEN_EXPERTS
+    + shared_experts("mlp.shared_expert")
+    + rows([(L + "mlp.shared_expert_gate.weight", "s d", M + "shared_switch")], EXPERTS)
+)
 # MLPs in the first layers, then experts with a correction of the choice beside shared ones (DeepSeek-V3).
 _DENSE = (("gate_proj", "f d", "gate"), ("up_proj", "f d", "up"), ("down_proj", "d f", "down"))
 FIRST_MLP = rows([(f"{L}mlp.{name}.weight", dims, f"layers/first_mlp/{ours}") for name, dims, ours in _DENSE])

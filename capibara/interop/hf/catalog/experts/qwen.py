@@ -5,24 +5,14 @@ from __future__ import annotations
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import KEYS, QWEN_WINDOW, SILU, Family, Values, typed
 from capibara.interop.hf.layout.rows import (
-    EXPERTS,
     LLAMA_LIKE,
     QWEN2,
-    QWEN_EXPERTS,
-    L,
-    M,
+    QWEN_SHARED_EXPERTS,
     Names,
-    rows,
-    shared_experts,
     without,
 )
 
-_QWEN2_MOE = (
-    without(QWEN2, ".mlp.")
-    + QWEN_EXPERTS
-    + shared_experts("mlp.shared_expert")
-    + rows([(L + "mlp.shared_expert_gate.weight", "s d", M + "shared_switch")], EXPERTS)
-)
+_QWEN2_MOE = without(QWEN2, ".mlp.") + QWEN_SHARED_EXPERTS
 
 
 def _prepare(values: Values) -> Values:

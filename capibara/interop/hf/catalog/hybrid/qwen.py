@@ -7,17 +7,14 @@ from typing import Any
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, recurrent, write_recurrent
 from capibara.interop.hf.layout.rows import (
-    EXPERTS,
     LLAMA,
     LLAMA_LIKE,
     QK_NORM,
-    QWEN_EXPERTS,
+    QWEN_SHARED_EXPERTS,
     A,
     L,
-    M,
     Names,
     rows,
-    shared_experts,
     without,
 )
 from capibara.models.api import DecoderConfig, GatedDelta, TransformerConfig
@@ -61,11 +58,6 @@ _OF_35 = rows(
 )
 _BASE = without(LLAMA, "q_proj", ".mlp.") + QK_NORM + _SHARED
 _MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
-_EXPERTS = (
-    QWEN_EXPERTS
-    + shared_experts("mlp.shared_expert")
-    + rows([(L + "mlp.shared_expert_gate.weight", "s d", M + "shared_switch")], EXPERTS)
-)
 _SIZES = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
@@ -126,7 +118,7 @@ FAMILIES = (
             moe_keys={"shared_dim": "shared_expert_intermediate_size"},
             **_COMMON | {"only": _COMMON["only"] | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}},
         ),
-        Names(_BASE + _NEXT + _EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+        Names(_BASE + _NEXT + QWEN_SHARED_EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
     ),
     (
         Family(
@@ -154,6 +146,6 @@ FAMILIES = (
             aliases={"num_local_experts": "num_experts"},
             **_COMMON,
         ),
-        Names(_BASE + _OF_35 + _EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+        Names(_BASE + _OF_35 + QWEN_SHARED_EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
     ),
 )
