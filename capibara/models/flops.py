@@ -9,7 +9,7 @@ import jax
 from capibara.core import tree
 from capibara.core.types import Params
 from capibara.models.architectures.encoder import EncoderConfig
-from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.config import LayerKind, TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 
@@ -49,7 +49,7 @@ def flops_per_token(
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
             weights += _weights_per_token(config, name, leaf, names)
-    recurrent = config.windows.count(0) * (config.mixer.flops_per_token(config) if config.mixer else 0)
+    recurrent = config.kinds.count(LayerKind.RECURRENT) * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
     own, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)

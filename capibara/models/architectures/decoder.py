@@ -35,7 +35,9 @@ from capibara.models.parts.config import (
     Head,
     HeadBias,
     LayerKind,
+    NormPlacement,
     Positions,
+    Residual,
     TransformerConfig,
 )
 from capibara.models.parts.transformer import Block, Rows, Shared
@@ -100,21 +102,21 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        spans = dict.fromkeys(LayerKind) | {LayerKind.LOCAL: self.window, LayerKind.RECURRENT: 0}
-        return tuple(spans[kind] for kind in self.kinds)
+        spans = dict.fromkeys(LayerKind) | {LayerKind.LOCAL: self.window}
+        return tuple(spans[kind] if kind.attends else 0 for kind in self.kinds)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
         return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
 
     @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:
-        if self.mixer is None:
-            return super().module_layers
-        recurrent = tuple(i for i, kind in enumerate(self.kinds) if kind is LayerKind.RECURRENT)
-        attending = tuple(i for i, kind in enumerate(self.kinds) if kind is not LayerKind.RECURRENT)
-        return super().module_layers | {"attention": attending, "mixer": recurrent}
+        numbers: dict[str, list[int]] = {}
+        for layer, kind in enumerate(self.kinds):
+            module = "attention" if kind.attends else "mixer" if kind is LayerKind.RECURRENT else "mlp"
+            numbers.setdefault(module, []).append(layer)
+        some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
+        return super().module_layers | some
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,16 +184,28 @@ class DecoderConfig(TransformerConfig):
             )
 
     def _check_mixer(self) -> None:
-        recurrent = LayerKind.RECURRENT in self.layer_pattern
+        recurrent = LayerKind.RECURRENT in self.kinds
+        attends = any(kind.attends for kind in self.kinds)
         if recurrent and self.mixer is None:
             raise UserError(
                 "DecoderConfig.mixer is None, recurrent layers in layer_pattern need one: try @GatedDelta(), or write 'global'"
             )
-        if self.mixer is not None and not (recurrent and set(self.kinds) > {LayerKind.RECURRENT}):
+        if self.mixer is not None and not recurrent:
             raise UserError(
-                f"DecoderConfig.mixer is for some of the layers, layer_pattern has {' and '.join(sorted(set(self.kinds)))}: "
+                f"DecoderConfig.mixer is for recurrent layers, layer_pattern has {' and '.join(sorted(set(self.kinds)))}: "
                 'try ("recurrent", "recurrent", "recurrent", "global")'
             )
+        if not attends and self.positions in (
+            Positions.ROPE,
+            Positions.RELATIVE,
+            Positions.ALIBI,
+            Positions.ALIBI_ROUNDED,
+        ):
+            raise UserError(
+                f"DecoderConfig.positions ({str(self.positions)!r}) are of attention, no layer of layer_pattern attends: "
+                "write 'none'"
+            )
+        self._check_branches()
         if self.mixer is not None and self.positions.biases:
             raise UserError(
                 f"DecoderConfig.mixer is set, and positions ({str(self.positions)!r}) are of attention in every layer: try "
@@ -201,6 +215,23 @@ class DecoderConfig(TransformerConfig):
             raise UserError(
                 "DecoderConfig.inputs_attention is 'bidirectional', recurrent layers read forwards: write 'causal'"
             )
+
+    def _check_branches(self) -> None:
+        """Refuses what a layer of one branch has no place for."""
+        if not self.one_branch:
+            return
+        if LayerKind.FEED_FORWARD in self.kinds and not self.mlp_dim:
+            raise UserError("DecoderConfig.mlp_dim is 0, and layer_pattern has feed_forward layers: try 4 x embed_dim")
+        if not self.mlp_dim and self.moe is not None:
+            raise UserError("DecoderConfig.mlp_dim is 0, the layers have no MLP, and moe is set: leave it out")
+        unsupported = {
+            f"residual is {str(self.residual)!r}": self.residual is not Residual.SEQUENTIAL,
+            f"norm_placement is {str(self.norm_placement)!r}": self.norm_placement is not NormPlacement.PRE,
+            f"Moe.first_dense is {self.first_dense}": self.first_dense > 0,
+        }
+        for option, is_set in unsupported.items():
+            if is_set:
+                raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
 
     def _check_relative(self) -> None:
         if self.relative_buckets < 2 or self.relative_buckets % 2:
@@ -262,6 +293,8 @@ class DecoderBase(nnx.Module):
         }
 
         def empty(kind: LayerKind) -> dense.LayerCache:
+            if kind is LayerKind.FEED_FORWARD:
+                return {}
             if kind is LayerKind.RECURRENT:
                 assert config.mixer is not None, "the configuration checks it"
                 exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype

@@ -91,8 +91,8 @@ def axes(cache: Cache) -> Any:
 
 
 def has_keys(layer: LayerCache) -> bool:
-    """Whether a layer keeps keys and values of tokens, and not a state of fixed size (models/mixers)."""
-    return not any(name.startswith(STATE) for name in layer)
+    """Whether a layer keeps keys and values of tokens, and not a state of fixed size (models/mixers) or nothing."""
+    return any(not name.startswith(STATE) for name in layer)
 
 
 def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:

@@ -66,14 +66,14 @@ def axes(kept: Cache) -> Any:
 
 
 def capacity(kept: Cache) -> int:
-    """The most tokens that a row of a cache, paged or dense, has room for."""
+    """The most tokens that a row of a cache, paged or dense, has room for; states have room for any number."""
 
     def of_layer(layer: LayerCache) -> int:
         if "key_pages" in layer:
             return layer["key_pages"].shape[2] * layer["table"].shape[1]
         return layer["key"].shape[2]
 
-    return max(of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer))
+    return max((of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer)), default=2**31 - 1)
 
 
 def shares(rows: Cache, length: int) -> bool:

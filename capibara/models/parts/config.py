@@ -113,13 +113,20 @@ class LayerKind(enum.StrEnum):
     """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
 
     unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
-    model's mixer in place of attention (Qwen3-Next, LFM2).
+    model's mixer in place of attention (Qwen3-Next, LFM2). feed_forward: the layer has an MLP or experts and nothing
+    else, and the other layers have no MLP (Nemotron-H).
     """
 
     GLOBAL = "global"
     LOCAL = "local"
     UNROTATED = "unrotated"
     RECURRENT = "recurrent"
+    FEED_FORWARD = "feed_forward"
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self not in (LayerKind.RECURRENT, LayerKind.FEED_FORWARD)
 
 
 class EmbeddingNorm(enum.StrEnum):
@@ -192,7 +199,8 @@ class TransformerConfig:
 
     Attributes:
       vocab_size: rows of the token embedding; at least the size of the vocabulary.
-      embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP.
+      embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP (0: the
+        layers have no MLP, as in Mamba).
       num_kv_heads: key/value heads; None: as many as query heads.
       head_dim: size of a head; None: embed_dim / num_heads.
       norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
@@ -347,7 +355,7 @@ class TransformerConfig:
     def windows(self) -> tuple[int | None, ...]:
         """For each layer, the number of positions visible to a query, its own included.
 
-        None: all before it; 0: the layer is recurrent, and has no queries.
+        None: all before it; 0: the layer has no queries.
         """
         return (None,) * self.num_layers
 
@@ -355,6 +363,16 @@ class TransformerConfig:
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
         return not self.module_layers
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return (LayerKind.GLOBAL,) * self.num_layers
+
+    @property
+    def one_branch(self) -> bool:
+        """Whether a layer has one branch, its attention, its mixer or its MLP, and not two."""
+        return not self.mlp_dim or LayerKind.FEED_FORWARD in self.kinds
 
     @property
     def first_dense(self) -> int:
@@ -384,8 +402,9 @@ def _check_numbers(config: TransformerConfig) -> None:
     if not 0 <= config.dropout_rate < 1:
         raise UserError(f"{own}.dropout_rate is {config.dropout_rate}, must be from 0 to below 1: try 0.1")
     for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be at least 1")
+        least = 0 if name == "mlp_dim" and config.mixer is not None else 1
+        if getattr(config, name) < least:
+            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be at least {least}")
         if getattr(config, name) >= 2**31:
             raise UserError(f"{own}.{name} is {getattr(config, name)}, must be below 2**31: no device has room")
     for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):

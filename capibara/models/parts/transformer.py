@@ -138,12 +138,17 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
-        self.attention = Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
+        if any(kind.attends for kind in config.kinds):
+            self.attention = Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
         if config.mixer is not None:
             self.mixer = config.mixer.make(config, rngs)
-        self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
+        if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
+            self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
         if config.first_dense:
             self.first_mlp = MLP(config, rngs)
+        if config.one_branch:
+            self.branch_norm = config.make_norm(rngs)
+            return
         if config.norm_placement is not NormPlacement.OUTPUT:
             self.attention_norm = config.make_norm(rngs)
             if config.residual is not Residual.SHARED:
@@ -174,6 +179,9 @@ class Block(nnx.Module):
             )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
+        if self.config.one_branch:
+            feeds = layer_kind is LayerKind.FEED_FORWARD
+            return self.add(x_BTD, "branch", self.mlp_part(rows, shared, stats) if feeds else attention), stats
         mlp = self.mlp_part(rows, shared, stats)
         if shared.bare:
             with jax.named_scope("attention"):
@@ -207,6 +215,9 @@ class Block(nnx.Module):
             written.update(new)
             return y
 
+        if self.config.one_branch:
+            feeds = layer_kind is LayerKind.FEED_FORWARD
+            return self.add(x_BTD, "branch", self.mlp_part(rows, shared, {}) if feeds else attention), written
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
 
     def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
@@ -276,7 +287,7 @@ def rotary(
     config: TransformerConfig, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
 ) -> dict[LayerKind, Angles]:
     """Rotary angles for each kind of rotated layer; equal ones share a table. `length` is as in `rope.angles`."""
-    rotated = kinds - {LayerKind.UNROTATED, LayerKind.RECURRENT}
+    rotated = {kind for kind in kinds if kind.attends} - {LayerKind.UNROTATED}
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in rotated}
     tables = {
         flag: angles(positions_BT, rope, config.rotary_size, local=flag, length=length) for flag in set(local.values())

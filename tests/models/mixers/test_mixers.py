@@ -15,20 +15,24 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, GatedDelta, Lora, Mamba2, ShortConv
+from capibara.models.api import DecoderConfig, GatedDelta, Lora, Mamba2, Moe, ShortConv
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
 MIXERS = {"conv": ShortConv(taps=4), "delta": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)}
 MIXERS |= {"mamba2": Mamba2(heads=6, head_dim=4, groups=2, state_dim=8, bias="all", least_step=0.01, most_step=2.0)}
+OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
+# Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
+OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
+OF_ONE |= {"branches": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent", "feed_forward", "global"))}
+MODELS = OF_TWO | OF_ONE
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 LENGTH = 96
 
 
 def config_of(name, **options):
-    pattern = ("recurrent", "recurrent", "global")
-    return DecoderConfig(**SIZES | dict(mixer=MIXERS[name], layer_pattern=pattern) | options)
+    return DecoderConfig(**SIZES | MODELS[name] | options)
 
 
 def made(config):
@@ -49,7 +53,7 @@ def engine(name, **config):
 
 
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_documents_of_a_row_know_nothing_of_each_other(name, loop):
     model, params = made(config_of(name, layer_loop=loop))
     tokens = np.random.default_rng(0).integers(3, 300, 90).astype(np.int32)
@@ -71,7 +75,20 @@ def test_each_kind_of_layer_has_its_own_parameters(name):
     assert shapes["mlp"]["up"].shape[0] == 7
 
 
-@pytest.mark.parametrize("name", MIXERS)
+def test_a_layer_of_one_branch_has_one_module():
+    model, _ = made(config_of("branches", num_layers=7))
+    shapes = model.abstract_params["layers"]
+    assert model.config.module_layers == {"mixer": (0, 3, 6), "mlp": (1, 4), "attention": (2, 5)}
+    assert {
+        name: module["up" if name == "mlp" else "out"].shape[0]
+        for name, module in shapes.items()
+        if name != "branch_norm"
+    } == {"mixer": 3, "mlp": 2, "attention": 2}  # noqa: E501
+    alone, _ = made(config_of("alone"))
+    assert set(alone.abstract_params["layers"]) == {"mixer", "branch_norm"} and not alone.config.module_layers
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_is_read_in_parts_beside_others(name):
     long = list(range(10, 90))
     want = engine(name).submit(long, GREEDY).result().tokens
@@ -83,7 +100,7 @@ def test_a_long_prompt_is_read_in_parts_beside_others(name):
     assert found[2] == engine(name).submit("other", GREEDY).result().tokens
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_prefix_is_reused_where_its_state_ends(name):
     one, first = engine(name, prefix_cache_mib=16), list(range(10, 50))
     one.submit(first, GREEDY).result()
@@ -102,7 +119,7 @@ def test_guesses_cannot_be_taken_back():
         engine("delta", draft_tokens=3)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_beams_take_their_states_with_them(name):
     one, prompt = engine(name), list(range(50, 57))
     found = one.submit(prompt, Sampling(max_new_tokens=8, beams=BeamSearch(num_decodes=3, alpha=0.0))).result()
@@ -157,8 +174,14 @@ def test_a_context_axis_is_refused():
     "fields, message",
     [
         (dict(layer_pattern=("recurrent", "global")), "DecoderConfig.mixer is None"),
-        (dict(mixer=ShortConv()), "DecoderConfig.mixer is for some of the layers, layer_pattern has global"),
-        (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "layer_pattern has recurrent"),
+        (dict(mixer=ShortConv()), "DecoderConfig.mixer is for recurrent layers, layer_pattern has global"),
+        (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "positions .'rope'. are of attention, no layer"),
+        (dict(mlp_dim=0), "DecoderConfig.mlp_dim is 0, must be at least 1"),
+        (OF_ONE["branches"] | dict(mlp_dim=0), "mlp_dim is 0, and layer_pattern has feed_forward layers"),
+        (OF_ONE["alone"] | dict(moe=Moe(num_experts=4)), "the layers have no MLP, and moe is set"),
+        (OF_ONE["branches"] | dict(residual="parallel"), "layers have one branch each, and residual is 'parallel'"),
+        (OF_ONE["branches"] | dict(norm_placement="post"), "norm_placement is 'post'"),
+        (OF_ONE["branches"] | dict(moe=Moe(num_experts=4, first_dense=1)), "Moe.first_dense is 1"),
         (
             dict(mixer=ShortConv(), layer_pattern=("recurrent", "global"), positions="alibi"),
             "positions .'alibi'. are of attention in every layer",
