@@ -129,6 +129,7 @@ from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
+from capibara.models.mixers.mamba import Mamba as Mamba
 from capibara.models.mixers.mamba2 import Mamba2 as Mamba2
 from capibara.models.mixers.short_conv import ShortConv as ShortConv
 from capibara.models.parts.latent_sizes import LatentAttention as LatentAttention

@@ -129,8 +129,7 @@ LAUREL_RIGHT = Projection(part="laurel", name="right", axes=(None, "embed"))
 INPUT_GATE = Projection(part="per_layer", name="input_gate", axes=("embed", None))
 PER_LAYER = Projection(part="per_layer", name="projection", axes=(None, "embed"))
 
-# Of mixers: a gated convolution, and Gated DeltaNet, whose heads of keys have their values beside each other, and
-# Mamba 2.
+# Of mixers: a gated convolution; Gated DeltaNet, whose heads of keys have their values beside each other; Mamba 2.
 CONV_IN = Projection(part="mixer", name="before", axes=("embed", "mlp"))
 CONV_GATE = dataclasses.replace(CONV_IN, name="gate", reads="before")
 CONV_VALUE = dataclasses.replace(CONV_IN, name="value", reads="before")
@@ -149,6 +148,13 @@ MAMBA_VALUE = dataclasses.replace(MAMBA_GATE, name="value", reads="gate")
 MAMBA_KEY, MAMBA_QUERY = (dataclasses.replace(MAMBA_VALUE, name=name, axes=KEY.axes) for name in ("key", "query"))
 MAMBA_STEP = dataclasses.replace(MAMBA_VALUE, name="step", axes=("embed", "heads", None))
 MAMBA_OUT = DELTA_OUT
+# Of Mamba, a state space for each channel: steps, keys and queries are projected from the channels.
+SSM_GATE = Projection(part="mixer", name="gate", axes=("embed", "mlp"))
+SSM_VALUE = dataclasses.replace(SSM_GATE, name="value", reads="gate")
+SSM_STEP_DOWN = Projection(part="mixer", name="step_down", axes=("mlp", None))
+SSM_KEY, SSM_QUERY = (dataclasses.replace(SSM_STEP_DOWN, name=name, reads="step_down") for name in ("key", "query"))
+SSM_STEP_UP = Projection(part="mixer", name="step_up", axes=(None, "mlp"))
+SSM_OUT = CONV_OUT
 
 ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
@@ -160,7 +166,8 @@ CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
-ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA
+SSM = (SSM_GATE, SSM_VALUE, SSM_STEP_DOWN, SSM_KEY, SSM_QUERY, SSM_STEP_UP)
+ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA + SSM
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -42,6 +42,7 @@ from capibara.models.layers import stack
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
+from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
@@ -65,6 +66,7 @@ __all__ = [
     "LatentAttention",
     "LayerKind",
     "Lora",
+    "Mamba",
     "Mamba2",
     "Model",
     "Moe",

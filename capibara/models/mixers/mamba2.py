@@ -18,10 +18,8 @@ from capibara.core.types import UserError
 from capibara.kernels.scans import linear
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
-from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes
+from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes, inverse_of_steps
 from capibara.sharding import constrain
-
-_FIRST_STEPS = (0.001, 0.1)  # of a new model
 
 
 @configurable
@@ -88,7 +86,7 @@ class _Mamba2(MixerLayer):
             if config.bias.of_conv:
                 setattr(self, f"{by.name}_conv_bias", layers.param(rngs, shapes[by.name], by.out_axes, layers.zeros))
         self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
-        self.time_bias = layers.param(rngs, (N,), ("norm",), _inverse_of_steps)
+        self.time_bias = layers.param(rngs, (N,), ("norm",), inverse_of_steps)
         self.skip = layers.param(rngs, (N,), ("norm",), layers.ones)
         self.out_norm = layers.Norm(
             (N, V), kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
@@ -123,10 +121,3 @@ class _Mamba2(MixerLayer):
 def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """Logarithms of rates from 1 to 16, as the published models begin."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
-
-
-def _inverse_of_steps(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """What softplus makes steps of that are spread evenly over their logarithms."""
-    least, most = map(math.log, _FIRST_STEPS)
-    step = jnp.exp(jax.random.uniform(key, shape, dtype, least, most))
-    return step + jnp.log(-jnp.expm1(-step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import math
 from typing import NamedTuple, Protocol
 
 import jax
@@ -17,9 +18,11 @@ from capibara.kernels.scans import convolution
 from capibara.models.cache.dense import STATE, LayerCache, PrefillInputs
 from capibara.models.layers import layers
 
+_FIRST_STEPS = (0.001, 0.1)  # of a new model
+
 
 class MixerBias(enum.StrEnum):
-    """Which parts of a mixer have biases: its convolution, its projections, both, or neither."""
+    """Which parts of a mixer have biases: its convolution, its projections from and to the model's width, both, or none."""
 
     NONE = "none"
     CONV = "conv"
@@ -102,7 +105,8 @@ class MixerLayer(nnx.Module):
         """The product with the projection's weight, plus its bias."""
         weight, adapter = getattr(self, by.name)[...], layers.adapter_of(self, by.name)
         y = layers.dense(x, weight, len(by.in_axes), self.sizes.quantization, adapter)
-        return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if self.bias.of_projections else y
+        biased = self.bias.of_projections and "embed" in by.axes
+        return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if biased else y
 
     def convolve(self, x: jax.Array, rows: Rows, weight: str, inputs: str) -> tuple[jax.Array, LayerCache]:
         """The convolution with the weight of this name, and the inputs of it that the next tokens need.
@@ -171,3 +175,10 @@ class Mixer(abc.ABC):
     @abc.abstractmethod
     def flops_per_token(self, sizes: Sizes) -> float:
         """FLOPs of a forward pass for each token beside those of the weights."""
+
+
+def inverse_of_steps(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """What softplus makes steps of that are spread evenly over their logarithms."""
+    least, most = map(math.log, _FIRST_STEPS)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, least, most))
+    return step + jnp.log(-jnp.expm1(-step))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels.scans import convolution, delta, linear
+from capibara.kernels.scans import convolution, delta, linear, selective
 
 B, H, K, V = 2, 3, 8, 5
 LENGTHS = [1, 2, 63, 64, 65, 200, pytest.param(4097, marks=pytest.mark.heavy)]
@@ -140,3 +140,68 @@ def test_a_convolution_is_resumed_after_the_real_tokens():
     got = convolution.convolve(rest, weight, None, before)
     np.testing.assert_allclose(got[0], whole[0, 5:10], atol=1e-6)
     np.testing.assert_allclose(got[1], whole[1, 2:7], atol=1e-6)
+
+
+def selective_inputs(T, border=0.0):
+    rng = np.random.default_rng(T)
+    x, step = rng.normal(size=(B, T, V)), rng.exponential(0.5, size=(B, T, V))
+    k, q = rng.normal(size=(2, B, T, K))
+    inputs = dict(x_BTI=x, step_BTI=step, rate_KI=rng.uniform(0.2, 4, size=(K, V)), k_BTK=k, q_BTK=q)
+    segments = np.cumsum(rng.uniform(size=(B, T)) < border, axis=1).astype(np.int32) if border else None
+    return {name: x.astype(np.float32) for name, x in inputs.items()}, segments
+
+
+def channel_by_channel(inputs, segments, state):
+    """Mamba's recurrence as it is written, token by token."""
+    T = inputs["x_BTI"].shape[1]
+    same = np.ones((B, T), np.float32)
+    if segments is not None:
+        same[:, 1:] = segments[:, 1:] == segments[:, :-1]
+
+    def token(h, t):
+        x, s, k, q, same = t
+        h = h * jnp.exp(-s[:, None] * inputs["rate_KI"]) * same[:, None, None] + (s * x)[:, None] * k[..., None]
+        return h, jnp.einsum("BKI,BK->BI", h, q)
+
+    state = jnp.zeros((B, K, V)) if state is None else state
+    rows = [inputs[name] for name in ("x_BTI", "step_BTI", "k_BTK", "q_BTK")] + [same]
+    state, y = jax.lax.scan(token, state, tuple(jnp.swapaxes(jnp.asarray(x), 0, 1) for x in rows))
+    return jnp.swapaxes(y, 0, 1), state
+
+
+def selective_scan(inputs, segments, state):
+    return selective.attend(**inputs, segment_ids_BT=segments, state_BKI=state)
+
+
+@pytest.mark.parametrize("border", [0.0, 0.05])
+@pytest.mark.parametrize("T", LENGTHS)
+def test_a_selective_scan_is_the_recurrence_forwards_and_backwards(T, border):
+    inputs, segments = selective_inputs(T, border)
+    weight_BTI = np.random.default_rng(1).normal(size=(B, T, V)).astype(np.float32)
+
+    def loss(inputs, way):
+        y, state = way(inputs, segments, None)
+        return jnp.sum(y * weight_BTI) + jnp.sum(state), (y, state)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, got), gradients = run(inputs, selective_scan)
+    (_, want), theirs = run(inputs, channel_by_channel)
+    close(got[0], want[0])
+    close(got[1], want[1])
+    for name in inputs:
+        close(gradients[name], theirs[name])
+
+
+@pytest.mark.parametrize("cut", [1, 32, 100])
+def test_a_selective_scan_is_resumed(cut):
+    inputs, _ = selective_inputs(150)
+    split = lambda part: {n: x if n == "rate_KI" else x[:, part] for n, x in inputs.items()}  # noqa: E731
+    y, state = selective_scan(inputs, None, None)
+    y1, state1 = selective_scan(split(slice(cut)), None, None)
+    idle = {
+        n: np.concatenate([x, np.zeros_like(x[:, :3])], 1) if x.ndim == 3 else x
+        for n, x in split(slice(cut, None)).items()
+    }
+    y2, state2 = selective_scan(idle, None, state1)  # three tokens with steps of 0 leave the state
+    close(jnp.concatenate([y1, y2[:, :-3]], axis=1), y)
+    close(state2, state)
