@@ -96,7 +96,8 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     if (message := str(error)).startswith("config.json"):
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
-    names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
+    if "num_heads" in names:
+        names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
     names |= family.moe_keys | LATENT_SIZES
     names |= {"activation": family.activation} if family.activation else {}
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_sizes import RMS, SIZES, rope
+from family_sizes import RMS, SIZES, VOCAB, rope
 
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
 DELTA |= dict(linear_conv_kernel_dim=3, head_dim=16, num_hidden_layers=5)
@@ -16,6 +16,9 @@ MAMBA2 |= dict(mamba_expand=2, num_hidden_layers=3, time_step_limit=[0.1, 2.0])
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0)
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 GRANITE = dict(RMS, model_type="granitemoehybrid", layer_types=MIXED) | MAMBA2 | FACTORS
+
+ALONE = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, expand=2, conv_kernel=3, layer_norm_epsilon=1e-5)
+ALONE |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=None, state_size=6)
 
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
@@ -38,6 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     | DELTA
     | EXPERTS
     | SHORT,
+    "mamba": dict(ALONE, model_type="mamba", time_step_rank=5, use_bias=True, tie_word_embeddings=True),
+    "falcon_mamba": dict(ALONE, model_type="falcon_mamba", time_step_rank=5, tie_word_embeddings=False)
+    | dict(mixer_rms_eps=1e-3, use_conv_bias=False),
+    "mamba2": dict(ALONE, model_type="mamba2", num_heads=8, head_dim=8, n_groups=2, use_bias=True)
+    | dict(tie_word_embeddings=False, time_step_limit=[0.1, 2.0]),
     "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
     | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
     | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),

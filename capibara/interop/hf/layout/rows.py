@@ -11,7 +11,7 @@ from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
 # The dimensions of our parameters, in the letters of interop.hf.tensors.
 _LAYER = {
-    **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
+    **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp", "branch") for part in ("scale", "bias")},
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
     **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
     **{f"first_{one.path}": "l" + letters(one.axes) for one in projections.MLP},

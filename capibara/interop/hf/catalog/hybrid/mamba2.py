@@ -65,7 +65,8 @@ def mixer_rows(module: str) -> Rows:
     )
 
 
-_BIASES = {(False, False): "none", (True, False): "conv", (False, True): "projections", (True, True): "all"}
+# Whether the convolution and the projections have biases.
+BIASES = {(False, False): "none", (True, False): "conv", (False, True): "projections", (True, True): "all"}
 
 
 def steps(limit: Any) -> dict[str, float]:
@@ -109,7 +110,7 @@ def read_mixer(values: Values) -> Mamba2:
             f"({values['mamba_expand']}) x hidden_size ({values['hidden_size']}) together: copy the file again"
         )
     fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MIXER.items()}
-    fields |= {"bias": _BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])], "head_dim": size}
+    fields |= {"bias": BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])], "head_dim": size}
     return Mamba2(**fields | steps(values["time_step_limit"]))
 
 
