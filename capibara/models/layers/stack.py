@@ -176,7 +176,7 @@ def run(
       some: the modules that some layers lack; within the span, layers at the same place of the pattern have the same.
 
     Returns:
-      The last layer's output, and the statistics, each with a leading axis of layers.
+      The last layer's output, and the statistics, each with a leading axis of the layers that have it.
     """
     graphdef, state = nnx.split(layers)
     values: Params = nnx.to_pure_dict(state)
@@ -235,15 +235,21 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
                 x, own = _finished(x, bodies.places.one(layers, index), bodies.all_trained and group > 1)
                 x, of_layer = layer(x, own, rows)
                 stats.append(of_layer)
-            return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
+            return x, _collected(stats, jnp.stack)
 
         x, stats = jax.lax.scan(body, x, grouped)
-        parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
+        parts.append(jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats))
     for index in range(whole * group, size):
         x, own = _finished(x, bodies.places.one(values, index), bodies.all_trained)
         x, of_layer = bodies.unrolled[index % group](x, own, rows)
         parts.append(jax.tree.map(lambda s: s[None], of_layer))
-    return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
+    return x, _collected(parts, jnp.concatenate)
+
+
+def _collected(stats: Sequence[Stats], join: Callable[[list[jax.Array]], jax.Array]) -> Stats:
+    """The statistics of several layers, each joined over those that have it."""
+    names = dict.fromkeys(name for of_layer in stats for name in of_layer)
+    return {name: join([of_layer[name] for of_layer in stats if name in of_layer]) for name in names}
 
 
 def _finished(x: jax.Array, values: PyTree, ties: bool) -> tuple[jax.Array, PyTree]:

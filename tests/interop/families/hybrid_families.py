@@ -19,6 +19,9 @@ GRANITE = dict(RMS, model_type="granitemoehybrid", layer_types=MIXED) | MAMBA2 |
 
 ALONE = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, expand=2, conv_kernel=3, layer_norm_epsilon=1e-5)
 ALONE |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=None, state_size=6)
+NEMOTRON = dict(SIZES, model_type="nemotron_h", head_dim=16, layer_norm_epsilon=1e-5, mamba_num_heads=8, n_groups=2)
+NEMOTRON |= dict(mamba_head_dim=8, ssm_state_size=6, conv_kernel=3)
+del NEMOTRON["num_hidden_layers"]
 
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
@@ -46,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(mixer_rms_eps=1e-3, use_conv_bias=False),
     "mamba2": dict(ALONE, model_type="mamba2", num_heads=8, head_dim=8, n_groups=2, use_bias=True)
     | dict(tie_word_embeddings=False, time_step_limit=[0.1, 2.0]),
+    "nemotron_h": dict(NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"], mlp_bias=True)
+    | dict(use_bias=True, time_step_min=0.2),
+    "nemotron_h_moe": dict(NEMOTRON, layers_block_type=["linear_attention", "moe", "full_attention", "moe"])
+    | dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+    | dict(moe_intermediate_size=24, moe_shared_expert_intermediate_size=40),
     "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
     | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
     | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),

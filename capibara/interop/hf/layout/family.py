@@ -168,7 +168,7 @@ def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 # Entries of layer_types in older files, which transformers reads as those of today.
-_OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def recurrent(values: Values, name: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def recurrent(values: Values, name: str) -> dict[str, Any]:
     given = values.get("layer_types")
     if not isinstance(given, list):
         raise UserError(f"config.json has layer_types = {given!r}, must be a list with one entry for each layer")
-    types = [_OLD_KINDS[kind] if kind in _OLD_KINDS else kind for kind in given]
+    types = [OLD_KINDS[kind] if kind in OLD_KINDS else kind for kind in given]
     if unknown := [kind for kind in types if kind not in kinds]:
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
     if len(types) != count:
