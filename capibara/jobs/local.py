@@ -11,10 +11,11 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
+from capibara.core.signals import Signals
 from capibara.jobs import workers
 from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
@@ -141,31 +142,22 @@ class Supervisor:
 _GIVEN_UP = 1 << 8  # larger than any exit code
 
 
-class _Signals:
+class _Signals(Signals):
     """Within `with`, SIGTERM and SIGINT only set `number`; `interrupts` counts the latter.
 
     Ctrl-Z stops the launcher and `workers` together, and they continue together.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        super().__init__()
         self.interrupts = 0
         self.workers: list[Worker] = []
-        self._came = threading.Event()
 
-    def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
+    def __enter__(self) -> Self:
+        super().__enter__()
         if os.getpgrp() != os.getsid(0):  # else no shell could continue us
             self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_ctrl_z)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits up to so many seconds; returns whether a signal has arrived."""
-        return self._came.wait(seconds)
 
     def _on(self, number: int, _: object) -> None:
         self.number = self.number or number

@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 
 from capibara.core import bucket_faults, user_modules
 from capibara.core.bucket_faults import Denied
@@ -93,25 +92,22 @@ def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
 
 @contextlib.contextmanager
 def _interrupts_that_arrive() -> Iterator[None]:
-    """Raises KeyboardInterrupt again where Python would lose it, in JAX's callback of the garbage collector."""
+    """Sends SIGINT again where Python would lose it: in a destructor, or in a callback such as JAX's of the garbage collector."""
+    before = sys.unraisablehook
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if frame is None or frame.f_code.co_name != "_xla_gc_callback":
-            raise KeyboardInterrupt
-        again = threading.Timer(0.05, os.kill, (os.getpid(), number))
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         again.daemon = True
         again.start()
 
-    if threading.current_thread() is not threading.main_thread() or (
-        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = hook
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = before
 
 
 def _leave(code: int) -> None:

@@ -570,7 +570,6 @@ class TestCommandLine:
 
     def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost(self, monkeypatch):
         """Python drops what is raised there."""
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
 
         def _xla_gc_callback(phase, info):
             gc.callbacks.remove(_xla_gc_callback)
@@ -581,12 +580,21 @@ class TestCommandLine:
             gc.collect(0)  # all of what other tests have left would take longer than the signal's second coming
             time.sleep(10)
 
-        try:
-            began_s = time.monotonic()
-            assert exits.run_verb(main) == 130 and time.monotonic() < began_s + 5
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        finally:
-            signal.signal(signal.SIGINT, before)
+        began_s, before = time.monotonic(), sys.unraisablehook
+        assert exits.run_verb(main) == 130 and time.monotonic() < began_s + 5
+        assert sys.unraisablehook is before
+
+    def test_ctrl_c_in_a_destructor_is_not_lost(self):
+        class Closed:
+            def __del__(self):
+                signal.raise_signal(signal.SIGINT)
+
+        def main(argv):
+            Closed()
+            time.sleep(10)
+
+        began_s = time.monotonic()
+        assert exits.run_verb(main) == 130 and time.monotonic() < began_s + 5
 
     def test_faults_of_ours_keep_their_traceback(self):
         with pytest.raises(ZeroDivisionError):

@@ -11,18 +11,18 @@ import math
 import os
 import pathlib
 import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from capibara.cli.arguments import flags, jobs
 from capibara.cli.launching import watching
 from capibara.cli.launching.job import facts, job_of
 from capibara.core import user_modules
 from capibara.core.fields import did_you_mean, nearest
+from capibara.core.signals import Signals
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import backends, secrets, systems
 from capibara.jobs.backends.backend import Backend
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
     _check_numbers(args, ("parallel", "give_up_after"), at_least=1)
     if not args.poll > 0:
         raise UserError(f"--poll is {args.poll:g}, must be above 0")
-    with _terminated():
-        return _local(args) if kind is None else _jobs(args, kind)
+    return _local(args) if kind is None else _jobs(args, kind)
 
 
 def _parser(where: str, kind: type[Backend] | None) -> argparse.ArgumentParser:
@@ -351,7 +350,7 @@ def _costs(spec: JobSpec, sweep: Sweep, parallel: int) -> str:
 def _run(study: Study, launcher: Launcher, args: argparse.Namespace) -> int:
     """Runs the sweep, and prints the results however it ends; returns the exit code."""
     try:
-        with StatusLine() as line:
+        with StatusLine() as line, Signals() as signals:
             study.run(
                 launcher,
                 parallel=args.parallel,
@@ -360,6 +359,7 @@ def _run(study: Study, launcher: Launcher, args: argparse.Namespace) -> int:
                 retry_failed=args.retry_failed,
                 say=_say,
                 watch=lambda trials: line.show(*_progress(study.sweep, trials)),
+                pause=signals.pause,
             )
     finally:
         if trials := study.trials:
@@ -399,17 +399,3 @@ def _cpu() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ["JAX_PLATFORMS"]
-
-
-@contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """Within it SIGTERM ends the sweep as Ctrl-C does, with another exit code."""
-
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from capibara.core.signals import Signals
 from capibara.core.types import UserError
 from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records, State, default_path
@@ -61,8 +62,8 @@ def manage(
                 line.show(topic, detail if not sys.stderr.isatty() else detail[: max(0, room)])
 
         try:
-            with Manager(records, names, times=Times(poll_s=args.poll), say=say) as manager:
-                return manager.run(is_enough, show)
+            with Signals() as signals, Manager(records, names, times=Times(poll_s=args.poll), say=say) as manager:
+                return manager.run(is_enough, show, signals.pause)
         except KeyboardInterrupt:
             say("the jobs still run: capibara launch manage manages them")
             raise

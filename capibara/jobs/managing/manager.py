@@ -78,12 +78,14 @@ class Manager:
         self,
         until: Callable[[Sequence[Record]], bool],
         watch: Callable[[Sequence[Record]], None] = lambda records: None,
+        pause: Callable[[float], None] = time.sleep,
     ) -> list[Record]:
         """Manages until `until` says of the jobs' records that it is enough, or none is left that could be managed.
 
         Args:
           until: called after each pass.
           watch: called after each pass, to show the jobs.
+          pause: waits so many seconds between two passes; what it raises ends this.
 
         Returns:
           The records.
@@ -100,7 +102,7 @@ class Manager:
             denials = [self._places.denial(Places.of(one)) for one in left]
             if denials and denials[0] is not None and None not in denials:
                 raise denials[0]
-            time.sleep(self._times.poll_s * random.uniform(0.8, 1.0))
+            pause(self._times.poll_s * random.uniform(0.8, 1.0))
 
     def look(self) -> list[Record]:
         """One pass over all jobs; returns their records after it."""

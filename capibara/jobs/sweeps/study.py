@@ -84,6 +84,7 @@ class Study:
         retry_failed: bool = False,
         say: Callable[[str], None] = _print,
         watch: Callable[[Sequence[Trial]], None] = lambda trials: None,
+        pause: Callable[[float], None] = time.sleep,
     ) -> list[Trial]:
         """Runs the trials that have not ended, and writes the results: after each trial, and however this ends.
 
@@ -95,6 +96,7 @@ class Study:
           retry_failed: run trials that have failed again.
           say: called with each line of the log.
           watch: called with all trials after each look at them.
+          pause: waits so many seconds; what it raises ends the sweep.
 
         Returns:
           All trials, by number.
@@ -120,8 +122,7 @@ class Study:
                     ended = running.look()
                     watch(running.trials)
                     running.check_failed(give_up_after)
-                    if not ended:
-                        time.sleep(poll_s)
+                    pause(0.0 if ended else poll_s)
             return running.trials
 
     @contextlib.contextmanager
