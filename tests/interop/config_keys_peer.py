@@ -40,7 +40,7 @@ import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
 import wrapped_families  # noqa: E402
-from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -398,7 +398,7 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"missing {sorted(info['missing_keys'])[:3]}")
-    model = model.eval()
+    model = model.get_submodule(ANSWERING.get(model_type, "")).eval()
     if model_type == "xglm":  # it makes the least number of the model's dtype a tensor of the default one
         torch.set_default_dtype(dtype)
     try:

@@ -255,7 +255,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 _MOE_FIELDS = (
     "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
-    "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset",
+    "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,

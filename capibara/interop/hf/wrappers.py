@@ -25,6 +25,7 @@ class Wrapper:
       text: the family that computes the language model, as far as text_config does not name another one.
       named: the model_types that text_config may have -> the families that compute them; empty: it does not name any.
       tied: whether the head is tied to the embedding if config.json does not say.
+      ties: whether the wrapper's own key ties the head; if not, that of text_config does alone.
       tied_by: further keys that tie the head: "tie_embedding" comes first, "text_config" ties it if config.json does not.
       defaults: keys of text_config -> their values if it does not set them, where they are not the family's.
       fixed: keys of the family -> what transformers computes, whatever text_config says.
@@ -40,6 +41,7 @@ class Wrapper:
     text: str
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: bool = False
+    ties: bool = True
     tied_by: str = ""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -130,6 +132,13 @@ WRAPPERS = {
         fixed={"use_qk_norm": False},
         parts=_VISUAL,
     ),
+    "llama4": Wrapper(
+        architecture="Llama4ForConditionalGeneration",
+        text="llama4_text",
+        ties=False,
+        tied_by="text_config",
+        parts="vision_model|multi_modal_projector",
+    ),
 }
 # What families do to the logits, and transformers' wrappers do not.
 _OF_LOGITS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
@@ -157,6 +166,11 @@ def text_part(values: Values) -> dict[str, Any]:
     if wrapper.squared and text.get("head_dim") is None:
         width, heads = (text.get(key) or 0 for key in ("hidden_size", "num_attention_heads"))
         text["head_dim"] = width // heads if heads else None
+        if heads and width // heads % 2:
+            raise UserError(
+                f"config.json has hidden_size = {width} for {heads} heads, must be an even number of dimensions for each: copy the "
+                "file again"
+            )
     text["tie_word_embeddings"] = _tied(values, inner, wrapper, family)
     if not wrapper.caps:
         read = {*family.keys.values(), *family.defaults, *family.read_keys}
@@ -215,7 +229,7 @@ def _text_type(inner: Values, wrapper: Wrapper, model_type: str) -> str:
 
 def _tied(values: Values, inner: Values, wrapper: Wrapper, family: Family) -> Any:
     """Whether the head is tied, as the config.json says it."""
-    tied = values.get("tie_word_embeddings", wrapper.tied)
+    tied = values.get("tie_word_embeddings", wrapper.tied) if wrapper.ties else False
     if wrapper.tied_by == "text_config":
         return tied or inner.get("tie_word_embeddings", bool(wrapper.named) and family.tied)
     return values.get(wrapper.tied_by, tied)

@@ -89,8 +89,22 @@ CASES: dict[str, dict[str, Any]] = {
         dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1),
         tie_word_embeddings=False,
     ),
+    "llama4_vl": around(
+        "llama4",
+        dict(
+            TEXT,
+            head_dim=16,
+            num_hidden_layers=4,
+            attention_chunk_size=9,
+            num_local_experts=4,
+            intermediate_size_mlp=40,
+        )
+        | dict(tie_word_embeddings=True, rope_parameters=rope()),
+        SIGHT | dict(vision_output_dim=8, projector_input_dim=8, projector_output_dim=8, intermediate_size=32),
+    ),
 }
 CLASSES = {
+    "llama4": "Llama4ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
