@@ -23,7 +23,7 @@ from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import tables
+from capibara.interop.hf import tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import finite
 from capibara.models.api import Adapter, Model
@@ -384,7 +384,7 @@ class NamedTensors:
 
 def stored_dtype(foreign: ForeignModel) -> str:
     """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
-    names = tables.NAMES[hf_config.text_part(foreign.config)["model_type"]]
+    names = wrappers.names(foreign.config)
     found = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
     return found.pop() if found in ({"bfloat16"}, {"float16"}) else "float32"
 
@@ -455,10 +455,12 @@ def _matched(
 ) -> tuple[tuple[Tensor, ...], dict[str, str]]:
     """The rows of the table that the model uses, and the stored name of each of their tensors, by our name."""
     model_type = hf_config.text_part(foreign.config)["model_type"]
-    names, found = tables.NAMES[model_type], foreign.shapes()
+    names, found = wrappers.names(foreign.config), foreign.shapes()
     stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
-    fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
+    fused = tables.is_fused(stored)
     rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused)
+    if foreign.config["model_type"] == "qwen3_vl_moe":
+        rows = tables.turned(rows, shapes, {name: tuple(found[at]) for name, at in stored.items()})
     _check_missing(rows, shapes, stored)
     expected = {
         name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)

@@ -83,7 +83,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
 
     def causal(window: int | None) -> float:
         window = length if window is None else min(window, length)
-        return window - window**2 / (2 * length)
+        return window / 2 if config.in_blocks else window - window**2 / (2 * length)
 
     def both(window: int | None) -> float:
         side = length if window is None else min(window, length)

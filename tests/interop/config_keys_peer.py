@@ -39,7 +39,8 @@ import hybrid_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
+import wrapped_families  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -383,12 +384,13 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-_HYBRID_MIXTURES = {case["model_type"] for case in hybrid_families.CASES.values() if case.get("num_experts_per_tok")}
+_OTHERS = (*hybrid_families.CASES.values(), *wrapped_families.CASES.values())
+_OTHER_MIXTURES = {case["model_type"] for case in _OTHERS if case.get("text_config", case).get("num_experts_per_tok")}
 
 
 def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarray:
     """The logits of the model that transformers loads of a folder."""
-    mixture = model_type in MIXTURES or model_type in expert_families.CASES or model_type in _HYBRID_MIXTURES
+    mixture = model_type in MIXTURES or model_type in expert_families.CASES or model_type in _OTHER_MIXTURES
     eager = {"experts_implementation": "eager"} if mixture else {}  # it supports float64
     how = IMPLEMENTATIONS.get(model_type, "eager")
     model, info = kind_of(model_type).from_pretrained(
@@ -396,7 +398,7 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"missing {sorted(info['missing_keys'])[:3]}")
-    model = model.eval()
+    model = model.get_submodule(ANSWERING.get(model_type, "")).eval()
     if model_type == "xglm":  # it makes the least number of the model's dtype a tensor of the default one
         torch.set_default_dtype(dtype)
     try:

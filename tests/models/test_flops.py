@@ -42,6 +42,15 @@ def test_a_local_layer_counts_the_keys_in_its_window():
     assert flops(dataclasses.replace(config, window=99)) == flops(DENSE)
 
 
+def test_a_block_counts_the_half_of_its_keys():
+    sliding = dataclasses.replace(DENSE, window=4, layer_pattern=("local",))
+    blocks = dataclasses.replace(sliding, window_kind="block")
+    whole = dataclasses.replace(sliding, window=T)
+    per_key = (flops(DENSE) - flops(blocks)) / (T / 2 - 4 / 2)
+    assert flops(whole) == flops(dataclasses.replace(whole, window_kind="block")) == flops(DENSE)
+    assert flops(DENSE) - flops(sliding) == pytest.approx(per_key * (T / 2 - 4 + 4**2 / (2 * T)))
+
+
 def test_of_experts_those_of_the_token_count():
     config = dataclasses.replace(DENSE, moe=Moe(num_experts=8, top_k=2, expert_dim=24, shared_experts=1, shared_dim=40))
     mlp = D * 8 + 2 * 3 * D * 24 + 3 * D * 40  # router, two experts of eight, the shared one

@@ -12,8 +12,7 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.hf import families, gemma3n, keys, tables
-from capibara.interop.hf import values as hf_values
+from capibara.interop.hf import families, gemma3n, keys, tables, wrappers
 from capibara.interop.hf.families import FAMILIES
 from capibara.interop.hf.layout import rope as hf_rope
 from capibara.interop.hf.layout.family import LATENT_SIZES, Family, Kind
@@ -34,7 +33,6 @@ _CARRIED = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "initializer_range",
 )  # fmt: skip
-_SEEING = ("gemma3", "gemma3n")  # multimodal model types, of which only the text model is used
 # Our fields that affect computation or training, but do not define the model.
 _OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization", "dropout_rate")
 
@@ -149,25 +147,19 @@ def text_part(values: Values) -> dict[str, Any]:
     Raises:
       UserError: the architecture is unknown.
     """
-    hf_values.check(values)
-    model_type = values.get("model_type")
-    if model_type in _SEEING:
-        model_type, tied = f"{model_type}_text", values.get("tie_word_embeddings", True)
-        inner = {**_preserved_values(values), **(values.get("text_config") or {})}
-        values = inner | {"tie_word_embeddings": tied, "model_type": model_type}  # transformers ties by the outer one
-        if model_type == "gemma3_text":
-            values["final_logit_softcapping"] = None  # only transformers' language model alone computes it
-    names = values.get("architectures") or []
+    text = wrappers.text_part(values)
+    model_type, names = values.get("model_type"), values.get("architectures") or []
     own = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
-    known = ", ".join([*own, *(f"{name} (its text)" for name in _SEEING)])
-    if model_type not in FAMILIES:
+    known = ", ".join([*own, *(f"{name} (its text)" for name in wrappers.WRAPPERS)])
+    if text.get("model_type") not in FAMILIES:
         raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
-    if names and names[0] not in FAMILIES[model_type].architectures:
+    classes = wrappers.architectures(values)
+    if names and names[0] not in classes:
         raise UserError(
-            f"config.json has architectures {names}, must be {FAMILIES[model_type].architectures[0]} for {model_type}: "
+            f"config.json has architectures {names}, must be {classes[0]} for {model_type}: "
             f"the head of {names[0]} is not read, take the folder of the language model that it was made of"
         )
-    return dict(values)
+    return text
 
 
 def longest(values: Values) -> int | None:
@@ -186,9 +178,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
     Raises:
       UserError: no architecture of transformers that we write computes this; names the unsupported fields.
     """
-    like = dict(like or {})
-    if like.get("model_type") in _SEEING:
-        like = text_part(like)
+    like = wrappers.text_part(like or {})
     ours, best = resolved(config), None
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != like.get("model_type"))
     for family in order:
@@ -266,7 +256,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 _MOE_FIELDS = (
     "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
-    "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset",
+    "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,

@@ -141,7 +141,7 @@ _LIST = (
     ),
     Family(
         model_type="gemma3_text",
-        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        architectures=("Gemma3ForCausalLM",),
         keys=KEYS | {"logit_soft_cap": "final_logit_softcapping"},  # that of attention is a key, and is not computed
         rope_by_layer=True,
         read_keys=("sliding_window_pattern",),
@@ -161,7 +161,7 @@ _LIST = (
     ),
     Family(
         model_type="gemma3n_text",
-        architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        architectures=("Gemma3nForCausalLM",),
         keys=KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
         rope_by_layer=True,
         read_keys=("activation_sparsity_pattern",),

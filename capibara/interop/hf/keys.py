@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf import families, tables
+from capibara.interop.hf import families, wrappers
 from capibara.interop.hf.families import FAMILIES
 from capibara.interop.hf.layout.family import Family, Kind
 
@@ -90,14 +90,12 @@ def notes(config: Values, stored: Iterable[str]) -> Iterator[str]:
       config: contents of config.json.
       stored: names of the tensors.
     """
-    model_type = config.get("model_type")
-    inner = f"{model_type}_text"
-    values = config.get("text_config") or {} if inner in FAMILIES else config
-    if (family := FAMILIES.get(inner if inner in FAMILIES else str(model_type))) is None:
+    values = wrappers.text_part(config)
+    if (family := FAMILIES.get(str(values.get("model_type")))) is None:
         return
     if ignored := unread(values, family):
         shown = ", ".join(f"{key} = {str(values[key])[:40]}" for key in ignored[:8])
         yield f"config.json has {shown}, which {family.model_type} models do not read"
-    unused = [name for name in stored if tables.NAMES[family.model_type].of_part(name)]
+    unused = [name for name in stored if wrappers.names(config).of_part(name)]
     if unused:
         yield f"{len(unused):,} tensors of other parts than the language model are not read, {min(unused)} the first of them"

@@ -19,8 +19,6 @@ from capibara.interop.hf.layout.rows import (
     QKV_BIAS,
     QWEN2,
     QWEN_EXPERTS,
-    TEXT,
-    TEXT_HEAD,
     A,
     L,
     M,
@@ -92,6 +90,7 @@ FUSED_EXPERTS = rows(
     ],
     EXPERTS,
 )
+FUSED = ".experts.gate_up_proj"
 
 # Gate and up of gpt-oss are interleaved by output; its matrices have their inputs first.
 GPT_OSS = (
@@ -257,14 +256,11 @@ NAMES = {
     "qwen2": Names(QWEN2, *LLAMA_LIKE),
     "qwen3": Names(QWEN3, *LLAMA_LIKE),
     "gemma2": Names(GEMMA2, *LLAMA_LIKE),
-    "gemma3_text": Names(
-        GEMMA3, (TEXT_HEAD, TEXT, BARE), BUFFERS, r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."
-    ),
+    "gemma3_text": Names(GEMMA3, *LLAMA_LIKE),
     "gemma3n_text": Names(
         GEMMA3N,
-        (TEXT_HEAD, TEXT, BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
+        (BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
         BUFFERS,
-        r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.",
     ),
     "phi3": Names(PHI3, *LLAMA_LIKE),
     "mixtral": Names(MIXTRAL, *LLAMA_LIKE),
@@ -314,10 +310,34 @@ def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, f
         rows = T5_GATED if rows is T5 else UMT5_GATED
     if rows is T5X_DECODER and "layers/mlp/gate" not in shapes:
         rows = T5X_DECODER_PLAIN
-    if fused_experts and "layers/mlp/router" in shapes and rows is not GPT_OSS:  # its files always have them fused
+    if fused_experts and "layers/mlp/router" in shapes and not is_fused([row.name for row in rows]):
         fused = {path for row in FUSED_EXPERTS for path in row.ours}
         rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
     return tuple(_in_layers(row, layers) for row in rows if row.ours[0] in shapes)
+
+
+def is_fused(names: Collection[str]) -> bool:
+    """Whether a layer's experts are one tensor, by the tensors' names."""
+    return any(name.endswith(FUSED) for name in names)
+
+
+def turned(rows: Rows, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Rows:
+    """The rows, with matrices in fused tensors turned around where the stored shape is not theirs: Qwen3-VL's.
+
+    Args:
+      rows: of the model.
+      shapes: of its parameters.
+      stored: shapes of the tensors, by the table's names.
+    """
+
+    def as_stored(row: Tensor) -> Tensor:
+        fused = row in FUSED_EXPERTS[1:]
+        if not fused or stored.get(row.named((0,)), row.shape(shapes)) == row.shape(shapes):
+            return row
+        experts, rows_of_matrix, columns = row.dims.split()
+        return dataclasses.replace(row, dims=f"{experts} {columns} {rows_of_matrix}")
+
+    return tuple(map(as_stored, rows))
 
 
 def _in_layers(row: Tensor, layers: tree.LayersOf) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf import families, tables
+from capibara.interop.hf import families, tables, wrappers
 from capibara.interop.hf.layout.family import Kind
 
 Read = Callable[[str], np.ndarray]
@@ -28,11 +28,11 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
     Raises:
       UserError: a tensor differs from the one that it stands for, and the family has no such model.
     """
-    model_type = config.get("model_type")
-    model_type = f"{model_type}_text" if f"{model_type}_text" in families.FAMILIES else model_type
+    text = wrappers.text_part(config)
+    model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in families.FAMILIES:
         return dict(config)
-    family, names = families.FAMILIES[model_type], tables.NAMES[model_type]
+    family, names = families.FAMILIES[model_type], wrappers.names(config)
     by_name = {ours: name for name in stored if (ours := names.canonical(name)) is not None}
     for alias, target in tables.fixed_aliases(model_type).items():
         if alias in stored and target in by_name and not _equal(alias, by_name[target], read):
@@ -42,12 +42,12 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
             )
     head, embedding = tables.ends(model_type)
     of_t5 = family.kind == Kind.ENCODER_DECODER  # ties them whatever its config.json says
-    if not {head, embedding} <= by_name.keys() or not (of_t5 or families.head(config, family) == "tied"):
+    if not {head, embedding} <= by_name.keys() or not (of_t5 or families.head(text, family) == "tied"):
         return families.with_head_of(config, stored)
     if _equal(by_name[head], by_name[embedding], read):
         return families.with_head_of(config, set(stored) - {by_name[head]})
     if not of_t5:
-        return {**config, "tie_word_embeddings": False}
+        return wrappers.untied(config)
     resolved = families.with_head_of(config, stored)
     if families.head(resolved, family) == "tied":
         raise UserError(

@@ -18,6 +18,8 @@ _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"), 2**20),
     **dict.fromkeys(("dim", "embedding_size"), 2**20),
     "hidden_dim": 2**22,
+    "intermediate_size_mlp": 2**22,
+    "interleave_moe_layer_step": LAYERS,
     **dict.fromkeys(
         ("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"), 2**22
     ),
@@ -53,6 +55,7 @@ _SIZES = {
         ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size", "local_attention"),
         _LENGTH,
     ),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale"), _LENGTH),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
@@ -64,6 +67,7 @@ _NUMBERS = (
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor", "moe_norm_min",
     "short_mscale", "long_mscale", "router_jitter_noise", "route_scale",
+    "attn_scale",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
@@ -81,7 +85,7 @@ _INNER = (
     "ffn_config",
 )
 _LISTS = ("architectures", "layer_types", "mlp_layer_types")
-_NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta")
+_NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta", "moe_layers")
 _OF_EACH_LAYER = {  # keys that may be lists, in files of these families
     "gemma3n_text": ("intermediate_size", "activation_sparsity_pattern"),
     "hunyuan_v1_moe": ("moe_intermediate_size", "moe_topk", "num_experts_per_tok"),

@@ -23,7 +23,7 @@ from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense, paged
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.layers.layers import NormScale
+from capibara.models.layers.layers import NormScale, QKNorm
 from capibara.models.layers.relative import Alibi, RelativeBias, RoundedAlibi
 from capibara.models.layers.rope import Pairs, Rope
 from capibara.models.parts import transformer
@@ -56,6 +56,23 @@ class InputsAttention(enum.StrEnum):
     BIDIRECTIONAL = "bidirectional"
 
 
+class WindowKind(enum.StrEnum):
+    """What a query of a local layer sees: the last `window` positions, or the block of `window` positions that it is in.
+
+    Blocks start at the first token of each document (Llama 4).
+    """
+
+    SLIDING = "sliding"
+    BLOCK = "block"
+
+
+class GrowthLayers(enum.StrEnum):
+    """The layers whose queries grow: all (Ministral 3), or the unrotated ones, counting positions from 1 (Llama 4)."""
+
+    ALL = "all"
+    UNROTATED = "unrotated"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TransformerConfig):
@@ -74,8 +91,10 @@ class DecoderConfig(TransformerConfig):
       logit_scale: factor of the final hidden states before the head; embed_dim**-0.5 in T5X's tied decoders.
       query_growth, query_growth_length: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p /
         query_growth_length)) (Llama 4, Ministral 3); 0: they are not.
+      query_growth_layers: the layers with such queries.
       final_norm: whether the last layer's output is normalised.
       window: number of positions visible to a query of a local layer, its own included.
+      window_kind: whether these are the last ones, or those of a block.
       layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
     """
 
@@ -90,6 +109,8 @@ class DecoderConfig(TransformerConfig):
     logit_scale: float = 1.0
     query_growth: float = 0.0
     query_growth_length: int | None = None
+    query_growth_layers: GrowthLayers = GrowthLayers.ALL
+    window_kind: WindowKind = WindowKind.SLIDING
     final_norm: FinalNorm = FinalNorm.LAYER
 
     @property
@@ -104,6 +125,10 @@ class DecoderConfig(TransformerConfig):
     def windows(self) -> tuple[int | None, ...]:
         spans = dict.fromkeys(LayerKind) | {LayerKind.LOCAL: self.window}
         return tuple(spans[kind] if kind.attends else 0 for kind in self.kinds)
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.window_kind is WindowKind.BLOCK
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -173,6 +198,7 @@ class DecoderConfig(TransformerConfig):
                 f"DecoderConfig.query_growth_length is {self.query_growth_length}, must be at least 1 with query_growth "
                 f"({self.query_growth}) above 0, and None without: try 8192"
             )
+        self._check_blocks_of_windows()
         if self.position_offset < 0 or (self.position_offset and not self.positions.added):
             raise UserError(
                 f"DecoderConfig.position_offset is {self.position_offset}, must be at least 0, and is for learned or "
@@ -181,6 +207,25 @@ class DecoderConfig(TransformerConfig):
         if self.positions is Positions.SINUSOIDAL and (self.embed_dim % 2 or self.embed_dim < 4):
             raise UserError(
                 f"DecoderConfig.embed_dim ({self.embed_dim}) must be even and at least 4 for sinusoidal positions"
+            )
+
+    def _check_blocks_of_windows(self) -> None:
+        if self.in_blocks and (self.window is None or self.inputs_attention is InputsAttention.BIDIRECTIONAL):
+            raise UserError(
+                f"DecoderConfig.window_kind is 'block', must have a window (is {self.window}) and inputs_attention 'causal' (is "
+                f"{str(self.inputs_attention)!r}): write 'sliding'"
+            )
+        if self.query_growth_layers is GrowthLayers.UNROTATED and not (
+            self.query_growth and LayerKind.UNROTATED in self.layer_pattern
+        ):
+            raise UserError(
+                "DecoderConfig.query_growth_layers is 'unrotated', must have query_growth above 0 and unrotated layers in "
+                "layer_pattern: write 'all'"
+            )
+        if self.qk_norm is QKNorm.UNIT and self.positions is not Positions.ROPE:
+            raise UserError(
+                f"DecoderConfig.qk_norm is 'unit', of rotated queries and keys, and positions are {str(self.positions)!r}: write "
+                "'head'"
             )
 
     def _check_mixer(self) -> None:
@@ -348,7 +393,9 @@ class DecoderBase(nnx.Module):
         config = self.config
         whole = config.attention_kind(causal=True)
         return dict.fromkeys(LayerKind, whole) | {
-            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window)
+            LayerKind.LOCAL: dataclasses.replace(
+                config.attention_kind(causal=True, window=config.window), in_blocks=config.in_blocks
+            )
         }
 
     def _embed(self, batch: Batch) -> jax.Array:
@@ -372,11 +419,22 @@ class DecoderBase(nnx.Module):
         if config.positions is Positions.ROPE:
             angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
-        scale = None
-        if config.query_growth_length is not None:
-            turns = jnp.floor(batch["positions"].astype(jnp.float32) / config.query_growth_length)
-            scale = 1 + config.query_growth * jnp.log1p(turns)
-        return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix, query_scale=scale)
+        segments, blocks = batch["segment_ids"], None
+        if config.in_blocks:
+            assert config.window is not None, "the configuration checks it"
+            blocks = layers.blocks(segments, batch["positions"], config.window)
+        scale = self._query_scale(batch["positions"])
+        return Rows(segments, angles, batch.get("domains"), prefix=prefix, query_scale=scale, blocks=blocks)
+
+    def _query_scale(self, positions_BT: jax.Array) -> dict[LayerKind, jax.Array] | None:
+        """The factors [B, T] of the queries in each kind of layer whose queries grow."""
+        config = self.config
+        if config.query_growth_length is None:
+            return None
+        in_all = config.query_growth_layers is GrowthLayers.ALL
+        counted = positions_BT.astype(jnp.float32) + (0.0 if in_all else 1.0)
+        scale = 1 + config.query_growth * jnp.log1p(jnp.floor(counted / config.query_growth_length))
+        return dict.fromkeys(set(config.layer_pattern) if in_all else (LayerKind.UNROTATED,), scale)
 
 
 @model_of(DecoderConfig)

@@ -193,7 +193,8 @@ def attend(
     count_B = None
     if q_BTNH.shape[1] == 1:
         positions_BS = cached_positions(now.lengths + now.counts, layer["key"].shape[2])
-        count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
+        if not kind.in_blocks:
+            count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
         assert before is not None, "several tokens need the cache without them"
         stored = as_stored(before["key"].dtype, *new)
@@ -208,6 +209,8 @@ def attend(
     visible_BTS &= positions_BS[:, None, :] >= 0
     if kind.window is not None:
         visible_BTS &= jnp.abs(back_BTS) < kind.window
+    if kind.window is not None and kind.in_blocks:
+        visible_BTS &= now.positions[:, :, None] // kind.window == positions_BS[:, None, :] // kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
     rows = cached_attention.Rows(layer["key"], layer["value"], scales)

@@ -191,6 +191,8 @@ def attend(
     visible_BTS = written_BS[:, None, :] & (back_BTS >= 0)
     if kind.window is not None:
         visible_BTS &= back_BTS < kind.window
+    if kind.window is not None and kind.in_blocks:
+        visible_BTS &= now.positions[:, :, None] // kind.window == slot_positions_S // kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale_pages"], layer["value_scale_pages"]) if "key_scale_pages" in layer else None
     pages = cached_attention.Pages(layer["key_pages"], layer["value_pages"], table_BM, written_BS, scales)

@@ -149,7 +149,8 @@ class QKNorm(enum.StrEnum):
 
     none: no norm. head: an RMSNorm of each head before rotation (Qwen 3, Gemma 3). rotated: the same after rotation
     (HunYuan, nanochat). layer: a LayerNorm of each head, with a bias (Phi, Persimmon). heads: a LayerNorm of each head
-    with a scale of its own and no bias (Cohere, StableLM). whole: an RMSNorm over all heads together (OLMo 2).
+    with a scale of its own and no bias (Cohere, StableLM). whole: an RMSNorm over all heads together (OLMo 2). unit: an
+    RMSNorm of each head after rotation, without a scale, in layers with rotary positions (Llama 4).
     """
 
     NONE = "none"
@@ -158,6 +159,7 @@ class QKNorm(enum.StrEnum):
     LAYER = "layer"
     HEADS = "heads"
     WHOLE = "whole"
+    UNIT = "unit"
 
 
 class AttentionSinks(enum.StrEnum):
@@ -184,6 +186,12 @@ class NormScale(enum.StrEnum):
     ONE = "one"
     OFFSET = "offset"
     NONE = "none"
+
+
+def blocks(segment_ids_BT: jax.Array, positions_BT: jax.Array, size: int) -> jax.Array:
+    """[B, T] a number for each block of `size` positions of each document of a row; 0 for padding, as in the argument."""
+    most = segment_ids_BT.shape[1] // size + 1  # blocks of a document
+    return jnp.where(segment_ids_BT > 0, segment_ids_BT * most + positions_BT // size % most, 0)
 
 
 class Norm(nnx.Module):

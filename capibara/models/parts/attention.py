@@ -169,13 +169,14 @@ class Attention(nnx.Module):
         """Queries of x, keys and values of y, normalised, rotated and scaled."""
         config = self.config
         q, k, v = self._projections(x_BTD, y_BSD)
-        if config.qk_norm not in (layers.QKNorm.NONE, layers.QKNorm.ROTATED):
+        after_rotation = config.qk_norm in (layers.QKNorm.ROTATED, layers.QKNorm.UNIT)
+        if config.qk_norm is not layers.QKNorm.NONE and not after_rotation:
             q, k = self.query_norm(q), self.key_norm(k)
         if config.attention_clip is not None:
             q, k, v = (jnp.clip(x, -config.attention_clip, config.attention_clip) for x in (q, k, v))
         if angles is not None:
             q, k = rotary.rotate(q, angles, config.rotary_pairs), rotary.rotate(k, angles, config.rotary_pairs)
-        if config.qk_norm is layers.QKNorm.ROTATED:
+        if after_rotation and (angles is not None or config.qk_norm is layers.QKNorm.ROTATED):
             q, k = self.query_norm(q), self.key_norm(k)
         if query_scale_BT is not None:
             q = q * query_scale_BT[:, :, None, None].astype(q.dtype)
@@ -219,6 +220,9 @@ def attend_cached(
     written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
     if now.is_prefill and not dense.attends_quantized_cache(layer, q):
         segments = now.real.astype(jnp.int32)
+        if kind.in_blocks:
+            assert kind.window is not None, "the configuration checks it"
+            segments = layers.blocks(segments, now.positions, kind.window)
         k, v = dense.as_cached(layer, k, v)
         inputs = AttentionInputs(q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT, sinks_N=sinks_N)
         return attend(inputs, kind, config.attention), written
@@ -238,5 +242,7 @@ def _norm(config: TransformerConfig, of: Projection, heads: int, rngs: nnx.Rngs)
             return norm(shape, kind=layers.NormKind.LAYER_UNBIASED, axes=of.out_axes)
         case layers.QKNorm.LAYER:
             return norm(config.head_size, kind=layers.NormKind.LAYER)
+        case layers.QKNorm.UNIT:
+            return norm(config.head_size, kind=layers.NormKind.RMS, scale=layers.NormScale.NONE)
         case _:
             return norm(config.head_size, kind=layers.NormKind.RMS, scale=config.norm_scale)

@@ -28,7 +28,7 @@ from capibara.models.layers.layers import (
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.latent_sizes import LatentAttention
-from capibara.models.parts.router import Moe
+from capibara.models.parts.router import Moe, Weighted
 
 
 class Positions(enum.StrEnum):
@@ -360,6 +360,11 @@ class TransformerConfig:
         return (None,) * self.num_layers
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether a window is the block of so many positions that has the query."""
+        return False
+
+    @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
         return not self.module_layers
@@ -443,6 +448,10 @@ def _check_variants(config: TransformerConfig) -> None:
         _check_latent(config, config.latent)
     if config.inner_norm is not InnerNorm.NONE and config.moe is not None:
         raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
+    if config.moe is not None and config.moe.weighted is Weighted.INPUTS and config.bias.of_mlp:
+        raise UserError(
+            f"Moe.weighted is 'inputs', must be with experts without biases, {own}.bias is {str(config.bias)!r}: write 'none'"
+        )
     positions = getattr(config, "positions", Positions.NONE)
     if config.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
         raise UserError(
@@ -479,5 +488,7 @@ def refuse(config: TransformerConfig, *names: str) -> None:
             raise UserError(f"{type(config).__name__}.{name} ({value!s}) is for decoders only: leave it out")
     if config.moe is not None and config.moe.first_dense:
         raise UserError(f"Moe.first_dense ({config.moe.first_dense}) is for decoders only: leave it out")
+    if config.qk_norm is QKNorm.UNIT:
+        raise UserError(f"{type(config).__name__}.qk_norm ('unit') is for decoders only: try 'head'")
     if config.activation is Activation.XIELU:
         raise UserError(f"{type(config).__name__}.activation ('xielu') is for decoders only: try 'gelu'")

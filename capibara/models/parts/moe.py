@@ -31,6 +31,7 @@ from capibara.models.parts.router import (
     Score,
     SharedGate,
     Stats,
+    Weighted,
     router_loss,
     router_metrics,
 )
@@ -216,8 +217,13 @@ class MoeMLP(nnx.Module):
             x_ND, experts, gates, tokens_N1 = jax.tree.map(
                 lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1)
             )
+            if moe.weighted is Weighted.INPUTS:  # every choice is a token with one expert
+                (N, D), k = x_ND.shape, moe.top_k
+                x_ND = (x_ND[:, None] * gates[..., None].astype(x_ND.dtype)).reshape(N * k, D)
+                experts, gates = experts.reshape(N * k, 1), jnp.ones((N * k, 1), gates.dtype)
+                tokens_N1 = None if tokens_N1 is None else jnp.repeat(tokens_N1, k, axis=0)
             y_ND = dispatch.dropless(x_ND, experts, gates, weights, activation, axes, tokens_N1)
-            y = y_ND.reshape(x_BTD.shape)
+            y = jnp.sum(y_ND.reshape(*x_BTD.shape[:2], -1, x_BTD.shape[2]), axis=2)
         return sharding.psum(y, axes.partial) if axes.partial else y
 
 

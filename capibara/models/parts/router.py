@@ -75,6 +75,13 @@ class GroupScore(enum.StrEnum):
     BEST = "best"
 
 
+class Weighted(enum.StrEnum):
+    """Whether a token's weights multiply the outputs of its experts, or their inputs (Llama 4)."""
+
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"
+
+
 class SharedGate(enum.StrEnum):
     """Whether the shared experts' output has a factor for each token: none, or the sigmoid of a projection (Qwen2-MoE)."""
 
@@ -164,6 +171,7 @@ class Moe:
       routing: whether tokens or experts choose.
       score, gates: how the weights of a token's experts are computed.
       closeness: for gates "close": the largest distance of close logits, relative to the logit or to the chosen one.
+      weighted: whether gates multiply the experts' outputs or inputs.
       gate_offset: added to the sum of scores that normalised gates are divided by (LFM2: 1e-6).
       correction: whether a bias decides the choice.
       groups, top_groups, group_score: experts are in `groups` groups of equal size, and a token chooses among those of
@@ -188,6 +196,7 @@ class Moe:
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
     closeness: float = 0.02
+    weighted: Weighted = Weighted.OUTPUTS
     gate_offset: float = 0.0
     correction: Correction = Correction.NONE
     groups: int = 1
@@ -262,6 +271,11 @@ class Moe:
             raise UserError(
                 "Moe.gates ('close') compare the logits of tokens that choose by softmax alone: leave routing, score, "
                 "correction, groups and hints out"
+            )
+        if self.weighted is Weighted.INPUTS and (self.has_capacity or self.bias is MoeBias.ALL):
+            raise UserError(
+                "Moe.weighted is 'inputs', must have dispatch 'dropless', routing 'token_choice' and bias 'mlp': leave them out, "
+                "or write 'outputs'"
             )
         if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
             raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")

@@ -38,7 +38,8 @@ class Rows(NamedTuple):
       domains: [B, T] domain hints.
       encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
       prefix: [B, T], 1 at a document's inputs, which attend to each other in both directions.
-      query_scale: [B, T], factors of the queries; None: 1.
+      query_scale: by kind of layer: [B, T], factors of the queries; None, or a kind without them: 1.
+      blocks: [B, T], numbers of the blocks that tokens of local layers attend in, 0 for padding; None: they have none.
     """
 
     segment_ids: jax.Array
@@ -47,7 +48,12 @@ class Rows(NamedTuple):
     encoded: jax.Array | None = None
     encoded_segments: jax.Array | None = None
     prefix: jax.Array | None = None
-    query_scale: jax.Array | None = None
+    query_scale: dict[LayerKind, jax.Array] | None = None
+    blocks: jax.Array | None = None
+
+    def scale_of(self, kind: LayerKind) -> jax.Array | None:
+        """The factors of the queries in a layer of this kind."""
+        return None if self.query_scale is None else self.query_scale.get(kind)
 
 
 class Shared(NamedTuple):
@@ -169,13 +175,13 @@ class Block(nnx.Module):
             y = self.attention(
                 x,
                 kind=kind,
-                segment_ids_BT=rows.segment_ids,
+                segment_ids_BT=rows.blocks if kind.in_blocks and rows.blocks is not None else rows.segment_ids,
                 angles=angles,
                 row_positions_T=shared.row_positions,
                 bias_NTS=shared.bias,
                 prefix_BT=rows.prefix,
                 drop=shared.drop,
-                query_scale_BT=rows.query_scale,
+                query_scale_BT=rows.scale_of(layer_kind),
             )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
@@ -210,7 +216,8 @@ class Block(nnx.Module):
             angles = None if rows.angles is None else rows.angles.get(layer_kind)
             y, new = self.attention.cached(
                 x, layer, now, kind=kind, angles=angles,
-                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix, query_scale_BT=rows.query_scale,
+                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
+                query_scale_BT=rows.scale_of(layer_kind),
             )  # fmt: skip
             written.update(new)
             return y

@@ -7,10 +7,13 @@ import encoder_families
 import expert_families
 import hybrid_families
 import older_families
+import wrapped_families
 
 CASES = dense_families.CASES | older_families.CASES | expert_families.CASES | hybrid_families.CASES
-CASES |= encoder_families.CASES
+CASES |= encoder_families.CASES | wrapped_families.CASES
 # transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
 IMPLEMENTATIONS = {"falcon": "sdpa"}
+# Modules that answer for a class whose own forward fails on text in transformers 5.24.
+ANSWERING = {"llama4": "language_model"}
 # Classes that AutoModelForCausalLM does not know.
-CLASSES = {"mistral4": "Mistral4ForCausalLM"}
+CLASSES = {"mistral4": "Mistral4ForCausalLM"} | wrapped_families.CLASSES

@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
 import encoder_families  # noqa: E402
-from family_cases import CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 
@@ -94,7 +94,7 @@ def opened(folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> torch.nn
     )
     strange = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     assert not strange, strange
-    return model.eval()
+    return model.get_submodule(ANSWERING.get(model_type, "")).eval()
 
 
 def logits(model: torch.nn.Module) -> np.ndarray:

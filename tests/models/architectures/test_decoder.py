@@ -244,6 +244,23 @@ def test_flops_count_the_matmuls_that_are_there():
             ),
             r"attention_gate \(sigmoid\) has no effect with DecoderConfig.latent",
         ),
+        (dict(window_kind="block"), r"window_kind is 'block', must have a window \(is None\)"),
+        (
+            dict(window_kind="block", window=4, layer_pattern=("local",), inputs_attention="bidirectional"),
+            "inputs_attention 'causal' .is 'bidirectional'.",
+        ),
+        (
+            dict(query_growth_layers="unrotated", query_growth=0.1, query_growth_length=8),
+            "query_growth_layers is 'unrotated', must have query_growth above 0 and unrotated layers",
+        ),
+        (
+            dict(qk_norm="unit", positions="none"),
+            "qk_norm is 'unit', of rotated queries and keys, and positions are 'none'",
+        ),
+        (
+            dict(bias="mlp", moe=Moe(num_experts=2, top_k=1, weighted="inputs")),
+            "weighted is 'inputs', must be with experts without biases, DecoderConfig.bias is 'mlp'",
+        ),
         (dict(query_growth=-0.1), "query_growth is -0.1, must be finite and at least 0"),
         (dict(query_growth=0.1), r"query_growth_length is None, must be at least 1 with query_growth \(0.1\)"),
         (dict(query_growth_length=8), r"query_growth_length is 8, .* and None without: try 8192"),
@@ -280,3 +297,30 @@ def test_layer_patterns_run_in_groups_and_what_is_left_over(layers, pattern):
     changed["tokens"][0, 0] += 1
     moved = np.abs(jax.jit(api.build(config).logits)(params, changed) - scan)[0].max(-1) > 0
     assert moved[0] and not moved[reach + 1 :].any() and (reach < 16 or moved[15])
+
+
+def test_packed_documents_have_blocks_of_their_own():
+    """Blocks start at each document, wherever it is in the row; what it answers does not depend on its neighbours."""
+    config = DecoderConfig(
+        vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", qk_norm="unit",
+        window_kind="block", window=4, layer_pattern=("local", "unrotated"), query_growth=0.5, query_growth_length=3,
+        query_growth_layers="unrotated", moe=Moe(num_experts=4, top_k=2, score="sigmoid", gates="scores", weighted="inputs"),
+    )  # fmt: skip
+    model = api.build(config)
+    params, lengths = model.init(jax.random.key(0)), (5, 11, 6)
+    tokens = np.random.default_rng(0).integers(0, 64, sum(lengths)).astype(np.int32)
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    segments = np.repeat(np.arange(1, 4), lengths).astype(np.int32)
+
+    def logits(part):
+        row = {"tokens": tokens[part], "positions": positions[part], "segment_ids": segments[part]}
+        return np.asarray(model.logits(params, {name: value[None] for name, value in row.items()}))[0]
+
+    alone = [logits(segments == number) for number in (1, 2, 3)]
+    np.testing.assert_allclose(logits(segments > 0), np.concatenate(alone), rtol=1e-4, atol=1e-5)
+    changed = dataclasses.replace(config, layer_pattern=("local",), query_growth_layers="all")
+    model = api.build(changed)
+    before = logits(segments == 2)
+    tokens[6] += 1 - 2 * (tokens[6] > 0)  # the second token of that document: in its first block
+    same = np.abs(logits(segments == 2) - before).max(axis=-1) < 1e-6
+    np.testing.assert_array_equal(same, [True] + [False] * 3 + [True] * 7)

@@ -76,6 +76,16 @@ VARIANTS = {
         moe=Moe(num_experts=4, top_k=2, first_dense=1),
     ),
     "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
+    "blocks": dict(
+        window_kind="block",
+        window=6,
+        layer_pattern=("local", "unrotated"),
+        qk_norm="unit",
+        query_growth=0.5,
+        query_growth_length=4,
+        query_growth_layers="unrotated",
+        moe=Moe(num_experts=4, top_k=2, score="sigmoid", gates="scores", weighted="inputs", shared_experts=1),
+    ),
     "mamba2": dict(
         mixer=Mamba2(heads=4, head_dim=6, groups=2, state_dim=8), layer_pattern=("recurrent", "global"), num_layers=3
     ),
@@ -177,8 +187,9 @@ def test_a_row_longer_than_its_cache_sees_its_last_tokens():
     np.testing.assert_array_equal(caches.cached_positions(cache["lengths"], 8)[0], [24 - 8, 17, 18, 19, 20, 21, 22, 23])
 
 
-def test_rows_go_on_by_several_tokens_at_once():
-    model, params = made(dataclasses.replace(TINY, **VARIANTS["gemma2"]))
+@pytest.mark.parametrize("name", ["gemma2", "blocks"])
+def test_rows_go_on_by_several_tokens_at_once(name):
+    model, params = made(dataclasses.replace(TINY, **VARIANTS[name]))
     tokens = rows_of()
     want = of_whole_rows(model, params, tokens, {})
     cache = model.start_cache(2, LENGTH)

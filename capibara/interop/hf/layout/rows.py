@@ -65,6 +65,11 @@ EXPERTS = {
 }
 
 Rows = tuple[Tensor, ...]
+# The language model of one that reads images, too.
+_TEXT = (
+    (r"^language_model\.lm_head", "lm_head"),
+    (r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)", "model."),
+)
 
 
 def rows(declared: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None = None) -> Rows:
@@ -200,14 +205,12 @@ class Names:
         return re.search(self.parts, self._renamed(name)) is not None
 
     def _renamed(self, name: str) -> str:
-        for pattern, replacement in self.renamed:
+        for pattern, replacement in _TEXT + self.renamed:
             name = re.sub(pattern, replacement, name)
         return name
 
 
 BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
-TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text model of a multimodal one
-TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
 BUFFERS = r"\.rotary_emb\.inv_freq$"
 LLAMA_LIKE = ((BARE,), BUFFERS)
 

@@ -135,6 +135,7 @@ class Gemma3nConfig(DecoderConfig):
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
             "query_growth": (0.0,),
+            "window_kind": ("sliding",),
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
         }

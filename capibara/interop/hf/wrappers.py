@@ -1,0 +1,246 @@
+"""Models that read images or sound, too: where their files have the language model, which is the only part that is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.interop.hf import tables
+from capibara.interop.hf import values as hf_values
+from capibara.interop.hf.families import FAMILIES
+from capibara.interop.hf.layout.family import Family
+from capibara.interop.hf.layout.rows import Names
+
+Values = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """A model around a language model.
+
+    Attributes:
+      architecture: its class name in config.json.
+      text: the family that computes the language model, as far as text_config does not name another one.
+      named: the model_types that text_config may have -> the families that compute them; empty: it does not name any.
+      tied: whether the head is tied to the embedding if config.json does not say.
+      ties: whether the wrapper's own key ties the head; if not, that of text_config does alone.
+      tied_by: further keys that tie the head: "tie_embedding" comes first, "text_config" ties it if config.json does not.
+      defaults: keys of text_config -> their values if it does not set them, where they are not the family's.
+      fixed: keys of the family -> what transformers computes, whatever text_config says.
+      mrope: whether the type of rotary positions may be "mrope", which are the usual ones for text.
+      squared: whether all heads are as wide as the model if text_config does not say it, whatever the family's default.
+      flat: whether text_config may be missing, its keys beside those of the wrapper.
+      caps: whether transformers scales and caps logits as in the language model alone.
+      parts: pattern of the modules that are left out.
+      renamed: (pattern, replacement) that map the language model's names to those of its family.
+    """
+
+    architecture: str
+    text: str
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tied: bool = False
+    ties: bool = True
+    tied_by: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mrope: bool = False
+    squared: bool = False
+    flat: bool = False
+    caps: bool = False
+    parts: str = "vision_tower|multi_modal_projector"
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+# Language models whose head is a plain projection beside the layers, as all wrappers here have it.
+_NAMED = {
+    name: name
+    for name in (
+        "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3",
+        "granite", "cohere", "cohere2", "lfm2", "lfm2_moe", "gpt_oss", "olmo2", "smollm3", "deepseek_v3",
+    )
+}  # fmt: skip
+_VISUAL = "visual"
+_CONNECTED = "vision_model|connector"
+_QWEN2: dict[str, Any] = dict(
+    text="qwen2",
+    tied_by="text_config",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_key_value_heads": 8, "max_window_layers": 80},
+    mrope=True,
+    flat=True,
+    parts=_VISUAL,
+)
+WRAPPERS = {
+    "gemma3": Wrapper(architecture="Gemma3ForConditionalGeneration", text="gemma3_text", tied=True),
+    "gemma3n": Wrapper(
+        architecture="Gemma3nForConditionalGeneration",
+        text="gemma3n_text",
+        tied=True,
+        caps=True,
+        parts="vision_tower|audio_tower|embed_vision|embed_audio",
+    ),
+    "llava": Wrapper(architecture="LlavaForConditionalGeneration", text="llama", named=_NAMED, tied_by="text_config"),
+    "mistral3": Wrapper(architecture="Mistral3ForConditionalGeneration", text="mistral", named=_NAMED, tied=True),
+    "internvl": Wrapper(architecture="InternVLForConditionalGeneration", text="qwen2", named=_NAMED, tied=True),
+    "lfm2_vl": Wrapper(
+        architecture="Lfm2VlForConditionalGeneration", text="lfm2", named=_NAMED, tied=True, tied_by="tie_embedding"
+    ),
+    "aya_vision": Wrapper(architecture="AyaVisionForConditionalGeneration", text="cohere2", named=_NAMED, tied=True),
+    "smolvlm": Wrapper(architecture="SmolVLMForConditionalGeneration", text="llama", named=_NAMED, parts=_CONNECTED),
+    "idefics3": Wrapper(architecture="Idefics3ForConditionalGeneration", text="llama", named=_NAMED, parts=_CONNECTED),
+    "kimi_k25": Wrapper(
+        architecture="Kimi_K25ForConditionalGeneration",
+        text="deepseek_v3",
+        named=_NAMED | {"kimi_k2": "deepseek_v3"},
+        tied=True,
+        parts="vision_tower|mm_projector",
+        renamed=((r"^model\.blocks\.", "model.layers."),),  # as transformers 5.24 saves it
+    ),
+    "qwen2_vl": Wrapper(architecture="Qwen2VLForConditionalGeneration", **_QWEN2),
+    "qwen2_5_vl": Wrapper(architecture="Qwen2_5_VLForConditionalGeneration", **_QWEN2),
+    "qwen3_vl": Wrapper(
+        architecture="Qwen3VLForConditionalGeneration",
+        text="qwen3",
+        defaults={"rope_theta": 500_000.0, "num_key_value_heads": 32},
+        fixed={"use_sliding_window": False},
+        parts=_VISUAL,
+    ),
+    "qwen3_vl_moe": Wrapper(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        text="qwen3_moe",
+        defaults={"rope_theta": 500_000.0, "num_key_value_heads": 16, "num_experts_per_tok": 4},
+        fixed={"use_sliding_window": False, "norm_topk_prob": True},
+        parts=_VISUAL,
+    ),
+    "qwen3_5": Wrapper(architecture="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", parts=_VISUAL),
+    "qwen3_5_moe": Wrapper(architecture="Qwen3_5MoeForConditionalGeneration", text="qwen3_5_moe_text", parts=_VISUAL),
+    "glm4v": Wrapper(
+        architecture="Glm4vForConditionalGeneration",
+        text="glm4",
+        tied_by="text_config",
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        fixed={"attention_bias": True},
+        squared=True,
+        parts=_VISUAL,
+    ),
+    "glm4v_moe": Wrapper(
+        architecture="Glm4vMoeForConditionalGeneration",
+        text="glm4_moe",
+        tied_by="text_config",
+        defaults={"attention_bias": True},
+        fixed={"use_qk_norm": False},
+        parts=_VISUAL,
+    ),
+    "llama4": Wrapper(
+        architecture="Llama4ForConditionalGeneration",
+        text="llama4_text",
+        ties=False,
+        tied_by="text_config",
+        parts="vision_model|multi_modal_projector",
+    ),
+}
+# What families do to the logits, and transformers' wrappers do not.
+_OF_LOGITS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # read beside text_config, too
+_NOT_FLAT = ("head_dim", "partial_rotary_factor", "original_max_position_embeddings")
+_GRID = ("mrope_section", "mrope_interleaved")  # shares of a head by the axes of an image, which agree for text
+
+
+def text_part(values: Values) -> dict[str, Any]:
+    """The values of the language model only, with its model_type; those of a language model are returned as they are.
+
+    Raises:
+      UserError: a value is none that a model has, or the wrapper has a language model that is not read.
+    """
+    hf_values.check(values)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
+        return dict(values)
+    wrapper = WRAPPERS[model_type]
+    inner = _inner(values, wrapper)
+    family = FAMILIES[_text_type(inner, wrapper, model_type)]
+    ids = {key: values[key] for key in _IDS if key in values}
+    text = {**wrapper.defaults, **ids, **inner, **wrapper.fixed, "model_type": family.model_type}
+    text |= {key: _along_text(inner[key], wrapper) for key in ("rope_scaling", "rope_parameters") if key in inner}
+    if wrapper.squared and text.get("head_dim") is None:
+        width, heads = (text.get(key) or 0 for key in ("hidden_size", "num_attention_heads"))
+        text["head_dim"] = width // heads if heads else None
+        if heads and width // heads % 2:
+            raise UserError(
+                f"config.json has hidden_size = {width} for {heads} heads, must be an even number of dimensions for each: copy the "
+                "file again"
+            )
+    text["tie_word_embeddings"] = _tied(values, inner, wrapper, family)
+    if not wrapper.caps:
+        read = {*family.keys.values(), *family.defaults, *family.read_keys}
+        text |= {key: neutral for key, neutral in _OF_LOGITS.items() if key in read}
+    text.pop("architectures", None)
+    return text
+
+
+def names(config: Values) -> Names:
+    """The tensors that a folder with this config.json has."""
+    of_text = tables.NAMES[text_part(config)["model_type"]]
+    wrapper = WRAPPERS.get(config["model_type"])
+    if wrapper is None:
+        return of_text
+    parts = rf"{of_text.parts}|^(?:model\.)?(?:{wrapper.parts})\."
+    return dataclasses.replace(of_text, renamed=of_text.renamed + wrapper.renamed, parts=parts)
+
+
+def architectures(values: Values) -> tuple[str, ...]:
+    """The class names that a config.json with this model_type may have."""
+    wrapper = WRAPPERS.get(values["model_type"])
+    return FAMILIES[values["model_type"]].architectures if wrapper is None else (wrapper.architecture,)
+
+
+def untied(config: Values) -> dict[str, Any]:
+    """A config.json with a head of its own."""
+    wrapper, changed = WRAPPERS.get(config["model_type"]), {**config, "tie_word_embeddings": False}
+    if wrapper is None or not wrapper.tied_by:
+        return changed
+    if wrapper.tied_by == "text_config":
+        inner = {**(config.get("text_config") or {}), "tie_word_embeddings": False}
+        return changed | ({"text_config": inner} if config.get("text_config") else {})
+    return changed | {wrapper.tied_by: False}
+
+
+def _inner(values: Values, wrapper: Wrapper) -> dict[str, Any]:
+    """The keys of the language model."""
+    inner = values.get("text_config")
+    if inner is None and wrapper.flat:
+        outer = ("text_config", "vision_config", "tie_word_embeddings", *_NOT_FLAT)
+        return {key: value for key, value in values.items() if key not in outer}
+    return dict(inner or {})
+
+
+def _text_type(inner: Values, wrapper: Wrapper, model_type: str) -> str:
+    if not wrapper.named:
+        return wrapper.text
+    name = inner.get("model_type", wrapper.text)
+    if name not in wrapper.named:
+        raise UserError(
+            f"config.json of a {model_type} has text_config with model_type {name!r}, must be one of "
+            f"{', '.join(wrapper.named)}: take another model"
+        )
+    return wrapper.named[name]
+
+
+def _tied(values: Values, inner: Values, wrapper: Wrapper, family: Family) -> Any:
+    """Whether the head is tied, as the config.json says it."""
+    tied = values.get("tie_word_embeddings", wrapper.tied) if wrapper.ties else False
+    if wrapper.tied_by == "text_config":
+        return tied or inner.get("tie_word_embeddings", bool(wrapper.named) and family.tied)
+    return values.get(wrapper.tied_by, tied)
+
+
+def _along_text(rope: Any, wrapper: Wrapper) -> Any:
+    """The parameters of rotary positions without what only images need."""
+    if not isinstance(rope, Mapping):
+        return rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    plain = {key: value for key, value in rope.items() if key not in _GRID}
+    if wrapper.mrope and kind == "mrope":
+        return plain | {"rope_type": "default"}
+    return plain if len(plain) == len(rope) else {"rope_type": kind} | plain

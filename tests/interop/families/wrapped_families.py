@@ -1,0 +1,124 @@
+"""Cases of interop/hf/wrappers: models that read images, too, of which the language model is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from family_sizes import RMS, rope
+from hybrid_families import DELTA, EXPERTS, SHORT
+
+SIGHT = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+)
+GRID_SIGHT = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=32)
+TEXT = {key: value for key, value in RMS.items() if key != "tie_word_embeddings"}
+# Shares of the 4 pairs of a head, as models that place tokens on a grid have them.
+GRID = rope(mrope_section=[2, 1, 1])
+QWEN2 = dict(TEXT, num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2)
+WINDOWS = ["sliding_attention", "full_attention"]
+
+
+def around(model_type: str, text: dict[str, Any], sight: dict[str, Any] = SIGHT, **more: Any) -> dict[str, Any]:
+    return dict(model_type=model_type, text_config=text, vision_config=sight, **more)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llava": around("llava", dict(TEXT, model_type="llama", rope_parameters=rope(), tie_word_embeddings=True)),
+    "mistral3": around(
+        "mistral3", dict(TEXT, model_type="mistral", sliding_window=8, head_dim=12, rope_parameters=rope())
+    )
+    | dict(tie_word_embeddings=False),
+    "internvl": around("internvl", dict(TEXT, model_type="qwen2", rope_parameters=rope()))
+    | dict(vision_config=SIGHT | dict(image_size=[28, 28], patch_size=[14, 14])),
+    "lfm2_vl": around(
+        "lfm2_vl",
+        dict(TEXT, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=3, block_multiple_of=8, rope_parameters=rope())
+        | dict(layer_types=["conv", "full_attention", "conv"]),
+    ),
+    "aya_vision": around(
+        "aya_vision",
+        dict(TEXT, model_type="cohere2", layer_norm_eps=1e-5, num_hidden_layers=4, sliding_window=8, logit_scale=0.25)
+        | dict(rope_parameters=rope(), layer_types=WINDOWS * 2),
+    ),
+    "smolvlm": around("smolvlm", dict(TEXT, model_type="llama", rope_parameters=rope()), scale_factor=1),
+    "idefics3": around("idefics3", dict(TEXT, model_type="llama", rope_parameters=rope()), scale_factor=1)
+    | dict(tie_word_embeddings=True),
+    "qwen2_vl": around("qwen2_vl", dict(QWEN2, rope_parameters=GRID), GRID_SIGHT | dict(embed_dim=8)),
+    "qwen2_5_vl": around("qwen2_5_vl", dict(QWEN2, rope_parameters=GRID), GRID_SIGHT | dict(fullatt_block_indexes=[0]))
+    | dict(tie_word_embeddings=True),
+    "qwen3_vl": around(
+        "qwen3_vl",
+        dict(TEXT, head_dim=16, attention_bias=True, rope_parameters=rope(mrope_section=[4, 2, 2])),
+        GRID_SIGHT | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
+    ),
+    "qwen3_vl_moe": around(
+        "qwen3_vl_moe",
+        dict(TEXT, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+        | dict(rope_parameters=rope(mrope_section=[4, 2, 2])),
+        GRID_SIGHT | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
+    ),
+    "qwen3_5_vl": around(
+        "qwen3_5",
+        dict(TEXT, rope_parameters=rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])) | DELTA,
+        GRID_SIGHT | dict(num_position_embeddings=16),
+    ),
+    "qwen3_5_vl_moe": around(
+        "qwen3_5_moe",
+        dict(TEXT, rope_parameters=rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])) | DELTA | EXPERTS | SHORT,
+        GRID_SIGHT | dict(num_position_embeddings=16),
+    ),
+    "glm4v": around(
+        "glm4v",
+        dict(TEXT, rope_parameters=rope(partial_rotary_factor=0.5, mrope_section=[1, 1])),
+        GRID_SIGHT | dict(image_size=28),
+    ),
+    "glm4v_moe": around(
+        "glm4v_moe",
+        dict(TEXT, head_dim=16, rope_parameters=rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]))
+        | dict(num_hidden_layers=3, moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=2)
+        | dict(topk_group=1, routed_scaling_factor=1.5),
+        GRID_SIGHT | dict(image_size=28),
+    ),
+    "kimi_k25": around(
+        "kimi_k25",
+        dict(TEXT, model_type="deepseek_v3", moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2)
+        | dict(n_group=2, topk_group=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8)
+        | dict(
+            v_head_dim=8, first_k_dense_replace=1, num_hidden_layers=3, rope_parameters=rope(), num_key_value_heads=4
+        ),
+        dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1),
+        tie_word_embeddings=False,
+    ),
+    "llama4_vl": around(
+        "llama4",
+        dict(
+            TEXT,
+            head_dim=16,
+            num_hidden_layers=4,
+            attention_chunk_size=9,
+            num_local_experts=4,
+            intermediate_size_mlp=40,
+        )
+        | dict(tie_word_embeddings=True, rope_parameters=rope()),
+        SIGHT | dict(vision_output_dim=8, projector_input_dim=8, projector_output_dim=8, intermediate_size=32),
+    ),
+}
+CLASSES = {
+    "llama4": "Llama4ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
+    "aya_vision": "AyaVisionForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "glm4v": "Glm4vForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+}
