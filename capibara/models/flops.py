@@ -40,7 +40,7 @@ def flops_per_token(
     head = "embedding" if config.head == "tied" else "output"
     width = config.embedding_width if isinstance(config, EncoderConfig) else config.embed_dim
     weights = config.vocab_size * width * _share(config, head)  # tied or not; the lookup is no matmul
-    of_encoder = 0.0
+    of_encoder, repeats = 0.0, config.depth // config.num_layers
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
     )
@@ -48,7 +48,7 @@ def flops_per_token(
         if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
-            weights += _weights_per_token(config, name, leaf, names)
+            weights += _weights_per_token(config, name, leaf, names) * (repeats if name.startswith("layers/") else 1)
     recurrent = config.windows.count(0) * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
@@ -91,7 +91,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
 
     match config.data_kind:
         case "masked":
-            return sum(map(both, config.windows)), 0
+            return sum(map(both, config.windows)) * config.depth / config.num_layers, 0
         case "encoder_decoder":
             return config.num_layers * (causal(None) + encoder_length), cast(
                 _Encodes, config

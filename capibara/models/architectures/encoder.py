@@ -72,6 +72,8 @@ class EncoderConfig(TransformerConfig):
         and the distance from which on all share the last; 0: there are none.
       window: number of positions visible to a query of a local layer in each direction, its own included.
       layer_pattern: kinds of the first layers, global or local, repeated over all layers.
+      layer_repeats: how often each layer is applied, one time after the other, before the next one (ALBERT); above 1 all
+        layers are global, without experts and alike.
       first_norm: whether the first layer's attention has a norm of its input.
       embedding_dim: width of the embeddings, which a projection widens to embed_dim, and of the head (ELECTRA); None:
         embed_dim, without a projection.
@@ -95,6 +97,7 @@ class EncoderConfig(TransformerConfig):
     relative_distance: int = 128
     window: int | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    layer_repeats: int = 1
     first_norm: FirstNorm = FirstNorm.LAYER
     embedding_dim: int | None = None
     embedding_norm: EmbeddingNorm = EmbeddingNorm.LAYER
@@ -109,6 +112,10 @@ class EncoderConfig(TransformerConfig):
     @property
     def rotary_pairs(self) -> Pairs:
         return self.rope.pairs
+
+    @property
+    def depth(self) -> int:
+        return self.num_layers * self.layer_repeats
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -196,6 +203,16 @@ def _check_layers(config: EncoderConfig) -> None:
     if (window is not None) != ("local" in kinds) or (window is not None and not 1 <= window < 2**31):
         raise UserError(
             f"EncoderConfig.window is {window}, must be at least 1 where layer_pattern has local layers, and None elsewhere"
+        )
+    if config.layer_repeats < 1:
+        raise UserError(
+            f"EncoderConfig.layer_repeats is {config.layer_repeats}, must be at least 1: 1 applies layers once"
+        )
+    alike = config.first_norm is FirstNorm.LAYER and config.moe is None and kinds == {"global"}
+    if config.layer_repeats > 1 and not alike:
+        raise UserError(
+            f"EncoderConfig.layer_repeats ({config.layer_repeats}) is for layers that are alike: leave it out, or first_norm, "
+            "moe and window"
         )
     if config.first_norm is FirstNorm.LAYER:
         return
@@ -285,6 +302,7 @@ class Encoder(nnx.Module):
             x, stats = stack.run(
                 self.layers, x, rows, apply, entries, config.layer_loop, remat, all_trained=config.lora is None,
                 numbered=drop is not None, span=(start, stop) if first else None, some=config.module_layers,
+                repeats=config.layer_repeats,
             )  # fmt: skip
             parts.append(stats)
         stats = jax.tree.map(lambda *s: jnp.concatenate(s), *parts) if first else parts[0]

@@ -34,7 +34,7 @@ class Attention(nnx.Module):
         self.key = layers.projection(rngs, projections.KEY, (D, K, H))
         self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
-        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.num_layers)
+        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.depth)
         if config.attention_gate is AttentionGate.SIGMOID:
             self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, H))
         if config.bias.of_heads:

@@ -282,6 +282,11 @@ class TransformerConfig:
             )
 
     @property
+    def depth(self) -> int:
+        """Number of layers that a token passes."""
+        return self.num_layers
+
+    @property
     def streams(self) -> int:
         """Number of residual streams."""
         return 1

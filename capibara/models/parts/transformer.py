@@ -83,7 +83,7 @@ class MLP(nnx.Module):
             self.gate = layers.projection(rngs, projections.GATE, (D, F))
         if config.activation is layers.Activation.XIELU:
             self.activation = layers.Xielu(rngs)
-        self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.num_layers)
+        self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.depth)
         if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             if config.activation.gated:

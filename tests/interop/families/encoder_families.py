@@ -24,6 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
     "camembert": dict(BERT, model_type="camembert", hidden_act="gelu_new"),
     "electra": dict(BERT, model_type="electra", embedding_size=24, hidden_act="gelu_new", pad_token_id=0),
     "electra_whole": dict(BERT, model_type="electra", embedding_size=32, type_vocab_size=3, pad_token_id=0),
+    "albert": dict(
+        BERT, model_type="albert", embedding_size=24, hidden_act="gelu", num_hidden_layers=4, num_hidden_groups=2
+    )
+    | {"pad_token_id": 0, "type_vocab_size": 3},
     "ernie": dict(
         BERT, model_type="ernie", use_task_id=True, task_type_vocab_size=4, hidden_act="relu", pad_token_id=0
     ),

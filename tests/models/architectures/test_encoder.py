@@ -130,6 +130,39 @@ def test_a_mesh_gives_the_gradients_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
+def of_each_layer(params, layers):
+    """The parameters of layers with these numbers."""
+    return params | {"layers": jax.tree.map(lambda x: x[jnp.array(layers)], params["layers"])}
+
+
+@pytest.mark.parametrize(
+    ("loop", "remat"), [("scan", Remat.FULL), pytest.param("unroll", Remat.NONE, marks=pytest.mark.heavy)]
+)
+def test_layers_that_repeat_are_trained_as_one(loop, remat):
+    """In rows of several documents: as a deeper model with equal weights, whose gradients are added up."""
+    batch = batch_of(random_tokens(), padding=5)
+    batch["segment_ids"][0, 10:] = 2
+    shared = api.build(dataclasses.replace(TINY, layer_repeats=3, layer_loop=loop))
+    deep, params = api.build(dataclasses.replace(TINY, num_layers=6)), random_params(shared)
+    loss = lambda model: lambda p: jnp.mean(jnp.square(model.hidden(p, batch, remat)[0]))  # noqa: E731
+    got, gradients = jax.jit(jax.value_and_grad(loss(shared)))(params)
+    want, apart = jax.jit(jax.value_and_grad(loss(deep)))(of_each_layer(params, [0, 0, 0, 1, 1, 1]))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    summed = apart | {"layers": jax.tree.map(lambda g: g.reshape(2, 3, *g.shape[1:]).sum(1), apart["layers"])}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, summed)
+    assert shared.flops_per_token(24) == deep.flops_per_token(24)
+
+
+def test_layers_that_repeat_drop_out_apart():
+    """Each time with numbers of its own, in a train step."""
+    model = api.build(dataclasses.replace(TINY, num_layers=1, layer_repeats=2, dropout_rate=0.5))
+    params, batch = random_params(model), batch_of(random_tokens())
+    deep = api.build(dataclasses.replace(TINY, num_layers=2, dropout_rate=0.5))
+    got = model.hidden(params, batch, Remat.NONE, jnp.int32(3))[0]
+    want = deep.hidden(of_each_layer(params, [0, 0]), batch, Remat.NONE, jnp.int32(3))[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "count"), [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
 def test_a_published_model_has_its_published_size(name, count):
     config.parse([f"models/{name}.gin"])
@@ -151,6 +184,11 @@ def test_flops_count_attention_in_both_directions():
         (dict(token_types=-1), "token_types is -1, must be at least 0"),
         (dict(embedding_dim=32), r"embedding_dim is 32, must be at least 1 and not embed_dim \(32\)"),
         (dict(transform_activation="swiglu"), "transform_activation is .swiglu., the transform has one projection"),
+        (dict(layer_repeats=0), "layer_repeats is 0, must be at least 1"),
+        (
+            dict(layer_repeats=2, norm_placement="pre", first_norm="none"),
+            r"layer_repeats \(2\) is for layers that are alike",
+        ),
         (dict(embed_dim=30), r"EncoderConfig.embed_dim \(30\) must be a multiple of num_heads \(4\)"),
     ],
 )
