@@ -44,7 +44,8 @@ from capibara.models.mixers.gated_delta import GatedDelta
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
-from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig
+from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig, trains
+from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
@@ -56,6 +57,8 @@ __all__ = [
     "ComputeDtype",
     "DecoderConfig",
     "EncoderConfig",
+    "Disentangled",
+    "Distances",
     "EncoderDecoderConfig",
     "GatedDelta",
     "Gemma3n",
@@ -72,6 +75,8 @@ __all__ = [
     "ShortConv",
     "Submodel",
     "TransformerConfig",
+    "TableNorm",
+    "Terms",
     "build",
     "capacity",
     "configurations",

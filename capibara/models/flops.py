@@ -6,12 +6,14 @@ from typing import Protocol, cast
 
 import jax
 
-from capibara.core import tree
+from capibara.core import projections, tree
 from capibara.core.types import Params
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.parts.config import TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
+
+_OF_DISTANCES = tuple(one.name for one in projections.POSITIONS)
 
 
 class _Encodes(Protocol):
@@ -52,6 +54,8 @@ def flops_per_token(
     recurrent = config.windows.count(0) * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
+    if isinstance(config, EncoderConfig) and config.disentangled is not None:
+        keys += config.depth * config.disentangled.rows * config.disentangled.terms.number / 2  # one product, not two
     own, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 
@@ -63,7 +67,8 @@ def _weights_per_token(
     matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(
         ("bias", "magnitude", "_lora/rows", "_norm/scale")
     )
-    if not matrix or "vocab" in names or "position" in names:
+    of_distances = name.rpartition("/")[2] in _OF_DISTANCES  # projected once in a step
+    if not matrix or of_distances or "vocab" in names or "position" in names:
         return 0.0
     size = leaf.size * _share(config, name)
     if "experts" not in names:

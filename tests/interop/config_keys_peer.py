@@ -190,6 +190,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "activation_sparsity_pattern": (None, 0.5, [0.5] * 8),
     "problem_type": ("regression", "single_label_classification"),
     "dtype": ("bfloat16", "float16"),
+    "pos_att_type": ("c2p", "P2C", "c2p | p2c", ["c2p"], ["p2c", "c2p"], [], None),
+    "position_buckets": (8, 2, -1),
+    "max_relative_positions": (-1, 8, 3),
+    "norm_rel_ebd": ("none", "layer_norm", "other|layer_norm"),
+    "share_att_key": (True, False),
+    "conv_kernel_size": (3, 0),
+    "attention_head_size": (8, 16),
     "torch_dtype": ("bfloat16", "float16"),
     "chunk_size_feed_forward": (4, 8),
     "per_layer_config": ({"0": {"intermediate_size": 40}}, {"1": {"num_key_value_heads": 1}}, {"0": {"rms_norm_eps": 0.1}}, {"1": {"sliding_window": 3}}),
@@ -276,6 +283,12 @@ FOREIGN = (
 )  # fmt: skip
 IGNORED = ("model_type", "vision_config", "audio_config")
 
+# Keys that a family's code reads, and that its configuration class does not declare.
+UNDECLARED = {
+    "deberta-v2": (
+        "position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size", "attention_head_size", "embedding_size",
+    ),
+}  # fmt: skip
 
 def fields_of(config: Any) -> dict[str, Any]:
     """Every key of a configuration class, and its value here."""
@@ -316,7 +329,8 @@ def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     layers = getattr(text, "num_hidden_layers", 2)
     values = base["text_config"] if inner else base
     known = fields_of(text)
-    for key in [*known, *(name for name in FOREIGN if name not in known)]:
+    further = (*FOREIGN, *UNDECLARED.get(base["model_type"], ()))
+    for key in [*known, *(name for name in further if name not in known)]:
         for value in values_of(key, known.get(key), layers):
             if key not in values or values[key] != value:
                 yield inner + key, value

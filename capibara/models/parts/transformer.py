@@ -61,6 +61,7 @@ class Shared(NamedTuple):
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
       in_first: whether the layer is one of the first, which have an MLP where the others have experts.
       bare: whether the layer's attention reads its input without a norm.
+      distances_RD: embeddings of distances, of disentangled attention.
     """
 
     row_positions: jax.Array | None = None
@@ -70,6 +71,7 @@ class Shared(NamedTuple):
     drop: Dropout | None = None
     in_first: bool = False
     bare: bool = False
+    distances_RD: jax.Array | None = None
 
 
 class MLP(nnx.Module):
@@ -160,19 +162,7 @@ class Block(nnx.Module):
         def attention(x: jax.Array) -> jax.Array:
             if layer_kind is LayerKind.RECURRENT:
                 return dropout.apply(shared.drop, self._mixed(x, rows, shared), Site.ATTENTION)
-            angles = None if rows.angles is None else rows.angles.get(layer_kind)
-            y = self.attention(
-                x,
-                kind=kind,
-                segment_ids_BT=rows.segment_ids,
-                angles=angles,
-                row_positions_T=shared.row_positions,
-                bias_NTS=shared.bias,
-                prefix_BT=rows.prefix,
-                drop=shared.drop,
-                query_scale_BT=rows.query_scale,
-            )
-            return dropout.apply(shared.drop, y, Site.ATTENTION)
+            return dropout.apply(shared.drop, self.attended(x, rows, shared, kind, layer_kind), Site.ATTENTION)
 
         mlp = self.mlp_part(rows, shared, stats)
         if shared.bare:
@@ -180,6 +170,22 @@ class Block(nnx.Module):
                 x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
             return self.add(x_BTD, "mlp", mlp), stats
         return self._joined(x_BTD, attention, mlp), stats
+
+    def attended(
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
+    ) -> jax.Array:
+        """What attention makes of its input [B, T, D]."""
+        return self.attention(
+            x_BTD,
+            kind=kind,
+            segment_ids_BT=rows.segment_ids,
+            angles=None if rows.angles is None else rows.angles.get(layer_kind),
+            row_positions_T=shared.row_positions,
+            bias_NTS=shared.bias,
+            prefix_BT=rows.prefix,
+            drop=shared.drop,
+            query_scale_BT=rows.query_scale,
+        )
 
     def cached(
         self,

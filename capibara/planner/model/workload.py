@@ -388,7 +388,13 @@ def _stacks(
             cross = (Attention(length / 2, length * length), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case EncoderConfig():
-            once = stack("encoder", "layers/", sizes.depth, length, (Attention(length),))
+            once = stack(
+                "encoder",
+                "layers/",
+                sizes.depth,
+                length,
+                (Attention(length, 0.0 if sizes.disentangled is None else length**2),),
+            )
             total = once.weights.total() * sizes.depth / sizes.num_layers
             yield dataclasses.replace(once, weights=once.weights.scaled_to(total))
         case _:
