@@ -81,7 +81,7 @@ _BIASED: dict[str, frozenset[str]] = {
 
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
-_T5S = ("t5", "umt5", T5X_DECODER_TYPE)
+T5S = ("t5", "umt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
     "embed_dim": "d_model",
@@ -380,7 +380,7 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
       names: of the tensors.
     """
     scaled = values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True) is not False)
-    if values.get("model_type") not in _T5S or scaled:
+    if values.get("model_type") not in T5S or scaled:
         return dict(values)
     return dict(values) | {"tie_word_embeddings": "lm_head.weight" not in names, "scale_decoder_outputs": False}
 
@@ -416,10 +416,10 @@ def activation(values: Values, family: Family) -> str:
     name, gated = values[family.activation], family.gated
     if "swiglu_limit" in family.keys:  # transformers computes gpt-oss with no other, whatever the key says
         return "clamped_swiglu"
-    if family.model_type in _T5S:
+    if family.model_type in T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
     # Gemma's first files say gelu and mean its approximation.
-    if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
+    if name == "gelu" and gated and family.model_type in ("gemma", *T5S):
         name = "gelu_new"
     known = _GATED if gated else _PLAIN
     if any(row.ours[0].startswith("layers/mlp/activation/") for row in tables.NAMES[family.model_type].rows):
@@ -445,7 +445,7 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
     if not family.activation:
         return {}
     name = _WRITTEN[str(config.activation)]
-    if family.model_type in _T5S:
+    if family.model_type in T5S:
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}
         name = gated.get(str(config.activation), name)
     written = {family.activation: name}
@@ -514,7 +514,7 @@ def write_pattern(config: DecoderConfig | EncoderConfig, family: Family) -> dict
 
 def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json that our configuration does not have, if no other file sets them."""
-    if family.kind == Kind.ENCODER_DECODER:
+    if family.model_type in T5S and family.kind == Kind.ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     if not family.rope:
         return {}

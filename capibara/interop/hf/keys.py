@@ -27,7 +27,7 @@ problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict
 router_jitter_noise input_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
 unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
-dropout qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
+dropout activation_dropout encoder_layerdrop decoder_layerdrop init_std qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
 sep_token_id deterministic_flash_attn initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index reference_compile
 repad_logits_with_grad
 """.split()
@@ -72,7 +72,7 @@ def read(family: Family) -> frozenset[str]:
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()
     names |= {*_EXPERTS, family.experts} if family.experts else set()
     names |= set(_WINDOWS if family.window == "types" else _WINDOWS[:1] if family.window == "all" else ())
-    names |= set(_T5) if family.kind == Kind.ENCODER_DECODER else set()
+    names |= set(_T5) if family.kind == Kind.ENCODER_DECODER and family.model_type in families.T5S else set()
     return frozenset(names)
 
 

@@ -383,9 +383,9 @@ def _stacks(
 
     match sizes:
         case EncoderDecoderConfig():
-            S = encoder_length or length
-            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S),))
-            cross = (Attention(length / 2, length * length), Attention(S))
+            S, biased = encoder_length or length, sizes.positions.biases
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S * biased),))
+            cross = (Attention(length / 2, length * length * biased), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case EncoderConfig():
             once = stack(
