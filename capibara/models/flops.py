@@ -21,6 +21,8 @@ class _Encodes(Protocol):
 
     @property
     def encoder_layers(self) -> int: ...
+    @property
+    def encoder_window(self) -> int | None: ...
 
 
 def flops_per_token(
@@ -90,7 +92,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         window = length if window is None else min(window, length)
         return window - window**2 / (2 * length)
 
-    def both(window: int | None) -> float:
+    def both(window: int | None, length: int = length) -> float:
         side = length if window is None else min(window, length)
         return 2 * side - 1 - side * (side - 1) / length
 
@@ -98,7 +100,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         case "masked":
             return sum(map(both, config.windows)) * config.depth / config.num_layers, 0
         case "encoder_decoder":
-            return config.num_layers * (causal(None) + encoder_length), cast(
-                _Encodes, config
-            ).encoder_layers * encoder_length
+            encodes = cast(_Encodes, config)
+            own = both(encodes.encoder_window, encoder_length) if encoder_length else 0
+            return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * own
     return sum(map(causal, config.windows)), 0

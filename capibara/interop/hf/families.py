@@ -81,7 +81,7 @@ _BIASED: dict[str, frozenset[str]] = {
 
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
-T5S = ("t5", "umt5", T5X_DECODER_TYPE)
+T5S = ("t5", "umt5", "longt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
     "embed_dim": "d_model",
@@ -97,6 +97,12 @@ _T5_ALIASES = {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num
 _T5_ALIASES |= {"head_dim": "d_kv"}
 _T5_DEFAULTS: dict[str, float] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
 _T5_DEFAULTS |= {"layer_norm_epsilon": 1e-6}
+
+
+def _write_radius(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, EncoderDecoderConfig), "the family's kind"
+    return {} if config.encoder_window is None else {"local_radius": config.encoder_window - 1}
+
 
 _LIST = (
     Family(
@@ -305,6 +311,21 @@ _LIST = (
         tied=True,
         activation="feed_forward_proj",
         rope=False,
+    ),
+    Family(
+        # LongT5 (Guo et al. 2021, arXiv:2112.07916) with local attention.
+        model_type="longt5",
+        kind=Kind.ENCODER_DECODER,
+        architectures=("LongT5ForConditionalGeneration",),
+        keys=_T5_KEYS,
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu", "local_radius": 127},
+        only={"encoder_attention_type": ("local",)},
+        aliases=_T5_ALIASES,
+        tied=True,
+        activation="feed_forward_proj",
+        rope=False,
+        read=lambda values: {"encoder_window": values["local_radius"] + 1},
+        write=_write_radius,
     ),
     Family(
         model_type=T5X_DECODER_TYPE,

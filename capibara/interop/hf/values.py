@@ -55,7 +55,7 @@ _SIZES = {
         ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size", "local_attention"),
         _LENGTH,
     ),
-    **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
+    **dict.fromkeys(("local_radius", "relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
     "rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base",

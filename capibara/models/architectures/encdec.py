@@ -77,6 +77,8 @@ class EncoderDecoderConfig(TransformerConfig):
       relative_buckets: number of buckets of relative positions; the encoder uses half of them for keys after the query.
       relative_distance: distances from this one on share a bucket.
       relative_tables: whether the layers of a stack share a table.
+      encoder_window: number of positions visible to a query of the encoder in each direction, its own included (LongT5's
+        local attention); None: all.
     """
 
     activation: Activation = Activation.GEGLU
@@ -89,6 +91,7 @@ class EncoderDecoderConfig(TransformerConfig):
     relative_buckets: int = 32
     relative_distance: int = 128
     relative_tables: RelativeTables = RelativeTables.SHARED
+    encoder_window: int | None = None
 
     @property
     def data_kind(self) -> str:
@@ -100,6 +103,10 @@ class EncoderDecoderConfig(TransformerConfig):
             raise UserError(
                 f"EncoderDecoderConfig.num_encoder_layers is {self.num_encoder_layers}, must be at least 1, or None: "
                 "as many as num_layers"
+            )
+        if self.encoder_window is not None and not 1 <= self.encoder_window < 2**31:
+            raise UserError(
+                f"EncoderDecoderConfig.encoder_window is {self.encoder_window}, must be at least 1, or None: no window"
             )
         self._check_positions()
         refuse(self, *(name for name in OF_DECODERS if name not in _OWN), "residual")
@@ -291,7 +298,8 @@ class Stack(nnx.Module):
         drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
-        kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
+        window = None if self.causal else self.config.encoder_window
+        kind, length = self.config.attention_kind(causal=self.causal, window=window), x_BTD.shape[1]
         common = self._distances()
         all_bias = None if common is None else common(length, row_positions)
 

@@ -1,4 +1,4 @@
-"""Cases of interop/hf/catalog/encdec, which transformers' ConditionalGeneration classes make."""
+"""Cases of encoder-decoders (interop/hf/catalog/encdec and LongT5), which transformers' ConditionalGeneration classes make."""
 
 from __future__ import annotations
 
@@ -26,10 +26,30 @@ BART: dict[str, Any] = dict(
     forced_eos_token_id=None,
     decoder_start_token_id=0,
 )
+LONG: dict[str, Any] = dict(
+    model_type="longt5",
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=12,
+    d_ff=48,
+    num_layers=3,
+    num_decoder_layers=2,
+    num_heads=4,
+    local_radius=6,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    feed_forward_proj="relu",
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    eos_token_id=1,
+    decoder_start_token_id=0,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "bart": dict(BART, model_type="bart", activation_function="gelu_new"),
     "mbart": dict(BART, model_type="mbart", activation_function="relu", scale_embedding=False),
+    "longt5": dict(LONG, feed_forward_proj="gated-gelu"),
+    "longt5_plain": dict(LONG, local_radius=3, tie_word_embeddings=False, num_decoder_layers=None),
     "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
 }
 TYPES = {case["model_type"] for case in CASES.values()}

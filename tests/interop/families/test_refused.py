@@ -124,6 +124,11 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         ("bart", {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 48 and decoder_ffn_dim = 64, must be the same"),
         ("bart", {"decoder_attention_heads": 2}, "decoder_attention_heads = 2, must be the same"),
         ("pegasus", {"tie_word_embeddings": False}, "tie_word_embeddings = False, capibara's pegasus has True alone"),
+        (
+            "longt5",
+            {"encoder_attention_type": "transient-global"},
+            "encoder_attention_type = 'transient-global', capibara's longt5",
+        ),
         ("afmoe", {"sliding_window": None}, "layer_types 'sliding_attention' and sliding_window = null"),
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers = 0"),
     ],

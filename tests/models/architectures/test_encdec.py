@@ -48,6 +48,7 @@ ADDED = EncoderDecoderConfig(
     positions="learned", position_offset=2, norm="layer", norm_placement="post", bias="all", activation="gelu",
     embedding_norm="layer", embedding_scale="tokens", attention_scale=None, head="tied", head_scale="none", head_bias="vocab",
 )  # fmt: skip
+LOCAL = dataclasses.replace(TINY, encoder_window=4)
 T5 = dataclasses.replace(TINY, activation="relu", head="tied")
 UNSCALED = dataclasses.replace(TINY, head="tied", head_scale="none")
 
@@ -122,7 +123,7 @@ def test_a_bias_is_looked_up_by_the_distance_of_positions():
     np.testing.assert_array_equal(bias(8), want[:, np.argsort(row_positions)][:, :, np.argsort(row_positions)])
 
 
-@pytest.mark.parametrize("of", [TINY, ADDED], ids=["relative", "learned"])
+@pytest.mark.parametrize("of", [TINY, ADDED, LOCAL], ids=["relative", "learned", "local"])
 def test_packed_pairs_do_not_see_each_other(of):
     model = api.build(of)
     params = random_params(model)
@@ -240,10 +241,11 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
 
 
-def test_attention_back_ends_agree():
+@pytest.mark.parametrize("of", [TINY, LOCAL], ids=["whole", "local"])
+def test_attention_back_ends_agree(of):
     batch = batch_of([[100, 28], [90]], [[40, 24], [64]], encoder_length=128, length=64)
-    want = api.build(dataclasses.replace(TINY, attention="xla"))
-    got = api.build(dataclasses.replace(TINY, attention="blockwise"))
+    want = api.build(dataclasses.replace(of, attention="xla"))
+    got = api.build(dataclasses.replace(of, attention="blockwise"))
     params = random_params(want)
 
     def grads(model):
@@ -295,6 +297,22 @@ def test_flops_count_each_side_for_its_own_length():
     attention = 12 * H * (3 * S * S + 2 * (T * T / 2 + T * S))
     want = 6 * ((encoder + keys_and_values) * S + (decoder + V * D) * T) + attention
     assert api.build(TINY).flops_per_token(T, S) * T == pytest.approx(want)
+    seen = 7 * S - 12  # by a window of 4 in both directions: 1, 2 and 3 keys less at each end
+    want += 12 * H * 3 * (seen - S * S)
+    assert api.build(LOCAL).flops_per_token(T, S) * T == pytest.approx(want)
+
+
+def test_an_encoders_window_hides_what_is_farther():
+    """A query sees the window's keys on both sides, in each layer again."""
+    model, batch = api.build(dataclasses.replace(LOCAL, num_encoder_layers=1)), batch_of([[32]], [[24]])
+    params = random_params(model)
+    whole = np.asarray(jax.jit(model.encode)(params, batch))[0]
+    tokens = batch["encoder_tokens"].copy()
+    tokens[0, 10] = (tokens[0, 10] + 1) % 96
+    change = np.abs(np.asarray(jax.jit(model.encode)(params, batch | {"encoder_tokens": tokens}))[0] - whole).max(
+        axis=1
+    )
+    assert np.flatnonzero(change > 1e-4).tolist() == [7, 8, 9, 10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +333,7 @@ def test_impossible_positions_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(encoder_window=0), "encoder_window is 0, must be at least 1, or None: no window"),
         (dict(num_encoder_layers=0), "num_encoder_layers is 0, must be at least 1, or None"),
         (dict(relative_buckets=6), r"relative_buckets \(6\) must be a multiple of 4: try 32"),
         (dict(relative_distance=4), r"relative_distance \(4\) must be above half of relative_buckets \(8\): try 32"),
