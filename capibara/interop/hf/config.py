@@ -63,6 +63,12 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
+    older, depth = values.get("num_hidden_layers"), values.get("num_decoder_layers")
+    if "num_decoder_layers" in keys.read(family) and older is not None and depth is None:
+        raise UserError(
+            f"config.json has num_hidden_layers = {older} without num_decoder_layers, and transformers takes it for the encoder "
+            "alone: write num_layers and num_decoder_layers"
+        )
     values = {**family.defaults, **keys.canonical(values, family)}
     values = values if family.prepare is None else family.prepare(values)
     for key, allowed in family.only.items():

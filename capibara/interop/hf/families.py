@@ -401,8 +401,15 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
       names: of the tensors.
     """
     scaled = values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True) is not False)
-    if values.get("model_type") not in T5S or scaled:
+    if values.get("model_type") not in T5S or (scaled and values.get("tie_word_embeddings", True) is not False):
         return dict(values)
+    if scaled:
+        if "lm_head.weight" in names:
+            raise UserError(
+                "config.json has scale_decoder_outputs = true and tie_word_embeddings = false, must not be both with a head of "
+                "its own: remove one of them"
+            )
+        return dict(values) | {"tie_word_embeddings": True}
     return dict(values) | {"tie_word_embeddings": "lm_head.weight" not in names, "scale_decoder_outputs": False}
 
 

@@ -62,6 +62,22 @@ def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
     np.testing.assert_array_equal(loaded(tmp_path)["embedding"], tensors["model.shared.weight"])
 
 
+def test_a_scaled_head_is_tied_whatever_its_file_says(tmp_path):
+    """As in transformers 5.24, where scale_decoder_outputs counts alone; with a head of its own there is no such model."""
+    write(tmp_path, "longt5", lambda tensors: tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"tie_word_embeddings": False, "scale_decoder_outputs": True})
+    )
+    read = hf_config.from_hf(open_model.open_model(str(tmp_path)).config)
+    assert (read.head, read.head_scale) == ("tied", "inverse_sqrt_dim")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["shared.weight"] + 1
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="scale_decoder_outputs = true and tie_word_embeddings = false"):
+        open_model.open_model(str(tmp_path))
+
+
 @pytest.mark.parametrize("stem", ["", "model."])
 def test_embeddings_of_a_side_that_differ_are_refused(stem, tmp_path):
     name = f"{stem}encoder.embed_tokens.weight"

@@ -129,6 +129,7 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             {"encoder_attention_type": "transient-global"},
             "encoder_attention_type = 'transient-global', capibara's longt5",
         ),
+        ("longt5_plain", {"num_hidden_layers": 2}, "num_hidden_layers = 2 without num_decoder_layers"),
         ("afmoe", {"sliding_window": None}, "layer_types 'sliding_attention' and sliding_window = null"),
         ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers = 0"),
     ],
