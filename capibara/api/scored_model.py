@@ -10,6 +10,7 @@ import numpy as np
 
 from capibara.core.fields import short
 from capibara.core.types import Params, UserError
+from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Pair, Scorer
 from capibara.interop.open_model import LoadedModel
@@ -111,7 +112,7 @@ class ScoredModel:
         dataset, vocabulary = self.loaded.dataset, self.tokenizer
         return Scorer(
             self.model, self.params, dataset.length,
-            encoder_length=dataset.encoder_length, pad_id=vocabulary.pad_id, vocabulary=vocabulary,
+            encoder_length=dataset.encoder_length, start_id=start_id(vocabulary), vocabulary=vocabulary,
         )  # fmt: skip
 
     def _row(self, text: str | Sequence[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -101,6 +101,10 @@ OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 # Factors of attention's results, before the output projection (AFMoE, Qwen3-Next).
 ATTENTION_GATE = Projection(part="attention", name="gate", axes=QUERY.axes, reads="query")
 
+# Of disentangled attention: keys and queries of distances. They read embeddings that all layers share.
+POSITION_KEY = Projection(part="attention", name="position_key", axes=QUERY.axes)
+POSITION_QUERY = dataclasses.replace(POSITION_KEY, name="position_query", reads="position_key")
+
 # Of latent attention. What expands latents is no matrix that adapters know: generation applies it to queries and results.
 QUERY_DOWN = Projection(part="attention", name="query_down", axes=("embed", None))
 QUERY_UP = Projection(part="attention", name="query_up", axes=("latent", "heads", "head_dim"))
@@ -167,7 +171,8 @@ DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
 SSM = (SSM_GATE, SSM_VALUE, SSM_STEP_DOWN, SSM_KEY, SSM_QUERY, SSM_STEP_UP)
-ALL = ATTENTION + (ATTENTION_GATE,) + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA + SSM
+POSITIONS = (POSITION_KEY, POSITION_QUERY)
+ALL = ATTENTION + (ATTENTION_GATE,) + POSITIONS + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA + SSM
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

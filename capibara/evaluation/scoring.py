@@ -51,7 +51,7 @@ class Scorer:
       params: its parameters.
       length: positions in a row; the beginning of a longer context is cut off.
       encoder_length: positions in a row of the encoder, for an encoder-decoder.
-      pad_id: the first input of an encoder-decoder's decoder.
+      start_id: the first input of an encoder-decoder's decoder.
       vocabulary: names tokens in errors; None: they are named by their ids alone.
       plan: the plan of parameters that are sharded over `mesh`.
       mesh: the mesh of the parameters; None: they are on one device.
@@ -65,13 +65,13 @@ class Scorer:
         length: int,
         *,
         encoder_length: int | None = None,
-        pad_id: int = 0,
+        start_id: int = 0,
         vocabulary: Vocabulary | None = None,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
         in_turns: InTurns = lambda things, make, every: make(things),
     ):
-        self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
+        self._params, self._length, self._encoder_length, self._start_id = params, length, encoder_length, start_id
         self._rows_of_model, self._vocabulary = model.config.vocab_size, vocabulary
         self._marks = model.config.data_kind == "prefix"
         self._unit, self._in_turns = 1, in_turns
@@ -158,7 +158,7 @@ class Scorer:
             if self._encoder_length is not None:
                 ids = context[: self._encoder_length]
                 _fill(batch, row, ids, "encoder_tokens", "encoder_segment_ids", "encoder_positions")
-                whole = [self._pad_id, *continuation]
+                whole = [self._start_id, *continuation]
             else:
                 whole = [*context, *continuation][-(length + 1) :]
             _fill(batch, row, whole[:-1], "tokens", "segment_ids", "positions")

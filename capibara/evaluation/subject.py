@@ -14,6 +14,7 @@ from capibara import sharding
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers import model_rows
+from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Scorer
 from capibara.inference.engine.engine import Engine, EngineConfig, check_generates
@@ -89,7 +90,7 @@ class Subject:
             )  # fmt: skip
         return Scorer(
             self.model, self._brought(), dataset.length, encoder_length=dataset.encoder_length,
-            pad_id=vocabulary.pad_id, vocabulary=vocabulary, plan=plan, mesh=mesh, in_turns=self.in_turns,
+            start_id=start_id(vocabulary), vocabulary=vocabulary, plan=plan, mesh=mesh, in_turns=self.in_turns,
         )  # fmt: skip
 
     @property

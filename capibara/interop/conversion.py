@@ -18,6 +18,7 @@ from capibara.core import limits, tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
+from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import gin_of, hub, open_model, submodel_options
 from capibara.interop import peft_runs as adapters
@@ -141,7 +142,7 @@ def of_run(
     began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
     if isinstance(model.config, api.EncoderDecoderConfig):
-        ids["decoder_start_token_id"] = vocabulary.pad_id  # the decoder's first token in training and generation
+        ids["decoder_start_token_id"] = start_id(vocabulary)  # the decoder's first token in training and generation
     # The special token ids are the tokenizer's, unless the run was trained with another tokenizer.
     ends = tokenizer_files.ids_of(began.get("eos_token_id"), hf_folder.CONFIG)
     own = bool(began) and (not trained or vocabulary.eos_id in ends)

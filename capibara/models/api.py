@@ -39,6 +39,7 @@ from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.cache.paged import capacity
 from capibara.models.layers import stack
+from capibara.models.layers.layers import sine_table
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
@@ -46,7 +47,8 @@ from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
-from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig
+from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig, trains
+from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
@@ -57,6 +59,8 @@ __all__ = [
     "Cache",
     "ComputeDtype",
     "DecoderConfig",
+    "Disentangled",
+    "Distances",
     "EncoderConfig",
     "EncoderDecoderConfig",
     "GatedDelta",
@@ -74,6 +78,8 @@ __all__ = [
     "Rope",
     "ShortConv",
     "Submodel",
+    "TableNorm",
+    "Terms",
     "TransformerConfig",
     "build",
     "capacity",
@@ -82,6 +88,7 @@ __all__ = [
     "module_of",
     "paged",
     "put_rows",
+    "sine_table",
     "trainable_tokens",
     "unmerged",
 ]
@@ -156,12 +163,13 @@ class Model:
 
     def trained(self, params: Params) -> Params:
         """The trainable part of the parameters, or of a tree of the same structure."""
-        return params if self.config.lora is None else tree.part(params, self.config.lora.trains)
+        chosen = trains(self.config)
+        return params if chosen is None else tree.part(params, chosen)
 
     def frozen(self, params: Params) -> Params:
         """The part that is not trained."""
-        adapters = self.config.lora
-        return {} if adapters is None else tree.part(params, lambda name: not adapters.trains(name))
+        chosen = trains(self.config)
+        return {} if chosen is None else tree.part(params, lambda name: not chosen(name))
 
     @property
     def trains_head(self) -> bool:
@@ -288,15 +296,15 @@ class Model:
     @property
     def whole_params(self) -> Params:
         """The abstract parameters of the plain model and the adapters, as if none were quantized."""
-        return tree.joined(self.trained(self.abstract_params), self._plain_part(lambda plain: plain.abstract_params))
+        return self._whole(self.abstract_params, lambda plain: plain.abstract_params)
 
     @property
     def whole_axes(self) -> Params:
         """The axes of `whole_params`."""
-        return tree.joined(self.trained(self.axes), self._plain_part(lambda plain: plain.axes))
+        return self._whole(self.axes, lambda plain: plain.axes)
 
-    def _plain_part(self, of: Callable[[Model], Params]) -> Params:
-        return {} if self.config.lora is None else of(self.plain)
+    def _whole(self, own: Params, of: Callable[[Model], Params]) -> Params:
+        return own if self.config.lora is None else tree.joined(self.trained(own), of(self.plain))
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
         """Model FLOPs per trained token in a row of `length`; see `flops.flops_per_token`."""

@@ -6,12 +6,14 @@ from typing import Protocol, cast
 
 import jax
 
-from capibara.core import tree
+from capibara.core import projections, tree
 from capibara.core.types import Params
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.parts.config import LayerKind, TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
+
+_OF_DISTANCES = tuple(one.name for one in projections.POSITIONS)
 
 
 class _Encodes(Protocol):
@@ -19,6 +21,8 @@ class _Encodes(Protocol):
 
     @property
     def encoder_layers(self) -> int: ...
+    @property
+    def encoder_window(self) -> int | None: ...
 
 
 def flops_per_token(
@@ -40,7 +44,7 @@ def flops_per_token(
     head = "embedding" if config.head == "tied" else "output"
     width = config.embedding_width if isinstance(config, EncoderConfig) else config.embed_dim
     weights = config.vocab_size * width * _share(config, head)  # tied or not; the lookup is no matmul
-    of_encoder = 0.0
+    of_encoder, repeats = 0.0, config.depth // config.num_layers
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
     )
@@ -48,10 +52,12 @@ def flops_per_token(
         if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
-            weights += _weights_per_token(config, name, leaf, names)
+            weights += _weights_per_token(config, name, leaf, names) * (repeats if name.startswith("layers/") else 1)
     recurrent = config.kinds.count(LayerKind.RECURRENT) * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
+    if isinstance(config, EncoderConfig) and config.disentangled is not None:
+        keys += config.depth * config.disentangled.rows * config.disentangled.terms.number / 2  # one product, not two
     own, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 
@@ -63,7 +69,8 @@ def _weights_per_token(
     matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(
         ("bias", "magnitude", "_lora/rows", "_norm/scale")
     )
-    if not matrix or "vocab" in names or "position" in names:
+    of_distances = name.rpartition("/")[2] in _OF_DISTANCES  # projected once in a step
+    if not matrix or of_distances or "vocab" in names or "position" in names:
         return 0.0
     size = leaf.size * _share(config, name)
     if "experts" not in names:
@@ -85,15 +92,15 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         window = length if window is None else min(window, length)
         return window / 2 if config.in_blocks else window - window**2 / (2 * length)
 
-    def both(window: int | None) -> float:
+    def both(window: int | None, length: int = length) -> float:
         side = length if window is None else min(window, length)
         return 2 * side - 1 - side * (side - 1) / length
 
     match config.data_kind:
         case "masked":
-            return sum(map(both, config.windows)), 0
+            return sum(map(both, config.windows)) * config.depth / config.num_layers, 0
         case "encoder_decoder":
-            return config.num_layers * (causal(None) + encoder_length), cast(
-                _Encodes, config
-            ).encoder_layers * encoder_length
+            encodes = cast(_Encodes, config)
+            own = both(encodes.encoder_window, encoder_length) if encoder_length else 0
+            return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * own
     return sum(map(causal, config.windows)), 0

@@ -69,8 +69,9 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
     }
     if (encoder := getattr(model, "num_encoder_layers", None)) is not None:
         values["num_encoder_layers"] = min(encoder, layers)
-    if (window := getattr(model, "window", None)) is not None:
-        values["window"] = max(1, round(window * shorter))
+    for name in ("window", "encoder_window"):
+        if (window := getattr(model, name, None)) is not None:
+            values[name] = max(1, round(window * shorter))
     if (moe := model.moe) is not None:
         expert_dim, shared_dim = width(moe.expert_dim, 64), width(moe.shared_dim, 64)
         first_dense = min(moe.first_dense, values["num_layers"] - 1)

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -33,6 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE / "families"), str(HERE.parent / "models" / 
 
 import answers  # noqa: E402
 import config_keys  # noqa: E402
+import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
 import expert_families  # noqa: E402
 import hybrid_families  # noqa: E402
@@ -189,6 +191,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "vocab_size_per_layer_input": (80, 96),
     "num_kv_shared_layers": (0, 2, 6),
     "activation_sparsity_pattern": (None, 0.5, [0.5] * 8),
+    "pos_att_type": ("c2p", "P2C", "c2p | p2c", ["c2p"], ["p2c", "c2p"], [], None),
+    "position_buckets": (8, 2, -1),
+    "max_relative_positions": (-1, 8, 3),
+    "norm_rel_ebd": ("none", "layer_norm", "other|layer_norm"),
+    "share_att_key": (True, False),
+    "conv_kernel_size": (3, 0),
+    "attention_head_size": (8, 16),
     "problem_type": ("regression", "single_label_classification"),
     "dtype": ("bfloat16", "float16"),
     "torch_dtype": ("bfloat16", "float16"),
@@ -275,6 +284,12 @@ FOREIGN = (
     "embedding_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "hidden_act", "hidden_activation",
     "n_ctx", "clip_qkv", "qk_layernorm", "original_max_position_embeddings", "attention_out_bias",
 )  # fmt: skip
+# Keys that a family's code reads, and that its configuration class does not declare.
+UNDECLARED = {
+    "deberta-v2": (
+        "position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size", "attention_head_size", "embedding_size",
+    ),
+}  # fmt: skip
 IGNORED = ("model_type", "vision_config", "audio_config")
 
 
@@ -317,7 +332,8 @@ def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     layers = getattr(text, "num_hidden_layers", 2)
     values = base["text_config"] if inner else base
     known = fields_of(text)
-    for key in [*known, *(name for name in FOREIGN if name not in known)]:
+    further = (*FOREIGN, *UNDECLARED.get(base["model_type"], ()))
+    for key in [*known, *(name for name in further if name not in known)]:
         for value in values_of(key, known.get(key), layers):
             if key not in values or values[key] != value:
                 yield inner + key, value
@@ -362,6 +378,8 @@ def kind_of(model_type: str) -> Any:
         return getattr(transformers, CLASSES[model_type])
     if model_type in encoder_families.TYPES:
         return AutoModelForMaskedLM
+    if model_type in encdec_families.TYPES:
+        return AutoModelForSeq2SeqLM
     return {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM, "umt5": AutoModelForSeq2SeqLM}.get(
         model_type, transformers.Gemma3ForConditionalGeneration if model_type == "gemma3" else AutoModelForCausalLM
     )
@@ -409,7 +427,11 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
                 batch = encoder_families.batch(getattr(model.config, "type_vocab_size", 0))
                 arguments = encoder_families.arguments(batch)
                 return model(**{name: torch.from_numpy(value) for name, value in arguments.items()}).logits.numpy()
-            return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+            inputs = {"use_cache": False, "input_ids": torch.from_numpy(make.tokens())}
+            if model_type in encdec_families.TYPES:
+                inputs["decoder_input_ids"] = inputs["input_ids"]
+                inputs |= {name: torch.from_numpy(value) for name, value in encdec_families.arguments().items()}
+            return model(**inputs).logits.numpy()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -422,6 +444,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
         base = dict(FAMILIES[name])
         encoder = base["model_type"] in encoder_families.TYPES
         heads = MODEL_FOR_MASKED_LM_MAPPING_NAMES if encoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        heads = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if base["model_type"] in encdec_families.TYPES else heads
         architecture = (heads | CLASSES | ARCHITECTURES)[base["model_type"]]
         base.setdefault("architectures", [architecture])
         rows = []

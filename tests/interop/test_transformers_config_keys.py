@@ -34,6 +34,7 @@ PYTHON = os.environ.get("TORCH_PYTHON")
 RECORDED = HERE / "config_keys.json"
 sys.path.insert(0, str(HERE / "families"))
 
+import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
 from family_cases import CASES  # noqa: E402
 
@@ -83,7 +84,7 @@ def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarr
         batch["token_types"] = draw(LENGTH, 1, 2)
     if model_type in ("t5", "umt5"):
         batch |= {f"encoder_{key}": value for key, value in packed(draw(ENCODER_LENGTH, 2), PADDING).items()}
-    return batch
+    return batch | (encdec_families.encoder_entries() if model_type in encdec_families.TYPES else {})
 
 
 class Ours:

@@ -48,7 +48,16 @@ class Pairs(NamedTuple):
 class PairWindow(Rows):
     """Pairs packed into rows; `fill(batch, b, i)` copies row `i` into row `b` of a batch."""
 
-    def __init__(self, documents: Sequence[Pairs], *, encoder_length: int, length: int, packing: Packing, pad_id: int):
+    def __init__(
+        self,
+        documents: Sequence[Pairs],
+        *,
+        encoder_length: int,
+        length: int,
+        packing: Packing,
+        pad_id: int,
+        start_id: int | None = None,
+    ):
         """Packs the pairs.
 
         Args:
@@ -56,7 +65,8 @@ class PairWindow(Rows):
           encoder_length: positions of a row's inputs.
           length: positions of a row's targets.
           packing: best fit or none; pairs cannot be cut.
-          pad_id: the padding id, which is also the decoder's first input.
+          pad_id: the padding id.
+          start_id: the decoder's first input; None: the padding id.
         """
         blank = np.array(
             [pad_id], np.int32
@@ -69,6 +79,7 @@ class PairWindow(Rows):
         self._domains = [document.domain for document in documents for _ in document.pairs]
         self._positions = [document.position for document in documents for _ in document.pairs]
         self._pad_id, self._packing = pad_id, packing
+        self._start_id = pad_id if start_id is None else start_id
         if packing is Packing.NONE:
             self._rows = [[i] for i in range(len(self._pairs))]
         else:
@@ -98,7 +109,7 @@ class PairWindow(Rows):
             row["encoder_segment_ids"][start:input_end] = segment
             row["encoder_positions"][start:input_end] = np.arange(len(inputs))
             start, target_end = target_end, target_end + len(targets)
-            row["tokens"][start] = self._pad_id
+            row["tokens"][start] = self._start_id
             row["tokens"][start + 1 : target_end] = targets[:-1]
             row["targets"][start:target_end] = targets
             row["weights"][start:target_end] = targets != self._pad_id

@@ -18,6 +18,7 @@ from capibara.data.pipeline.stream import DocumentRows, Layout, Row, RowStream, 
 from capibara.data.sources.sources import Blocks, CombinedDocuments, DataFormat
 from capibara.data.text import provenance
 from capibara.data.text.counts import Counts
+from capibara.data.tokenizers.decoder_start import start_id
 
 _NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
 
@@ -209,6 +210,8 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
         settings["encoder_length"] = dataset.encoder_length
         settings["span_corruption"] = dataclasses.asdict(dataset.span_corruption)
         settings["sentinels"] = [*dataset.get_vocabulary().sentinel_ids[:1]]
+        if (first := start_id(dataset.get_vocabulary())) != dataset.get_vocabulary().pad_id:
+            settings["start_id"] = first
     if dataset.source is not None and dataset.source.has_conversations:
         settings["too_long"] = str(dataset.too_long)
     if dataset.data_format is DataFormat.PREFERENCES:
@@ -222,6 +225,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
         length=dataset.length,
         packing=dataset.packing,
         pad_id=dataset.get_vocabulary().pad_id,
+        start_id=start_id(dataset.get_vocabulary()) if dataset.kind is Kind.ENCODER_DECODER else None,
         window_rows=dataset.window_rows,
         window_documents=math.ceil(dataset.window_documents / streams),
         shuffle_seeds=seeds,

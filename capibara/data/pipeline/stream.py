@@ -74,6 +74,7 @@ class Layout:
       window_documents: a window has at least so many documents; more shuffle better.
       shuffle_seeds: integers that choose the order of a window's rows; None: the order of the corpus.
       encoder_length: positions in a row of an encoder, for pairs; None: for other documents.
+      start_id: a decoder's first input, for pairs; None: the padding id.
       most_pairs: the largest number of preference pairs in a row; None: for other documents.
     """
 
@@ -84,6 +85,7 @@ class Layout:
     window_documents: int
     shuffle_seeds: tuple[int, ...] | None
     encoder_length: int | None = None
+    start_id: int | None = None
     most_pairs: int | None = None
 
     def need(self, document: AnyDocument) -> int:
@@ -108,7 +110,9 @@ class Layout:
         if self.encoder_length is None:
             return Window(_all(Document, documents), length=length, packing=packing, pad_id=pad_id)
         pairs, encoder_length = _all(Pairs, documents), self.encoder_length
-        return PairWindow(pairs, encoder_length=encoder_length, length=length, packing=packing, pad_id=pad_id)
+        return PairWindow(
+            pairs, encoder_length=encoder_length, length=length, packing=packing, pad_id=pad_id, start_id=self.start_id
+        )
 
 
 def _all(kind: type[D], documents: Sequence[AnyDocument]) -> list[D]:

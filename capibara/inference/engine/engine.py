@@ -66,8 +66,9 @@ class Engine:
     ):
         check_generates(model)
         longest = model.config.max_length
-        if longest is not None and length > longest:
-            raise UserError(f"the length of rows ({length}) must be at most the model's max_length: try {longest}")
+        if longest is not None and max(length, encoder_length or 0) > longest:
+            most = max(length, encoder_length or 0)
+            raise UserError(f"the length of rows ({most}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
         self._core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
         self._inputs = InputProcessor(

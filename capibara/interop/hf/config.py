@@ -61,6 +61,12 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are supported")
+    older, depth = values.get("num_hidden_layers"), values.get("num_decoder_layers")
+    if "num_decoder_layers" in keys.read(family) and older is not None and depth is None:
+        raise UserError(
+            f"config.json has num_hidden_layers = {older} without num_decoder_layers, and transformers takes it for the encoder "
+            "alone: write num_layers and num_decoder_layers"
+        )
     values = {**family.defaults, **keys.canonical(values, family)}
     values = values if family.prepare is None else family.prepare(values)
     for key, allowed in family.only.items():
@@ -79,7 +85,7 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
         fields["transform_activation"] = families.plain(values, family.transform)
     if (bias := families.bias(values, family)) is not None:
         fields["bias"] = bias
-    if family.kind == Kind.ENCODER_DECODER and fields["head"] == "tied":
+    if family.model_type in families.T5S and family.kind == Kind.ENCODER_DECODER and fields["head"] == "tied":
         fields["head_scale"] = families.head_scale(values)
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2's default
@@ -99,7 +105,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names |= family.moe_keys | LATENT_SIZES
     names |= {"activation": family.activation} if family.activation else {}
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
-    if family.kind not in (Kind.DECODER, Kind.ENCODER):
+    if "num_layers" not in family.keys:
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
     others = {key: [alias for alias, of in family.aliases.items() if of == key] for key in names.values()}
     theirs = [
@@ -122,8 +128,9 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
             fields |= _layers(values, family, fields["num_layers"])
             return EncoderConfig(**fields | ({} if family.read is None else family.read(values)))
         case _:
-            both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
-            return EncoderDecoderConfig(**fields | both)
+            if "num_layers" not in fields:
+                fields["num_layers"] = values.get("num_decoder_layers") or values["num_layers"]
+            return EncoderDecoderConfig(**fields | ({} if family.read is None else family.read(values)))
 
 
 def kept_by_run(text: bytes) -> dict[str, Any]:
@@ -242,7 +249,9 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields["num_encoder_layers"] = config.encoder_layers
         if config.head != "tied":
             del fields["head_scale"]
-    if fields.get("positions") != "learned":
+    if fields.get("positions") != "learned" and not (
+        isinstance(config, EncoderDecoderConfig) and config.positions.added
+    ):
         del fields["max_length"]  # only a limit
     if isinstance(config, EncoderConfig):
         fields["transform_activation"] = config.before_head
@@ -332,7 +341,11 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         values["head_dim"] = config.head_size
     values |= families.write_head(config) | families.write_activation(config, family)
     if isinstance(config, EncoderDecoderConfig):
-        return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
+        values |= {} if family.write is None else family.write(config)
+        of_t5 = {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
+        return values | (
+            {family.keys["num_encoder_layers"]: config.encoder_layers} if "num_layers" in family.keys else of_t5
+        )
     if not isinstance(config, DecoderConfig | EncoderConfig):
         return values
     values |= families.write_pattern(config, family) | hf_rope.write(config, family)

@@ -81,7 +81,7 @@ _BIASED: dict[str, frozenset[str]] = {
 
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
-_T5S = ("t5", "umt5", T5X_DECODER_TYPE)
+T5S = ("t5", "umt5", "longt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
     "embed_dim": "d_model",
@@ -97,6 +97,12 @@ _T5_ALIASES = {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num
 _T5_ALIASES |= {"head_dim": "d_kv"}
 _T5_DEFAULTS: dict[str, float] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
 _T5_DEFAULTS |= {"layer_norm_epsilon": 1e-6}
+
+
+def _write_radius(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, EncoderDecoderConfig), "the family's kind"
+    return {} if config.encoder_window is None else {"local_radius": config.encoder_window - 1}
+
 
 _LIST = (
     Family(
@@ -307,6 +313,21 @@ _LIST = (
         rope=False,
     ),
     Family(
+        # LongT5 (Guo et al. 2021, arXiv:2112.07916) with local attention.
+        model_type="longt5",
+        kind=Kind.ENCODER_DECODER,
+        architectures=("LongT5ForConditionalGeneration",),
+        keys=_T5_KEYS,
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu", "local_radius": 127},
+        only={"encoder_attention_type": ("local",)},
+        aliases=_T5_ALIASES,
+        tied=True,
+        activation="feed_forward_proj",
+        rope=False,
+        read=lambda values: {"encoder_window": values["local_radius"] + 1},
+        write=_write_radius,
+    ),
+    Family(
         model_type=T5X_DECODER_TYPE,
         architectures=("T5XDecoder",),
         keys={"num_layers": "num_layers"} | {o: t for o, t in _T5_KEYS.items() if o != "num_encoder_layers"},
@@ -380,8 +401,15 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
       names: of the tensors.
     """
     scaled = values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True) is not False)
-    if values.get("model_type") not in _T5S or scaled:
+    if values.get("model_type") not in T5S or (scaled and values.get("tie_word_embeddings", True) is not False):
         return dict(values)
+    if scaled:
+        if "lm_head.weight" in names:
+            raise UserError(
+                "config.json has scale_decoder_outputs = true and tie_word_embeddings = false, must not be both with a head of "
+                "its own: remove one of them"
+            )
+        return dict(values) | {"tie_word_embeddings": True}
     return dict(values) | {"tie_word_embeddings": "lm_head.weight" not in names, "scale_decoder_outputs": False}
 
 
@@ -416,10 +444,10 @@ def activation(values: Values, family: Family) -> str:
     name, gated = values[family.activation], family.gated
     if "swiglu_limit" in family.keys:  # transformers computes gpt-oss with no other, whatever the key says
         return "clamped_swiglu"
-    if family.model_type in _T5S:
+    if family.model_type in T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
     # Gemma's first files say gelu and mean its approximation.
-    if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
+    if name == "gelu" and gated and family.model_type in ("gemma", *T5S):
         name = "gelu_new"
     known = _GATED if gated else _PLAIN
     if any(row.ours[0].startswith("layers/mlp/activation/") for row in tables.NAMES[family.model_type].rows):
@@ -445,7 +473,7 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
     if not family.activation:
         return {}
     name = _WRITTEN[str(config.activation)]
-    if family.model_type in _T5S:
+    if family.model_type in T5S:
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}
         name = gated.get(str(config.activation), name)
     written = {family.activation: name}
@@ -514,7 +542,7 @@ def write_pattern(config: DecoderConfig | EncoderConfig, family: Family) -> dict
 
 def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Values of config.json that our configuration does not have, if no other file sets them."""
-    if family.kind == Kind.ENCODER_DECODER:
+    if family.model_type in T5S and family.kind == Kind.ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     if not family.rope:
         return {}

@@ -48,20 +48,25 @@ class HfFolder:
         self.tokenizer = tokenizer_files.carried(path)
         self.about = model_card.carried(path)
         self._opened: dict[str, Any] = {}
+        self._absent: dict[str, np.ndarray] = {}
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
         self.config = tied.with_stored_head(self.config, self._files.keys(), self.read)
+        self._absent = tied.absent(self.config, self._files)
         for note in keys.notes(self.config, self._files):
             logging.getLogger(__name__).warning("%s: %s", path, note)
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: tuple(self._slice(name).get_shape()) for name in self._files}
+        stored = {name: tuple(self._slice(name).get_shape()) for name in self._files}
+        return stored | {name: value.shape for name, value in self._absent.items()}
 
     def dtype(self, name: str) -> str:
-        return _DTYPES.get(self.kind(name), "")
+        return _DTYPES.get(self.kind(next(iter(self._files)) if name in self._absent else name), "")
 
     def read(self, name: str) -> np.ndarray:
+        if name in self._absent:
+            return self._absent[name].astype(DTYPES[self.dtype(name)])
         stored = self.kind(name)
         if stored not in _DTYPES:
             raise UserError(

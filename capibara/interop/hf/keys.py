@@ -22,12 +22,12 @@ decoder_start_token_id directionality dropout_rate dtype embd_pdrop eos_token_id
 gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_factor initializer_range
 is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id max_position_embeddings max_length model_type n_ctx
 n_positions num_labels output_attentions output_hidden_states output_past output_router_logits pad_token_id
-pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp
+pooler_dropout pooler_fc_size pooler_hidden_act pooler_hidden_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix pretraining_tp
 problem_type quantization_config reorder_and_upcast_attn resid_pdrop return_dict rope_interleaved router_aux_loss_coef
 router_jitter_noise input_jitter_noise summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 task_specific_params text_config torch_dtype torchscript transformers_version transformers.js_config unsloth_fixed
 unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
-dropout qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
+dropout activation_dropout encoder_layerdrop decoder_layerdrop init_std qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
 sep_token_id deterministic_flash_attn initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index reference_compile
 repad_logits_with_grad
 """.split()
@@ -72,7 +72,7 @@ def read(family: Family) -> frozenset[str]:
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()
     names |= {*_EXPERTS, family.experts} if family.experts else set()
     names |= set(_WINDOWS if family.window == "types" else _WINDOWS[:1] if family.window == "all" else ())
-    names |= set(_T5) if family.kind == Kind.ENCODER_DECODER else set()
+    names |= set(_T5) if family.kind == Kind.ENCODER_DECODER and family.model_type in families.T5S else set()
     return frozenset(names)
 
 

@@ -25,6 +25,7 @@ from capibara.interop.hf.layout.rows import (
     Names,
     Rows,
     experts,
+    renamed,
     rows,
     without,
 )
@@ -163,6 +164,11 @@ def _attention(theirs: str, ours: str, parts: Mapping[str, str]) -> list[tuple[s
     return [*rows, (f"{theirs}.{parts['o']}.weight", "d nh", f"{ours}/out")]
 
 
+# The encoder of LongT5, by layer and in the first one.
+_LOCAL = "encoder.block.{l}.layer.0.LocalSelf"
+_FIRST = ("encoder.block.0.layer.0.Self", "encoder.block.0.layer.0.LocalSelf")
+
+
 def _t5_side(side: str, mlp_layer: int, gated: bool, shared: bool) -> list[tuple[str, ...]]:
     block, ours, short = f"{side}.block.{{l}}.layer.", f"{side}/layers/", {name: name for name in "qkvo"}
     dense = f"{block}{mlp_layer}.DenseReluDense."
@@ -193,6 +199,9 @@ def _t5(gated: bool, shared: bool = True) -> Rows:
 
 T5, T5_GATED = _t5(False), _t5(True)
 UMT5, UMT5_GATED = _t5(False, shared=False), _t5(True, shared=False)  # each layer has its relative positions
+LONGT5, LONGT5_GATED = (renamed(table, ("encoder.block.{l}.layer.0.Self", _LOCAL), _FIRST) for table in (T5, T5_GATED))
+
+_GATED = ((T5, T5_GATED), (UMT5, UMT5_GATED), (LONGT5, LONGT5_GATED))
 
 T5X_DECODER_TYPE = "t5x_decoder"  # model_type of T5X's decoders: transformers has none with relative positions
 _X = "decoder/layers_{l}/"
@@ -275,6 +284,7 @@ NAMES = {
     # T5's first checkpoints have an unused table of relative positions for cross-attention.
     "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    "longt5": Names(LONGT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$"),
     T5X_DECODER_TYPE: Names(T5X_DECODER),
     "bert": Names(
         BERT,
@@ -288,7 +298,7 @@ NAMES = {
 
 _ALIASES = {
     **dict.fromkeys(
-        ("t5", "umt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+        ("t5", "umt5", "longt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
     ),
     "bert": {_P + "decoder.bias": _P + "bias"},
 }
@@ -306,8 +316,8 @@ def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, f
     rows, chosen = NAMES[model_type].rows, NAMES[model_type].chosen
     if chosen is not None:
         rows = chosen(shapes)
-    if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in shapes:
-        rows = T5_GATED if rows is T5 else UMT5_GATED
+    if "encoder/layers/mlp/gate" in shapes:
+        rows = next((gated for plain, gated in _GATED if rows is plain), rows)
     if rows is T5X_DECODER and "layers/mlp/gate" not in shapes:
         rows = T5X_DECODER_PLAIN
     if fused_experts and "layers/mlp/router" in shapes and not is_fused([row.name for row in rows]):

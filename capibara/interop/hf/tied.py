@@ -34,10 +34,11 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
         return dict(config)
     family, names = families.FAMILIES[model_type], wrappers.names(config)
     by_name = {ours: name for name in stored if (ours := names.canonical(name)) is not None}
+    todays = {names.todays(name): name for name in stored}
     for alias, target in tables.fixed_aliases(model_type).items():
-        if alias in stored and target in by_name and not _equal(alias, by_name[target], read):
+        if alias in todays and target in by_name and not _equal(todays[alias], by_name[target], read):
             raise UserError(
-                f"{alias} differs from {by_name[target]}, and capibara's {model_type} has one for both, whatever "
+                f"{todays[alias]} differs from {by_name[target]}, and capibara's {model_type} has one for both, whatever "
                 "tie_word_embeddings says: take another model"
             )
     head, embedding = tables.ends(model_type)
@@ -55,6 +56,20 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
             f"{config.get('tie_word_embeddings', True)}: set it to false for the head as stored, or remove the head"
         )
     return resolved
+
+
+def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.ndarray]:
+    """The tensors that a checkpoint lacks and need not have, with transformers' values of them.
+
+    Args:
+      config: contents of config.json.
+      stored: names of the checkpoint's tensors.
+    """
+    names = tables.NAMES.get(str(config.get("model_type")))
+    if names is None:
+        return {}
+    known = {names.canonical(name) for name in stored}
+    return {name: value(config) for name, value in names.absent.items() if name not in known}
 
 
 def _equal(name: str, other: str, read: Read) -> bool:

@@ -49,13 +49,15 @@ _SIZES = {
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
     **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers"), LAYERS),
     "altup_num_inputs": 2**10,
+    **dict.fromkeys(("max_relative_positions", "position_buckets"), 2**20),
+    "attention_head_size": 2**14,
     "rotary_dim": 2**14,
     "num_ln_in_parallel_attn": 2,
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size", "local_attention"),
         _LENGTH,
     ),
-    **dict.fromkeys(("attention_chunk_size", "floor_scale"), _LENGTH),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale", "local_radius"), _LENGTH),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
 _NUMBERS = (
@@ -73,7 +75,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"
 _TEXTS = (
     "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "afn", "activation",
     "rope_type", "type",
-    "position_embedding_type", "classifier_activation",
+    "position_embedding_type", "classifier_activation", "norm_rel_ebd",
 )  # fmt: skip
 _INNER = (
     "rope_parameters",

@@ -274,7 +274,8 @@ def sharing(saved: Mapping[str, np.ndarray], model: Model, rows: Sequence[Tensor
             "set EncoderConfig.head = 'separate', or write the merged model"
         )
     if model.config.data_kind == "encoder_decoder":
-        names += [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+        stem = embedding.removesuffix("shared.weight")
+        names += [f"{stem}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     return dict.fromkeys(names, saved[embedding]) | renamed
 
 

@@ -27,6 +27,8 @@ def attend(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     if inputs.bias_NTS is not None:
         scores = scores + inputs.bias_NTS.reshape(K, N // K, T, S).astype(jnp.float32)
+    if inputs.row_bias_BNTS is not None:
+        scores = scores + inputs.row_bias_BNTS.reshape(scores.shape)
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     scores = jnp.where(_visible(inputs, spec)[:, None, None], scores, _MASKED)

@@ -24,6 +24,7 @@ class AttentionInputs(NamedTuple):
       q_row_positions_T: column of each query in the row as it was before sharding.balanced; None: in order.
       kv_row_positions_S: the same for keys.
       bias_NTS: added to the scores (T5's relative positions).
+      row_bias_BNTS: float32, added to the scores, and different in each row (disentangled attention).
       prefix_BT: self-attention only: queries marked 1 also see later keys marked 1 (the inputs of a prefix LM).
       drop: applies dropout to the probabilities [B, N, T, S].
       sinks_N: float32, a logit per query head in the softmax's denominator, like a key whose value is 0.
@@ -37,6 +38,7 @@ class AttentionInputs(NamedTuple):
     q_row_positions_T: jax.Array | np.ndarray | None = None
     kv_row_positions_S: jax.Array | np.ndarray | None = None
     bias_NTS: jax.Array | None = None
+    row_bias_BNTS: jax.Array | None = None
     prefix_BT: jax.Array | None = None
     drop: Callable[[jax.Array], jax.Array] | None = None
     sinks_N: jax.Array | None = None
@@ -75,6 +77,8 @@ def reference_only(inputs: AttentionInputs) -> str | None:
     """Why only the reference supports these inputs, in the form of `unsupported_reason`; None: others may too."""
     if inputs.prefix_BT is not None:
         return "does not support a prefix LM's bidirectional inputs"
+    if inputs.row_bias_BNTS is not None:
+        return "does not support scores of contents with distances"
     return None if inputs.drop is None else "does not support dropout of probabilities"
 
 

@@ -1,4 +1,7 @@
-"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202)."""
+"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202), and of BART.
+
+BART (Lewis et al. 2019, arXiv:1910.13461) has learned positions, and its norms after its residuals.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ from capibara.models.parts import transformer
 from capibara.models.parts.attention import Attention
 from capibara.models.parts.config import (
     OF_DECODERS,
+    EmbeddingNorm,
     EmbeddingScale,
     Head,
+    HeadBias,
     LayerKind,
     NormPlacement,
+    Positions,
     TransformerConfig,
     refuse,
 )
@@ -35,6 +41,8 @@ from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)
+_OWN = ("embedding_norm", "head_bias")  # which decoders and encoder-decoders compute
+_BUCKETS = (32, 128)
 
 
 class RelativeTables(enum.StrEnum):
@@ -62,9 +70,15 @@ class EncoderDecoderConfig(TransformerConfig):
       head_scale: factor of the final hidden states before a tied head.
       num_layers: layers of the decoder.
       num_encoder_layers: layers of the encoder; None: as many as the decoder's.
+      positions: relative, or those that each stack adds to its embeddings: a learned table, or one of sines that is not
+        trained (Pegasus).
+      max_length: longest row of either side; positions that are added need one.
+      position_offset: for positions that are added: that of a document's first token (BART: 2).
       relative_buckets: number of buckets of relative positions; the encoder uses half of them for keys after the query.
       relative_distance: distances from this one on share a bucket.
       relative_tables: whether the layers of a stack share a table.
+      encoder_window: number of positions visible to a query of the encoder in each direction, its own included (LongT5's
+        local attention); None: all.
     """
 
     activation: Activation = Activation.GEGLU
@@ -72,9 +86,12 @@ class EncoderDecoderConfig(TransformerConfig):
     head_scale: HeadScale = HeadScale.INVERSE_SQRT_DIM
     attention_scale: float | None = 1.0
     num_encoder_layers: int | None = None
+    positions: Positions = Positions.RELATIVE
+    position_offset: int = 0
     relative_buckets: int = 32
     relative_distance: int = 128
     relative_tables: RelativeTables = RelativeTables.SHARED
+    encoder_window: int | None = None
 
     @property
     def data_kind(self) -> str:
@@ -87,6 +104,39 @@ class EncoderDecoderConfig(TransformerConfig):
                 f"EncoderDecoderConfig.num_encoder_layers is {self.num_encoder_layers}, must be at least 1, or None: "
                 "as many as num_layers"
             )
+        if self.encoder_window is not None and not 1 <= self.encoder_window < 2**31:
+            raise UserError(
+                f"EncoderDecoderConfig.encoder_window is {self.encoder_window}, must be at least 1, or None: no window"
+            )
+        self._check_positions()
+        refuse(self, *(name for name in OF_DECODERS if name not in _OWN), "residual")
+        if self.embedding_scale is EmbeddingScale.SQRT_DIM and self.positions.added:
+            raise UserError(
+                f"EncoderDecoderConfig.embedding_scale ('sqrt_dim') would scale {str(self.positions)} positions: write 'tokens'"
+            )
+
+    def _check_positions(self) -> None:
+        positions = str(self.positions)
+        if self.positions not in (Positions.RELATIVE, Positions.LEARNED, Positions.SINUSOIDAL):
+            raise UserError(
+                f"EncoderDecoderConfig.positions is {positions!r}, must be 'relative', 'learned' or 'sinusoidal'"
+            )
+        if self.positions.added and self.max_length is None:
+            raise UserError(
+                f"EncoderDecoderConfig.max_length has no value, {positions} positions need one: set the longest row length"
+            )
+        if self.position_offset < 0 or (self.position_offset and not self.positions.added):
+            raise UserError(
+                f"EncoderDecoderConfig.position_offset ({self.position_offset}) is for positions that are added, and must be "
+                "at least 0: leave it out"
+            )
+        if self.positions is not Positions.RELATIVE:
+            if (self.relative_buckets, self.relative_distance) != _BUCKETS or self.relative_tables != "shared":
+                raise UserError(
+                    "EncoderDecoderConfig.relative_buckets, relative_distance and relative_tables are for relative positions, "
+                    f"not for {positions!r}: leave them out"
+                )
+            return
         if self.relative_buckets < 4 or self.relative_buckets % 4:
             raise UserError(
                 f"EncoderDecoderConfig.relative_buckets ({self.relative_buckets}) must be a multiple of 4: try 32"
@@ -96,11 +146,15 @@ class EncoderDecoderConfig(TransformerConfig):
                 f"EncoderDecoderConfig.relative_distance ({self.relative_distance}) must be above half of "
                 f"relative_buckets ({self.relative_buckets}): try {4 * self.relative_buckets}"
             )
-        refuse(self, *OF_DECODERS, "residual")
         if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
                 f"EncoderDecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"
             )
+
+    @property
+    def untrained(self) -> frozenset[str]:
+        tables = [f"{side}/position_embedding" for side in ("encoder", "decoder")]
+        return frozenset({"output_bias", *(tables if self.positions is Positions.SINUSOIDAL else ())})
 
     @property
     def encoder_layers(self) -> int:
@@ -190,8 +244,18 @@ class Stack(nnx.Module):
         self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool
     ):
         self.config, self.causal = config, causal
+        relative = config.positions is Positions.RELATIVE
+        if config.positions.added:
+            assert config.max_length is not None, "the configuration checks it"
+            shape = (config.max_length + config.position_offset, config.embed_dim)
+            drawn: layers.Initializer = layers.normal(0.02)
+            if config.positions is Positions.SINUSOIDAL:
+                drawn = lambda key, shape, dtype: jnp.asarray(layers.sine_table(shape[0], shape[1]), dtype)  # noqa: E731
+            self.position_embedding = layers.param(rngs, shape, ("position", "embed"), drawn)
+        if config.embedding_norm is EmbeddingNorm.LAYER:
+            self.embedding_norm = config.make_norm(rngs)
         self.each_has_positions = config.relative_tables is RelativeTables.EACH_LAYER
-        if not self.each_has_positions:
+        if relative and not self.each_has_positions:
             self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
 
         def make(rngs: nnx.Rngs) -> Block:
@@ -201,7 +265,28 @@ class Stack(nnx.Module):
             return made
 
         self.layers = stack.stacked(make, rngs, num_layers)
-        self.norm = config.make_norm(rngs)
+        if config.norm_placement is not NormPlacement.POST:
+            self.norm = config.make_norm(rngs)
+
+    def embed(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
+        """The first layer's input for token embeddings at these positions."""
+        config = self.config
+        if config.positions.added:
+            assert positions_BT is not None, "batches have them"
+            x_BTD = x_BTD + self.position_embedding[...][positions_BT + config.position_offset].astype(x_BTD.dtype)
+        return self.embedding_norm(x_BTD) if config.embedding_norm is EmbeddingNorm.LAYER else x_BTD
+
+    def normed(self, x_BTD: jax.Array) -> jax.Array:
+        """The layers' output as what follows reads it."""
+        x_BTD = x_BTD if self.config.norm_placement is NormPlacement.POST else self.norm(x_BTD)
+        return constrain(x_BTD, ("batch", "act_time", "act_embed"))
+
+    def _distances(self, block: Block | None = None) -> RelativeBias | None:
+        """What adds a bias to the scores of a block, or those of all; None: nothing does."""
+        own = None if block is None else block.relative_bias
+        if own is not None or self.each_has_positions or self.config.positions is not Positions.RELATIVE:
+            return own
+        return self.relative_bias
 
     def __call__(
         self,
@@ -213,8 +298,10 @@ class Stack(nnx.Module):
         drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
-        kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
-        all_bias = None if self.each_has_positions else self.relative_bias(length, row_positions)
+        window = None if self.causal else self.config.encoder_window
+        kind, length = self.config.attention_kind(causal=self.causal, window=window), x_BTD.shape[1]
+        common = self._distances()
+        all_bias = None if common is None else common(length, row_positions)
 
         def apply(
             block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: jax.Array | int = 0
@@ -236,7 +323,7 @@ class Stack(nnx.Module):
             all_trained=self.config.lora is None,
             numbered=numbered,
         )
-        x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
+        x_BTD = self.normed(x_BTD)
         if drop is not None:  # in the encoder every position has its own mask, as in T5X
             x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)
         return x_BTD, stats
@@ -248,12 +335,12 @@ class Stack(nnx.Module):
         kind = self.config.attention_kind(causal=True)
         of_layers: list[dense.LayerCache] = []
         for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
-            positions = self.relative_bias if block.relative_bias is None else block.relative_bias
-            bias = positions(x_BTD.shape[1]) if now.is_prefill else None
-            shared = Shared(bias=bias, bias_at=positions.at)
+            distances, shared = self._distances(block), Shared()
+            if distances is not None:
+                shared = Shared(bias=distances(x_BTD.shape[1]) if now.is_prefill else None, bias_at=distances.at)
             x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, LayerKind.GLOBAL)
             of_layers.append(layer)
-        return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
+        return self.normed(x_BTD), of_layers
 
 
 @model_of(EncoderDecoderConfig)
@@ -268,13 +355,16 @@ class EncoderDecoder(nnx.Module):
         self.decoder = Stack(config, rngs, block=CrossBlock, num_layers=config.num_layers, causal=True)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+        if config.head_bias is HeadBias.VOCAB:
+            self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
 
     def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The encoder's normalised output [B, S, D] in the compute dtype, and its layers' statistics."""
         rows, tokens = Rows(batch["encoder_segment_ids"]), batch["encoder_tokens"]
         drop = dropout.of_step(self.config.dropout_rate, step, tokens)
         drop = None if drop is None else drop.at(Site.ENCODER)
-        return self.encoder(self._embed(tokens), rows, remat, step, drop=drop)
+        x = self.encoder.embed(self._embed(tokens), batch.get("encoder_positions"))
+        return self.encoder(x, rows, remat, step, drop=drop)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The decoder's final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics.
@@ -294,7 +384,8 @@ class EncoderDecoder(nnx.Module):
             encoded_segments=batch["encoder_segment_ids"],
         )
         drop = dropout.of_step(self.config.dropout_rate, step, batch["tokens"])
-        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("row_positions"), drop)
+        x = self.decoder.embed(self._embed(batch["tokens"]), batch["positions"])
+        x, stats = self.decoder(x, rows, remat, step, batch.get("row_positions"), drop)
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
         return self._scaled(x), stats
@@ -332,19 +423,25 @@ class EncoderDecoder(nnx.Module):
             encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
             segments = jnp.asarray(batch["encoder_segment_ids"])
         rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
-        x, of_layers = self.decoder.read(values, self._embed(batch["tokens"]), rows, kept, now)
+        x = self.decoder.embed(self._embed(batch["tokens"]), now.positions)
+        x, of_layers = self.decoder.read(values, x, rows, kept, now)
         kept = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
         return self._scaled(x), kept
 
     def head(self) -> jax.Array:
-        """The output projection [V, D]: logits are hidden @ head.T."""
-        return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+        """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias."""
+        head_VD = self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+        if self.config.head_bias is HeadBias.NONE:
+            return head_VD
+        dtype = jnp.promote_types(head_VD.dtype, self.config.dtype.value)
+        return jnp.concatenate([head_VD.astype(dtype), self.output_bias[...][:, None].astype(dtype)], axis=1)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         scaled = self.config.head is Head.TIED and self.config.head_scale is HeadScale.INVERSE_SQRT_DIM
-        return x * self.config.embed_dim**-0.5 if scaled else x
+        x = x * self.config.embed_dim**-0.5 if scaled else x
+        return x if self.config.head_bias is HeadBias.NONE else jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         config = self.config
         x = transformer.residual(embedding.lookup(self.embedding[...], tokens, config.dtype.value))
-        return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
+        return x if config.embedding_scale is EmbeddingScale.NONE else x * config.embed_dim**0.5

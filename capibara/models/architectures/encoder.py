@@ -14,11 +14,12 @@ from flax import nnx
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.registry import model_of
 from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Site
-from capibara.models.layers.layers import Activation, Bias, Norm, NormKind
+from capibara.models.layers.layers import Activation, AttentionSinks, Bias, Norm, NormKind
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Rope
 from capibara.models.parts import transformer
@@ -35,6 +36,7 @@ from capibara.models.parts.config import (
     TransformerConfig,
     refuse,
 )
+from capibara.models.parts.disentangled import Disentangled, DisentangledBlock, TableNorm
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -65,13 +67,16 @@ class EncoderConfig(TransformerConfig):
       token_types: number of token types with an embedding ("segments" in BERT); 0: there are none. A batch without an
         entry `token_types` [B, T] uses the first one.
       task_types: number of tasks with an embedding, of which all rows have the first (ERNIE); 0: there are none.
-      positions, rope: learned, or rotary as configured by `rope`.
+      positions, rope: learned, rotary as configured by `rope`, or none.
       max_length: longest row; learned positions need one.
       position_offset: for learned positions: the table's row of a document's first token (RoBERTa: 2).
       relative_buckets, relative_distance: number of buckets of T5's relative positions in addition to the others (MPNet),
         and the distance from which on all share the last; 0: there are none.
+      disentangled: scores of contents with distances (DeBERTa), in addition to the positions; None: there are none.
       window: number of positions visible to a query of a local layer in each direction, its own included.
       layer_pattern: kinds of the first layers, global or local, repeated over all layers.
+      layer_repeats: how often each layer is applied, one time after the other, before the next one (ALBERT); above 1 all
+        layers are global, without experts and alike.
       first_norm: whether the first layer's attention has a norm of its input.
       embedding_dim: width of the embeddings, which a projection widens to embed_dim, and of the head (ELECTRA); None:
         embed_dim, without a projection.
@@ -93,8 +98,10 @@ class EncoderConfig(TransformerConfig):
     position_offset: int = 0
     relative_buckets: int = 0
     relative_distance: int = 128
+    disentangled: Disentangled | None = None
     window: int | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    layer_repeats: int = 1
     first_norm: FirstNorm = FirstNorm.LAYER
     embedding_dim: int | None = None
     embedding_norm: EmbeddingNorm = EmbeddingNorm.LAYER
@@ -111,6 +118,10 @@ class EncoderConfig(TransformerConfig):
         return self.rope.pairs
 
     @property
+    def depth(self) -> int:
+        return self.num_layers * self.layer_repeats
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
@@ -122,6 +133,12 @@ class EncoderConfig(TransformerConfig):
     @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:
         return {} if self.first_norm is FirstNorm.LAYER else {"attention_norm": tuple(range(1, self.num_layers))}
+
+    def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
+        kind = super().attention_kind(causal=causal, window=window)
+        if self.disentangled is None or self.attention_scale is not None:
+            return kind
+        return dataclasses.replace(kind, scale=(self.head_size * (1 + self.disentangled.terms.number)) ** -0.5)
 
     @property
     def embedding_width(self) -> int:
@@ -139,6 +156,7 @@ class EncoderConfig(TransformerConfig):
         super().__post_init__()
         refuse(self, *(name for name in OF_DECODERS if name not in _OWN))
         _check_positions(self)
+        _check_disentangled(self)
         _check_layers(self)
         for name in ("token_types", "task_types", "position_offset"):
             if getattr(self, name) < 0:
@@ -157,17 +175,17 @@ class EncoderConfig(TransformerConfig):
 
 def _check_positions(config: EncoderConfig) -> None:
     positions = str(config.positions)
-    if config.positions not in (Positions.LEARNED, Positions.ROPE):
-        raise UserError(f"EncoderConfig.positions is {positions!r}, must be 'learned' or 'rope'")
+    if config.positions not in (Positions.LEARNED, Positions.ROPE, Positions.NONE):
+        raise UserError(f"EncoderConfig.positions is {positions!r}, must be 'learned', 'rope' or 'none'")
     if config.positions is Positions.LEARNED and config.max_length is None:
         raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
-    if config.positions is Positions.LEARNED and config.rope != Rope():
+    if config.positions is not Positions.ROPE and config.rope != Rope():
         raise UserError(f"EncoderConfig.rope is set, but positions ({positions!r}) are not rotary: leave it out")
+    if config.positions is not Positions.LEARNED and config.position_offset:
+        raise UserError(
+            f"EncoderConfig.position_offset ({config.position_offset}) is for learned positions: leave it out"
+        )
     if config.positions is Positions.ROPE:
-        if config.position_offset:
-            raise UserError(
-                f"EncoderConfig.position_offset ({config.position_offset}) is for learned positions: leave it out"
-            )
         if config.rotary_size % 2 or not config.rope.rotated_dims(config.rotary_size):
             raise UserError(
                 f"EncoderConfig.head_dim ({config.head_size}) must be even, and at least 2 of its dimensions rotated (Rope."
@@ -186,6 +204,25 @@ def _check_positions(config: EncoderConfig) -> None:
         )
 
 
+def _check_disentangled(config: EncoderConfig) -> None:
+    if config.disentangled is None:
+        return
+    if config.kv_heads != config.num_heads or config.attention_sinks is not AttentionSinks.NONE:
+        raise UserError(
+            "EncoderConfig.disentangled is for heads with keys of their own and without sinks: leave num_kv_heads and "
+            "attention_sinks out"
+        )
+    if config.positions is Positions.ROPE or config.relative_buckets or config.first_norm is FirstNorm.NONE:
+        raise UserError(
+            "EncoderConfig.disentangled has distances of its own, and is not for rotary positions, relative_buckets or "
+            "first_norm: set positions to 'none' or 'learned', and leave the others out"
+        )
+    if config.attention not in (AttentionBackend.AUTO, AttentionBackend.XLA):
+        raise UserError(
+            f"EncoderConfig.attention ({str(config.attention)!r}) cannot score contents with distances: try 'auto'"
+        )
+
+
 def _check_layers(config: EncoderConfig) -> None:
     kinds = {str(kind) for kind in config.layer_pattern}
     if not kinds or not kinds <= {"global", "local"}:
@@ -196,6 +233,16 @@ def _check_layers(config: EncoderConfig) -> None:
     if (window is not None) != ("local" in kinds) or (window is not None and not 1 <= window < 2**31):
         raise UserError(
             f"EncoderConfig.window is {window}, must be at least 1 where layer_pattern has local layers, and None elsewhere"
+        )
+    if config.layer_repeats < 1:
+        raise UserError(
+            f"EncoderConfig.layer_repeats is {config.layer_repeats}, must be at least 1: 1 applies layers once"
+        )
+    alike = config.first_norm is FirstNorm.LAYER and config.moe is None and kinds == {"global"}
+    if config.layer_repeats > 1 and not alike:
+        raise UserError(
+            f"EncoderConfig.layer_repeats ({config.layer_repeats}) is for layers that are alike: leave it out, or first_norm, "
+            "moe and window"
         )
     if config.first_norm is FirstNorm.LAYER:
         return
@@ -231,7 +278,12 @@ class Encoder(nnx.Module):
         if config.embedding_dim is not None:
             self.projection = layers.param(rngs, (E, D), ("norm", "embed"), layers.fan_in(0))
             self.projection_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
-        self.layers = stack.stacked(lambda rngs: Block(config, rngs), rngs, config.num_layers)
+        if config.disentangled is not None:
+            shape = (config.disentangled.rows, D)
+            self.relative_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(1.0))
+            if config.disentangled.norm is TableNorm.LAYER:
+                self.relative_norm = config.make_norm(rngs)
+        self.layers = stack.stacked(self._block, rngs, config.num_layers)
         for module, numbers in config.module_layers.items():
             stack.keep_layers(getattr(self.layers, module), numbers)
         if config.norm_placement is not NormPlacement.POST:
@@ -244,6 +296,12 @@ class Encoder(nnx.Module):
             self.output = layers.param(rngs, (V, E), ("vocab", "embed"), layers.normal(E**-0.5))
         if config.head_bias is HeadBias.VOCAB:
             self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
+
+    def _block(self, rngs: nnx.Rngs) -> Block:
+        config = self.config
+        if config.disentangled is not None:
+            return DisentangledBlock(config, config.disentangled, rngs)
+        return Block(config, rngs)
 
     def _norm(self, width: int, rngs: nnx.Rngs) -> Norm:
         config = self.config
@@ -263,6 +321,10 @@ class Encoder(nnx.Module):
         shared = Shared(row_positions=row_positions, step=step)
         if config.relative_buckets:
             shared = shared._replace(bias=self.relative_bias(batch["tokens"].shape[1], row_positions))
+        if config.disentangled is not None:
+            distances_RD = self.relative_embedding[...].astype(config.dtype.value)
+            normed = config.disentangled.norm is TableNorm.LAYER
+            shared = shared._replace(distances_RD=self.relative_norm(distances_RD) if normed else distances_RD)
         windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: config.window}
         specs = {kind: config.attention_kind(causal=False, window=window) for kind, window in windows.items()}
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
@@ -285,6 +347,7 @@ class Encoder(nnx.Module):
             x, stats = stack.run(
                 self.layers, x, rows, apply, entries, config.layer_loop, remat, all_trained=config.lora is None,
                 numbered=drop is not None, span=(start, stop) if first else None, some=config.module_layers,
+                repeats=config.layer_repeats,
             )  # fmt: skip
             parts.append(stats)
         stats = jax.tree.map(lambda *s: jnp.concatenate(s), *parts) if first else parts[0]

@@ -111,6 +111,15 @@ def sines(positions_BT: jax.Array, size: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angle_BTF), jnp.cos(angle_BTF)], axis=-1)
 
 
+def sine_table(length: int, size: int) -> np.ndarray:
+    """Sinusoidal positions [length, size] in float32: sines of wavelengths from 2 pi to below 2e4 pi, then cosines.
+
+    The wavelengths are those of Vaswani et al. 2017 (arXiv:1706.03762), those of `sines` end at 2e4 pi.
+    """
+    angle_LF = np.arange(length)[:, None] / np.power(10_000.0, 2 * (np.arange(size) // 2) / size)
+    return np.concatenate([np.sin(angle_LF[:, 0::2]), np.cos(angle_LF[:, 1::2])], axis=1).astype(np.float32)
+
+
 class Bias(enum.StrEnum):
     """Which projections have a bias.
 

@@ -157,6 +157,7 @@ def run(
     beside: PyTree | None = None,
     span: tuple[int, int] | None = None,
     some: tree.LayersOf = MappingProxyType({}),
+    repeats: int = 1,
 ) -> tuple[jax.Array, Stats]:
     """Applies the layers of a stacked module in order; as a pipeline if the active mesh has stages.
 
@@ -167,13 +168,13 @@ def run(
       apply: (one layer's module, x, rows, its entry of the pattern) -> (x, the layer's statistics).
       pattern: what distinguishes layers besides their parameters, repeated over all layers. A scan runs over groups of
         that many layers; remaining layers run after it.
-      loop: scan or unroll.
-      remat: what the backward pass recomputes of each layer.
+      loop, remat: scan or unroll, and what the backward pass recomputes of each layer.
       all_trained: whether every parameter gets a gradient; with adapters most get none.
       numbered: whether `apply` is also passed the layer's number.
       beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not in a pipeline.
       span: first layer to run and end of the range; `pattern` and `beside` start at the first one. None: all layers.
       some: the modules that some layers lack; within the span, layers at the same place of the pattern have the same.
+      repeats: how often each layer is applied before the next one; layers without statistics alone have more than 1.
 
     Returns:
       The last layer's output, and the statistics, each with a leading axis of the layers that have it.
@@ -189,14 +190,13 @@ def run(
             parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)
 
-        return _recomputed(body, remat, in_scan=in_scan)
+        return _repeated(_recomputed(body, remat, in_scan=in_scan or repeats > 1), repeats, numbered)
 
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     scanned, unrolled = ([one(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
     bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained, _Places(some, start, stop, group))
-    shape = _active_pipeline(numbered, span is not None)
     values = values if own is None else (own, values)
-    if shape is None:
+    if (shape := _active_pipeline(numbered, span is not None)) is None:
         return _in_sequence(bodies, x, values, rows, count)
     _check_stages(count, group, shape)
     size = count // (shape.stages * shape.repeats)
@@ -250,6 +250,20 @@ def _collected(stats: Sequence[Stats], join: Callable[[list[jax.Array]], jax.Arr
     """The statistics of several layers, each joined over those that have it."""
     names = dict.fromkeys(name for of_layer in stats for name in of_layer)
     return {name: join([of_layer[name] for of_layer in stats if name in of_layer]) for name in names}
+
+
+def _repeated(body: _Body, repeats: int, numbered: bool) -> _Body:
+    """A layer that is applied so many times; if layers have numbers, it has one for each time."""
+    if repeats == 1:
+        return body
+
+    def repeated(x: jax.Array, layer: PyTree, rows: PyTree) -> tuple[jax.Array, Stats]:
+        def once(x: jax.Array, time: jax.Array) -> tuple[jax.Array, Stats]:
+            return body(x, (layer[0] * repeats + time, layer[1]) if numbered else layer, rows)
+
+        return jax.lax.scan(once, x, jnp.arange(repeats, dtype=jnp.int32))
+
+    return repeated
 
 
 def _finished(x: jax.Array, values: PyTree, ties: bool) -> tuple[jax.Array, PyTree]:

@@ -34,7 +34,7 @@ class Attention(nnx.Module):
         self.key = layers.projection(rngs, projections.KEY, (D, K, H))
         self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
-        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.num_layers)
+        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.depth)
         if config.attention_gate is AttentionGate.SIGMOID:
             self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, H))
         if config.bias.of_heads:
@@ -63,6 +63,7 @@ class Attention(nnx.Module):
         angles: rotary.Angles | None = None,
         row_positions_T: jax.Array | None = None,
         bias_NTS: jax.Array | None = None,
+        row_bias_BNTS: jax.Array | None = None,
         prefix_BT: jax.Array | None = None,
         encoded_BSD: jax.Array | None = None,
         encoded_segments_BS: jax.Array | None = None,
@@ -90,6 +91,7 @@ class Attention(nnx.Module):
             q_row_positions_T=row_positions_T,
             kv_row_positions_S=row_positions_T if encoded_BSD is None else None,
             bias_NTS=bias_NTS,
+            row_bias_BNTS=row_bias_BNTS,
             prefix_BT=prefix_BT,
             drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, site),
             sinks_N=self.sinks_N,

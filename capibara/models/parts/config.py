@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 
 from flax import nnx
 
@@ -64,7 +65,7 @@ class Head(enum.StrEnum):
 
 
 class HeadBias(enum.StrEnum):
-    """Whether the output projection has a bias for each entry of the vocabulary (GPT-J, Phi)."""
+    """Whether the output projection has a bias for each entry of the vocabulary (GPT-J, Phi; untrained in BART)."""
 
     NONE = "none"
     VOCAB = "vocab"
@@ -290,6 +291,16 @@ class TransformerConfig:
             )
 
     @property
+    def untrained(self) -> frozenset[str]:
+        """Names of parameters that no training changes."""
+        return frozenset()
+
+    @property
+    def depth(self) -> int:
+        """Number of layers that a token passes."""
+        return self.num_layers
+
+    @property
     def streams(self) -> int:
         """Number of residual streams."""
         return 1
@@ -400,6 +411,13 @@ class TransformerConfig:
     def make_norm(self, rngs: nnx.Rngs) -> Norm:
         """A norm for the residual stream."""
         return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
+
+
+def trains(config: TransformerConfig) -> Callable[[str], bool] | None:
+    """Whether training changes a parameter, by its name; None: it changes all."""
+    if config.lora is None and not config.untrained:
+        return None
+    return lambda name: name not in config.untrained and (config.lora is None or config.lora.trains(name))
 
 
 def _check_numbers(config: TransformerConfig) -> None:

@@ -67,6 +67,7 @@ class Shared(NamedTuple):
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
       in_first: whether the layer is one of the first, which have an MLP where the others have experts.
       bare: whether the layer's attention reads its input without a norm.
+      distances_RD: embeddings of distances, of disentangled attention.
     """
 
     row_positions: jax.Array | None = None
@@ -76,6 +77,7 @@ class Shared(NamedTuple):
     drop: Dropout | None = None
     in_first: bool = False
     bare: bool = False
+    distances_RD: jax.Array | None = None
 
 
 class MLP(nnx.Module):
@@ -89,7 +91,7 @@ class MLP(nnx.Module):
             self.gate = layers.projection(rngs, projections.GATE, (D, F))
         if config.activation is layers.Activation.XIELU:
             self.activation = layers.Xielu(rngs)
-        self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.num_layers)
+        self.down = layers.projection(rngs, projections.DOWN, (F, D), 0.5 / config.depth)
         if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             if config.activation.gated:
@@ -171,19 +173,7 @@ class Block(nnx.Module):
         def attention(x: jax.Array) -> jax.Array:
             if layer_kind is LayerKind.RECURRENT:
                 return dropout.apply(shared.drop, self._mixed(x, rows, shared), Site.ATTENTION)
-            angles = None if rows.angles is None else rows.angles.get(layer_kind)
-            y = self.attention(
-                x,
-                kind=kind,
-                segment_ids_BT=rows.blocks if kind.in_blocks and rows.blocks is not None else rows.segment_ids,
-                angles=angles,
-                row_positions_T=shared.row_positions,
-                bias_NTS=shared.bias,
-                prefix_BT=rows.prefix,
-                drop=shared.drop,
-                query_scale_BT=rows.scale_of(layer_kind),
-            )
-            return dropout.apply(shared.drop, y, Site.ATTENTION)
+            return dropout.apply(shared.drop, self.attended(x, rows, shared, kind, layer_kind), Site.ATTENTION)
 
         if self.config.one_branch:
             feeds = layer_kind is LayerKind.FEED_FORWARD
@@ -194,6 +184,22 @@ class Block(nnx.Module):
                 x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
             return self.add(x_BTD, "mlp", mlp), stats
         return self._joined(x_BTD, attention, mlp), stats
+
+    def attended(
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
+    ) -> jax.Array:
+        """What attention makes of its input [B, T, D]."""
+        return self.attention(
+            x_BTD,
+            kind=kind,
+            segment_ids_BT=rows.blocks if kind.in_blocks and rows.blocks is not None else rows.segment_ids,
+            angles=None if rows.angles is None else rows.angles.get(layer_kind),
+            row_positions_T=shared.row_positions,
+            bias_NTS=shared.bias,
+            prefix_BT=rows.prefix,
+            drop=shared.drop,
+            query_scale_BT=rows.scale_of(layer_kind),
+        )
 
     def cached(
         self,

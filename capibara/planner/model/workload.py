@@ -147,7 +147,7 @@ class Stack:
       layers: number of layers.
       length: tokens of a row that pass through them.
       attentions: of one layer, averaged over the layers if they differ.
-      weights: matmul weights of all layers, in elements; those of experts are in `expert_weights`.
+      weights: matmul weights of all layers, in elements, as often as a token passes them; those of experts are in `expert_weights`.
       expert_weights: the same for experts.
       adapted_experts: number of a layer's expert weights that have adapters.
     """
@@ -383,12 +383,20 @@ def _stacks(
 
     match sizes:
         case EncoderDecoderConfig():
-            S = encoder_length or length
-            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S),))
-            cross = (Attention(length / 2, length * length), Attention(S))
+            S, biased = encoder_length or length, sizes.positions.biases
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S * biased),))
+            cross = (Attention(length / 2, length * length * biased), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case EncoderConfig():
-            yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length),))
+            once = stack(
+                "encoder",
+                "layers/",
+                sizes.depth,
+                length,
+                (Attention(length, 0.0 if sizes.disentangled is None else length**2),),
+            )
+            total = once.weights.total() * sizes.depth / sizes.num_layers
+            yield dataclasses.replace(once, weights=once.weights.scaled_to(total))
         case _:
             yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes, length)),))
 

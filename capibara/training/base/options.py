@@ -173,11 +173,12 @@ class RunOptions:
                 f"Dataset.domains = {hints.domains}"
             )
         longest = self.model.max_length
-        if longest is not None and self.dataset.length > longest:
-            raise UserError(
-                f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length "
-                f"({longest}): try {longest}"
-            )
+        for name in ("length", "encoder_length"):
+            length = getattr(self.dataset, name)
+            if longest is not None and length is not None and length > longest:
+                raise UserError(
+                    f"Dataset.{name} ({length}) must be at most {type(self.model).__name__}.max_length ({longest}): try {longest}"
+                )
 
     @property
     def training_loss(self) -> Loss:

@@ -49,6 +49,15 @@ def ours(examples, packing: Packing) -> dict[str, np.ndarray]:
     return batch
 
 
+def test_rows_begin_with_the_decoders_own_token():
+    pairs = [Pair(np.array([5, 1], np.int32), np.array([6, 0, 1], np.int32))] * 2
+    window = PairWindow([Pairs(pairs)], encoder_length=S, length=T, packing=Packing.BEST_FIT, pad_id=0, start_id=2)
+    batch = empty_batch(1, T, encoder_length=S)
+    window.fill(batch, 0, 0)
+    assert batch["tokens"][0, :6].tolist() == [2, 6, 0, 2, 6, 0]
+    assert batch["weights"][0, :6].tolist() == [1, 0, 1, 1, 0, 1]
+
+
 def seqios(examples, *, pack: bool) -> dict[str, np.ndarray]:
     import seqio
     import tensorflow as tf

@@ -12,6 +12,7 @@ FIRST = 8  # of the tokens that a batch has: those before it are special ones
 ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 ENCODER |= {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "pad_token_id": 1}
 BERT = dict(ENCODER, hidden_act="gelu", type_vocab_size=2)
+DEBERTA = dict(BERT, model_type="deberta-v2", relative_attention=True, hidden_act="relu", pad_token_id=0)
 MODERN = {key: value for key, value in ENCODER.items() if key != "layer_norm_eps"}
 MODERN |= {"model_type": "modernbert", "num_hidden_layers": 5, "norm_eps": 1e-4, "pad_token_id": 0}
 MODERN |= {"cls_token_id": 1, "sep_token_id": 2}
@@ -24,6 +25,15 @@ CASES: dict[str, dict[str, Any]] = {
     "camembert": dict(BERT, model_type="camembert", hidden_act="gelu_new"),
     "electra": dict(BERT, model_type="electra", embedding_size=24, hidden_act="gelu_new", pad_token_id=0),
     "electra_whole": dict(BERT, model_type="electra", embedding_size=32, type_vocab_size=3, pad_token_id=0),
+    "albert": dict(
+        BERT, model_type="albert", embedding_size=24, hidden_act="gelu", num_hidden_layers=4, num_hidden_groups=2
+    )
+    | {"pad_token_id": 0, "type_vocab_size": 3},
+    "deberta-v2": dict(
+        DEBERTA, pos_att_type="p2c|c2p", share_att_key=True, position_buckets=4, max_relative_positions=16
+    )
+    | {"norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0},
+    "deberta-v2_own": dict(DEBERTA, pos_att_type=["c2p", "p2c"], max_relative_positions=5),
     "ernie": dict(
         BERT, model_type="ernie", use_task_id=True, task_type_vocab_size=4, hidden_act="relu", pad_token_id=0
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dense_families
+import encdec_families
 import encoder_families
 import expert_families
 import hybrid_families
@@ -10,10 +11,12 @@ import older_families
 import wrapped_families
 
 CASES = dense_families.CASES | older_families.CASES | expert_families.CASES | hybrid_families.CASES
-CASES |= encoder_families.CASES | wrapped_families.CASES
+CASES |= encoder_families.CASES | encdec_families.CASES | wrapped_families.CASES
 # transformers adds Falcon's ALiBi twice in its eager attention, and once in the one that is its default.
 IMPLEMENTATIONS = {"falcon": "sdpa"}
 # Modules that answer for a class whose own forward fails on text in transformers 5.24.
 ANSWERING = {"llama4": "language_model"}
+# Ends of the names of parameters that are not trained.
+UNTRAINED = {"pegasus": ("embed_positions.weight",)}
 # Classes that AutoModelForCausalLM does not know.
 CLASSES = {"mistral4": "Mistral4ForCausalLM"} | wrapped_families.CLASSES

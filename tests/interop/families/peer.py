@@ -5,7 +5,7 @@
 
 answers.npz has `logits` of answers.tokens in float32, `exact` the same in float64, `greedy` (the tokens that follow the
 first eight of each row), and `losses` of five steps of AdamW. Encoders have those of encoder_families.batch, and no
-`greedy`. Needs torch, transformers and safetensors.
+`greedy`; encoder-decoders read encdec_families.encoder_entries, too. Needs torch, transformers and safetensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import safetensors.numpy
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
+import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
-from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS, UNTRAINED  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 
@@ -63,12 +64,22 @@ def of_encoder(model_type: str) -> bool:
 def kind_of(model_type: str) -> type:
     if of_encoder(model_type):
         return AutoModelForMaskedLM
+    if model_type in encdec_families.TYPES:
+        return AutoModelForSeq2SeqLM
     return getattr(transformers, CLASSES.get(model_type, "AutoModelForCausalLM"))
 
 
 def encoded(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
     """An encoder's logits."""
     return model(**{name: torch.from_numpy(value) for name, value in encoder_families.arguments(batch).items()}).logits
+
+
+def decoded(model: torch.nn.Module, ids: torch.Tensor, row: int | None = None) -> torch.Tensor:
+    """Logits of the next tokens, for all rows or one."""
+    if model.config.model_type not in encdec_families.TYPES:
+        return model(ids, use_cache=False).logits
+    read = {name: torch.from_numpy(value) for name, value in encdec_families.arguments(row).items()}
+    return model(**read, decoder_input_ids=ids, use_cache=False).logits
 
 
 def write(case: dict, where: pathlib.Path) -> None:
@@ -101,7 +112,7 @@ def logits(model: torch.nn.Module) -> np.ndarray:
     with torch.no_grad():
         if of_encoder(model.config.model_type):
             return encoded(model, encoder_families.batch(types_of(model))).numpy()
-        return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+        return decoded(model, torch.from_numpy(tokens())).numpy()
 
 
 def types_of(model: torch.nn.Module) -> int:
@@ -109,15 +120,21 @@ def types_of(model: torch.nn.Module) -> int:
 
 
 def greedy(model: torch.nn.Module) -> np.ndarray:
-    ids = torch.from_numpy(tokens())[:, :START]
+    start, found = torch.from_numpy(tokens())[:, :START], []
+    if model.config.model_type in encdec_families.TYPES:
+        start = torch.full((len(start), 1), model.config.decoder_start_token_id)
     with torch.no_grad():
-        for _ in range(NEW_TOKENS):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    return ids.numpy()[:, START:]
+        for row, ids in enumerate(start[:, None]):
+            for _ in range(NEW_TOKENS):
+                ids = torch.cat([ids, decoded(model, ids, row)[:, -1:].argmax(-1)], dim=1)
+            found.append(ids.numpy()[0, start.shape[1] :])
+    return np.stack(found)
 
 
 def losses(model: torch.nn.Module) -> np.ndarray:
     ids, batch = torch.from_numpy(tokens()), encoder_families.masked(encoder_families.batch(types_of(model)))
+    for name, parameter in model.named_parameters():  # transformers 5.24 forgets it as it loads them
+        parameter.requires_grad_(not name.endswith(UNTRAINED.get(model.config.model_type, ())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
     found = []
     for _ in range(STEPS):
@@ -125,7 +142,7 @@ def losses(model: torch.nn.Module) -> np.ndarray:
             chosen = torch.from_numpy(batch["weights"]) > 0
             predicted, targets = encoded(model, batch)[chosen], torch.from_numpy(batch["targets"]).long()[chosen]
         else:  # their own loss shifts the labels, and ours are shifted already
-            predicted, targets = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1), ids[:, 1:].flatten()
+            predicted, targets = decoded(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
         loss = torch.nn.functional.cross_entropy(predicted, targets)
         optimizer.zero_grad()
         loss.backward()

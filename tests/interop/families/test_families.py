@@ -38,6 +38,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
+import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
 from family_cases import CASES  # noqa: E402
 
@@ -75,6 +76,11 @@ def batch_of(tokens):
     return {"tokens": tokens, "segment_ids": np.ones(tokens.shape, np.int32), "positions": positions}
 
 
+def further(model):
+    """What an encoder-decoder's batch has beside its decoder's tokens."""
+    return encdec_families.encoder_entries() if model.config.data_kind == "encoder_decoder" else {}
+
+
 def encoder_batch(config):
     batch = encoder_families.batch(config.token_types)
     return batch_of(batch["tokens"]) | batch
@@ -108,7 +114,7 @@ def check_tensors(name, where):
 
 
 def logits(model, params):
-    batch = encoder_batch(model.config) if model.config.data_kind == "masked" else batch_of(tokens())
+    batch = encoder_batch(model.config) if model.config.data_kind == "masked" else batch_of(tokens()) | further(model)
     return np.asarray(jax.jit(model.logits)(params, batch))
 
 
@@ -119,9 +125,13 @@ def shown(name, logits):
 
 def greedy(model, params, count):
     """The tokens after the first ones of each row, by the engine; they end where the engine does."""
-    engine = Engine(model, params, ByteVocabulary(), START + count + 1, EngineConfig(slots=2))
-    asked = Sampling(temperature=0.0, max_new_tokens=count)
-    streams = [engine.submit(row[:START].tolist(), asked) for row in tokens()]
+    entries, asked = further(model), Sampling(temperature=0.0, max_new_tokens=count)
+    prompts, read = [row[:START] for row in tokens()], encdec_families.LENGTH if entries else None
+    if entries:
+        real = entries["encoder_segment_ids"] == 1
+        prompts = [row[kept] for row, kept in zip(entries["encoder_tokens"], real, strict=True)]
+    engine = Engine(model, params, ByteVocabulary(), START + count + 1, EngineConfig(slots=2), read)
+    streams = [engine.submit(prompt.tolist(), asked) for prompt in prompts]
     return [stream.result().tokens for stream in streams]
 
 
@@ -139,7 +149,7 @@ def losses(model, params, steps):
     step = make_train_step(model, tx, optimizer.schedule.build(100), plan, mesh)
     step = jax.jit(step, out_shardings=(shardings, None))
     weights = np.ones((len(ids), ids.shape[1] - 1), np.float32)
-    batch = batch_of(ids[:, :-1]) | {"targets": ids[:, 1:], "weights": weights}
+    batch = batch_of(ids[:, :-1]) | {"targets": ids[:, 1:], "weights": weights} | further(model)
     if model.config.data_kind == "masked":
         batch = encoder_families.masked(encoder_batch(model.config))
     batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)

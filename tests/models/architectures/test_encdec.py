@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from capibara import config
+from capibara import config, sharding
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop.hf import tables
@@ -20,7 +20,10 @@ from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
 from capibara.models.layers.relative import RelativeBias, buckets
-from capibara.sharding import Remat
+from capibara.optim import Optimizer
+from capibara.sharding import Plan, Remat
+from capibara.training.base import state as states
+from capibara.training.step import make_train_step
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 sys.path.insert(0, str(GOLDEN))
@@ -40,6 +43,12 @@ TINY = EncoderDecoderConfig(
     relative_distance=20,
     dtype="float32",
 )
+ADDED = EncoderDecoderConfig(
+    vocab_size=96, embed_dim=32, num_layers=2, num_encoder_layers=3, num_heads=4, mlp_dim=48, max_length=40, dtype="float32",
+    positions="learned", position_offset=2, norm="layer", norm_placement="post", bias="all", activation="gelu",
+    embedding_norm="layer", embedding_scale="tokens", attention_scale=None, head="tied", head_scale="none", head_bias="vocab",
+)  # fmt: skip
+LOCAL = dataclasses.replace(TINY, encoder_window=4)
 T5 = dataclasses.replace(TINY, activation="relu", head="tied")
 UNSCALED = dataclasses.replace(TINY, head="tied", head_scale="none")
 
@@ -114,8 +123,9 @@ def test_a_bias_is_looked_up_by_the_distance_of_positions():
     np.testing.assert_array_equal(bias(8), want[:, np.argsort(row_positions)][:, :, np.argsort(row_positions)])
 
 
-def test_packed_pairs_do_not_see_each_other():
-    model = api.build(TINY)
+@pytest.mark.parametrize("of", [TINY, ADDED, LOCAL], ids=["relative", "learned", "local"])
+def test_packed_pairs_do_not_see_each_other(of):
+    model = api.build(of)
     params = random_params(model)
     packed = batch_of([[13, 15]], [[9, 12]])
     logits = np.asarray(jax.jit(model.logits)(params, packed))
@@ -129,6 +139,50 @@ def test_packed_pairs_do_not_see_each_other():
         size = int((packed["segment_ids"] == segment).sum())
         got = np.asarray(jax.jit(model.logits)(params, alone))[0, :size]
         np.testing.assert_allclose(got, logits[0, ends[1] - size : ends[1]], rtol=2e-4, atol=2e-4)
+
+
+def test_sines_and_the_bias_of_the_head_are_not_trained():
+    model = api.build(dataclasses.replace(ADDED, positions="sinusoidal", position_offset=0))
+    names = {*tree.path_names(model.abstract_params)}
+    kept = {*tree.path_names(model.trained(model.abstract_params))}
+    assert names - kept == {"output_bias", "encoder/position_embedding", "decoder/position_embedding"}
+    assert {*tree.path_names(model.frozen(model.abstract_params))} == names - kept
+    assert model.whole_params == model.abstract_params
+    table = np.asarray(jax.jit(model.init)(jax.random.key(0))["decoder"]["position_embedding"])
+    angles = np.arange(40)[:, None] / 10_000.0 ** (np.arange(16) / 16)
+    np.testing.assert_allclose(table, np.concatenate([np.sin(angles), np.cos(angles)], axis=1), atol=1e-6)
+    plan, batch = Plan(batch_size=2), batch_of([[32], [20]], [[24], [10]])
+    optimizer = Optimizer(weight_decay=0.5)
+    mesh, tx = sharding.make_mesh(plan, jax.devices()[:1]), optimizer.build(10, model.trained(model.axes))
+    state = states.init_state(model, tx, jax.random.key(0), ema=False)
+    step = jax.jit(make_train_step(model, tx, optimizer.schedule.build(10), plan, mesh))
+    batch |= {"targets": batch["tokens"], "weights": np.ones(batch["tokens"].shape, np.float32)}
+    with jax.numpy_dtype_promotion("standard"):  # as optax computes
+        after, before = step(state, batch)[0].params, state.params
+    np.testing.assert_array_equal(after["decoder"]["position_embedding"], before["decoder"]["position_embedding"])
+    np.testing.assert_array_equal(after["output_bias"], before["output_bias"])
+    assert np.abs(np.asarray(after["embedding"] - before["embedding"])).max() > 1e-5
+
+
+def test_a_mesh_gives_the_gradients_of_one_device():
+    batch, model = batch_of([[32]] * 8, [[24], [10, 9]] * 4), api.build(ADDED)
+
+    def grads(plan, devices):
+        mesh = sharding.make_mesh(plan, devices)
+        spread = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
+
+        def loss(params, batch):
+            with sharding.activate(mesh, plan.rules):
+                logits = model.logits(params, sharding.balanced(batch))
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+
+        params = jax.device_put(random_params(model), spread)
+        rows = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, rows))
+
+    want = grads(Plan(batch_size=8), jax.devices()[:1])
+    got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
 def test_who_sees_what():
@@ -187,10 +241,11 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
 
 
-def test_attention_back_ends_agree():
+@pytest.mark.parametrize("of", [TINY, LOCAL], ids=["whole", "local"])
+def test_attention_back_ends_agree(of):
     batch = batch_of([[100, 28], [90]], [[40, 24], [64]], encoder_length=128, length=64)
-    want = api.build(dataclasses.replace(TINY, attention="xla"))
-    got = api.build(dataclasses.replace(TINY, attention="blockwise"))
+    want = api.build(dataclasses.replace(of, attention="xla"))
+    got = api.build(dataclasses.replace(of, attention="blockwise"))
     params = random_params(want)
 
     def grads(model):
@@ -242,15 +297,54 @@ def test_flops_count_each_side_for_its_own_length():
     attention = 12 * H * (3 * S * S + 2 * (T * T / 2 + T * S))
     want = 6 * ((encoder + keys_and_values) * S + (decoder + V * D) * T) + attention
     assert api.build(TINY).flops_per_token(T, S) * T == pytest.approx(want)
+    seen = 7 * S - 12  # by a window of 4 in both directions: 1, 2 and 3 keys less at each end
+    want += 12 * H * 3 * (seen - S * S)
+    assert api.build(LOCAL).flops_per_token(T, S) * T == pytest.approx(want)
+
+
+def test_an_encoders_window_hides_what_is_farther():
+    """A query sees the window's keys on both sides, in each layer again."""
+    model, batch = api.build(dataclasses.replace(LOCAL, num_encoder_layers=1)), batch_of([[32]], [[24]])
+    params = random_params(model)
+    whole = np.asarray(jax.jit(model.encode)(params, batch))[0]
+    tokens = batch["encoder_tokens"].copy()
+    tokens[0, 10] = (tokens[0, 10] + 1) % 96
+    change = np.abs(np.asarray(jax.jit(model.encode)(params, batch | {"encoder_tokens": tokens}))[0] - whole).max(
+        axis=1
+    )
+    assert np.flatnonzero(change > 1e-4).tolist() == [7, 8, 9, 10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(max_length=None), "max_length has no value, learned positions need one"),
+        (
+            dict(embedding_scale="sqrt_dim"),
+            r"embedding_scale \('sqrt_dim'\) would scale learned positions: write 'tokens'",
+        ),
+    ],
+)
+def test_impossible_positions_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(ADDED, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(encoder_window=0), "encoder_window is 0, must be at least 1, or None: no window"),
         (dict(num_encoder_layers=0), "num_encoder_layers is 0, must be at least 1, or None"),
         (dict(relative_buckets=6), r"relative_buckets \(6\) must be a multiple of 4: try 32"),
         (dict(relative_distance=4), r"relative_distance \(4\) must be above half of relative_buckets \(8\): try 32"),
         (dict(residual="parallel"), "residual .* is for decoders only"),
+        (dict(positions="rope"), "positions is 'rope', must be 'relative', 'learned' or 'sinusoidal'"),
+        (dict(position_offset=2), r"position_offset \(2\) is for positions that are added"),
+        (
+            dict(positions="learned", max_length=8),
+            "relative_buckets, relative_distance and relative_tables are for relative",
+        ),
+        (dict(embedding_scale="tokens"), r"embedding_scale \('tokens'\) is for positions that are added"),
         (dict(attention="splash"), "cannot add relative positions: try 'auto'"),
         (dict(num_kv_heads=3), r"EncoderDecoderConfig.num_kv_heads \(3\) must divide"),
     ],

@@ -16,7 +16,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
 from capibara.models import api
-from capibara.models.api import EncoderConfig
+from capibara.models.api import Disentangled, EncoderConfig, Lora
 from capibara.sharding import Plan, Remat
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
@@ -108,9 +108,10 @@ def test_the_output_bias_is_a_column_of_the_head():
     np.testing.assert_allclose(difference, np.broadcast_to(np.arange(96.0), difference.shape), atol=1e-4)
 
 
-def test_a_mesh_gives_the_gradients_of_one_device():
+@pytest.mark.parametrize("sizes", [None, Disentangled(span=16, buckets=6, norm="layer")], ids=str)
+def test_a_mesh_gives_the_gradients_of_one_device(sizes):
     batch = batch_of(random_tokens(8), padding=5)
-    model = api.build(TINY)
+    model = api.build(dataclasses.replace(TINY, disentangled=sizes))
 
     def grads(plan, devices):
         mesh = sharding.make_mesh(plan, devices)
@@ -128,6 +129,80 @@ def test_a_mesh_gives_the_gradients_of_one_device():
     want = grads(Plan(batch_size=8), jax.devices()[:1])
     got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+DISTANCES = {
+    "shared": Disentangled(span=16, buckets=6, norm="layer"),
+    "own": Disentangled(span=5, projections="own"),
+    "queries": Disentangled(span=5, terms="queries"),
+}
+
+
+@pytest.mark.parametrize("name", [*DISTANCES])
+def test_documents_of_a_row_do_not_see_each_other_by_distances(name):
+    model = api.build(dataclasses.replace(TINY, disentangled=DISTANCES[name], positions="none", max_length=None))
+    params, batch = random_params(model), batch_of(random_tokens(1))
+    batch["segment_ids"][0, 10:] = 2
+    packed = np.asarray(jax.jit(model.logits)(params, batch))[0]
+    for part in (slice(0, 10), slice(10, 24)):
+        alone = np.asarray(jax.jit(model.logits)(params, batch_of(batch["tokens"][:, part])))[0]
+        np.testing.assert_allclose(alone, packed[part], rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_change_what_is_made_of_distances():
+    """As those of PEFT, which are on the layers' projections, whatever these read."""
+    changed = []
+    for targets in (("query", "key"), ("position_key", "position_query")):
+        own = "own" if "position_key" in targets else "shared"
+        lora = Lora(rank=2, targets=targets, modules_to_save=("relative_embedding",))
+        sizes = Disentangled(span=5, projections=own)
+        model = api.build(dataclasses.replace(TINY, disentangled=sizes, lora=lora))
+        params, batch = random_params(model), batch_of(random_tokens())
+        gradients = jax.grad(lambda p: jnp.mean(jnp.square(model.logits(p, batch))))(params)  # noqa: B023
+        kept = model.trained(gradients)
+        changed += [np.abs(x).max() for x in jax.tree.leaves(kept)]
+    assert min(changed) > 1e-6
+
+
+def test_flops_count_the_scores_of_distances():
+    sizes = DISTANCES["own"]
+    more = api.build(dataclasses.replace(TINY, disentangled=sizes)).flops_per_token(24) - api.build(
+        TINY
+    ).flops_per_token(24)
+    assert more == 6 * 2 * 32 * sizes.rows * 2
+
+
+def of_each_layer(params, layers):
+    """The parameters of layers with these numbers."""
+    return params | {"layers": jax.tree.map(lambda x: x[jnp.array(layers)], params["layers"])}
+
+
+@pytest.mark.parametrize(
+    ("loop", "remat"), [("scan", Remat.FULL), pytest.param("unroll", Remat.NONE, marks=pytest.mark.heavy)]
+)
+def test_layers_that_repeat_are_trained_as_one(loop, remat):
+    """In rows of several documents: as a deeper model with equal weights, whose gradients are added up."""
+    batch = batch_of(random_tokens(), padding=5)
+    batch["segment_ids"][0, 10:] = 2
+    shared = api.build(dataclasses.replace(TINY, layer_repeats=3, layer_loop=loop))
+    deep, params = api.build(dataclasses.replace(TINY, num_layers=6)), random_params(shared)
+    loss = lambda model: lambda p: jnp.mean(jnp.square(model.hidden(p, batch, remat)[0]))  # noqa: E731
+    got, gradients = jax.jit(jax.value_and_grad(loss(shared)))(params)
+    want, apart = jax.jit(jax.value_and_grad(loss(deep)))(of_each_layer(params, [0, 0, 0, 1, 1, 1]))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    summed = apart | {"layers": jax.tree.map(lambda g: g.reshape(2, 3, *g.shape[1:]).sum(1), apart["layers"])}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, summed)
+    assert shared.flops_per_token(24) == deep.flops_per_token(24)
+
+
+def test_layers_that_repeat_drop_out_apart():
+    """Each time with numbers of its own, in a train step."""
+    model = api.build(dataclasses.replace(TINY, num_layers=1, layer_repeats=2, dropout_rate=0.5))
+    params, batch = random_params(model), batch_of(random_tokens())
+    deep = api.build(dataclasses.replace(TINY, num_layers=2, dropout_rate=0.5))
+    got = model.hidden(params, batch, Remat.NONE, jnp.int32(3))[0]
+    want = deep.hidden(of_each_layer(params, [0, 0]), batch, Remat.NONE, jnp.int32(3))[0]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "count"), [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
@@ -151,9 +226,31 @@ def test_flops_count_attention_in_both_directions():
         (dict(token_types=-1), "token_types is -1, must be at least 0"),
         (dict(embedding_dim=32), r"embedding_dim is 32, must be at least 1 and not embed_dim \(32\)"),
         (dict(transform_activation="swiglu"), "transform_activation is .swiglu., the transform has one projection"),
+        (dict(disentangled=Disentangled(), num_kv_heads=2), "disentangled is for heads with keys of their own"),
+        (dict(disentangled=Disentangled(), relative_buckets=8), "disentangled has distances of its own"),
+        (dict(disentangled=Disentangled(), attention="cudnn"), "cannot score contents with distances: try 'auto'"),
+        (dict(positions="alibi"), "positions is 'alibi', must be 'learned', 'rope' or 'none'"),
+        (dict(layer_repeats=0), "layer_repeats is 0, must be at least 1"),
+        (
+            dict(layer_repeats=2, norm_placement="pre", first_norm="none"),
+            r"layer_repeats \(2\) is for layers that are alike",
+        ),
         (dict(embed_dim=30), r"EncoderConfig.embed_dim \(30\) must be a multiple of num_heads \(4\)"),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(span=0), "span is 0, must be from 1"),
+        (dict(span=4, buckets=6), "buckets is 6, must be 0, or at least 2 and less than twice"),
+        (dict(buckets=1), "buckets is 1, must be 0, or at least 2"),
+    ],
+)
+def test_impossible_distances_are_refused(sizes, message):
+    with pytest.raises(UserError, match=message):
+        Disentangled(**sizes)

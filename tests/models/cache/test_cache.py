@@ -107,6 +107,13 @@ def rows_of(vocab=64):
     return np.random.default_rng(0).integers(0, vocab, (len(PROMPTS), LENGTH)).astype(np.int32)
 
 
+# BART's and Pegasus' variants.
+ADDED = dict(positions="learned", position_offset=2, max_length=64, norm="layer", norm_placement="post", bias="all")
+ADDED |= dict(activation="gelu", embedding_norm="layer", embedding_scale="tokens", attention_scale=None, head="tied")
+ADDED |= dict(head_scale="none", head_bias="vocab")
+SINES = ADDED | dict(positions="sinusoidal", position_offset=0, norm_placement="pre", embedding_norm="none")
+
+
 def encoder_entries():
     segments = (np.arange(10) < np.array([[10], [7]])).astype(np.int32)
     tokens = np.random.default_rng(1).integers(0, 64, (2, 10)).astype(np.int32)
@@ -174,6 +181,12 @@ def test_a_decoder(name):
 )
 def test_an_encoder_decoder(head, tables):
     compare(dataclasses.replace(ENCODER_DECODER, head=head, relative_tables=tables), encoder_entries())
+
+
+@pytest.mark.parametrize("added", [ADDED, SINES], ids=["post", "sines"])
+def test_an_encoder_decoder_with_added_positions(added):
+    """Its parameters' sines are random here, as all others."""
+    compare(dataclasses.replace(ENCODER_DECODER, relative_distance=128, **added), encoder_entries())
 
 
 def test_a_row_longer_than_its_cache_sees_its_last_tokens():

@@ -8,6 +8,7 @@ from typing import Any
 
 from capibara.core.types import Batch, UserError
 from capibara.data.tokenizers import model_rows
+from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.cache.pages import Pages
@@ -193,6 +194,7 @@ class InputProcessor:
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._encoder_length, self._pages, self._adapters = encoder_length, pages, adapters
         self._names = None if encoder_length is None else sentinels.names(vocabulary)
+        self._start = vocabulary.pad_id if encoder_length is None else start_id(vocabulary)
 
     def check(self, sampling: Sampling, likeliest: int, adapter: str | None) -> None:
         """Raises UserError if so many likeliest tokens, or this beam search, are not supported."""
@@ -234,7 +236,7 @@ class InputProcessor:
             read = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
             stream.unread = self._beyond(len(read), self._encoder_length)
             encoder = sentinels.encoder_entries(read, self._encoder_length, vocabulary.pad_id)
-            ids = [vocabulary.pad_id]
+            ids = [self._start]
         else:
             ids = vocabulary.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
             if isinstance(prompt, str):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from capibara.core import projections
 from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
@@ -185,6 +188,7 @@ class Names:
       ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
       aliases: other names of the table's tensors, of tensors that transformers ties to them.
+      absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """
 
@@ -193,18 +197,20 @@ class Names:
     ignored: str = r"(?!)"
     parts: str = r"(?!)"
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""
-        name = self._renamed(name)
+        name = self.todays(name)
         return None if re.search(self.ignored, name) or re.search(self.parts, name) else name
 
     def of_part(self, name: str) -> bool:
         """Whether a tensor is of a part that is not supported."""
-        return re.search(self.parts, self._renamed(name)) is not None
+        return re.search(self.parts, self.todays(name)) is not None
 
-    def _renamed(self, name: str) -> str:
+    def todays(self, name: str) -> str:
+        """The name of a tensor in today's checkpoints."""
         for pattern, replacement in _TEXT + self.renamed:
             name = re.sub(pattern, replacement, name)
         return name

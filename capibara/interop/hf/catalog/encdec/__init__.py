@@ -1,0 +1,1 @@
+"""Encoder-decoders with positions that are added to the embeddings: BART and Pegasus."""

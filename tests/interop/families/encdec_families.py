@@ -1,0 +1,75 @@
+"""Cases of encoder-decoders (interop/hf/catalog/encdec and LongT5), which transformers' ConditionalGeneration classes make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from family_sizes import VOCAB
+
+ROWS, LENGTH, PADDING = 2, 20, 5
+BART: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=64,
+    scale_embedding=True,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    forced_eos_token_id=None,
+    decoder_start_token_id=0,
+)
+LONG: dict[str, Any] = dict(
+    model_type="longt5",
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=12,
+    d_ff=48,
+    num_layers=3,
+    num_decoder_layers=2,
+    num_heads=4,
+    local_radius=6,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    feed_forward_proj="relu",
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    eos_token_id=1,
+    decoder_start_token_id=0,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "bart": dict(BART, model_type="bart", activation_function="gelu_new"),
+    "mbart": dict(BART, model_type="mbart", activation_function="relu", scale_embedding=False),
+    "longt5": dict(LONG, feed_forward_proj="gated-gelu"),
+    "longt5_plain": dict(LONG, local_radius=3, tie_word_embeddings=False, num_decoder_layers=None),
+    "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
+}
+TYPES = {case["model_type"] for case in CASES.values()}
+
+
+def encoder_entries() -> dict[str, np.ndarray]:
+    """What the encoder reads; the last row ends with padding, where `encoder_segment_ids` are 0."""
+    tokens = np.random.default_rng(1).integers(3, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    segments = np.ones(tokens.shape, np.int32)
+    segments[-1, LENGTH - PADDING :] = 0
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    return {"encoder_tokens": tokens, "encoder_segment_ids": segments, "encoder_positions": positions}
+
+
+def arguments(row: int | None = None) -> dict[str, np.ndarray]:
+    """What transformers' models call them, of all rows or of the real tokens of one."""
+    batch = encoder_entries()
+    names = {"encoder_tokens": "input_ids", "encoder_segment_ids": "attention_mask"}
+    whole = {theirs: batch[ours].astype(np.int64) for ours, theirs in names.items()}
+    if row is None:
+        return whole
+    count = int(whole["attention_mask"][row].sum())
+    return {name: value[row : row + 1, :count] for name, value in whole.items()}

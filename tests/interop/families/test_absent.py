@@ -1,0 +1,113 @@
+"""Files of encoder-decoders that lack what transformers computes, and tensors of theirs that stand for others."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import SingleDeviceSharding
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers.decoder_start import start_id
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.models import api
+from tests.data.tokenizers import kinds
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1] / "models" / "golden")]
+
+import answers  # noqa: E402
+
+
+def write(folder, name, change):
+    """The folder of a family, with tensors that `change` makes of its own."""
+    recorded = json.loads((HERE / "recorded" / f"{name}.json").read_text())
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
+    tensors = {key: answers.draw(key, tuple(shape)) for key, shape in recorded["tensors"].items()}
+    safetensors.numpy.save_file(change(tensors), folder / "model.safetensors")
+    return tensors
+
+
+def loaded(folder):
+    foreign = open_model.open_model(str(folder))
+    model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
+    here = SingleDeviceSharding(jax.devices()[0])
+    return open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
+
+
+def test_sines_and_a_bias_that_a_file_lacks_are_those_of_transformers(tmp_path):
+    write(
+        tmp_path,
+        "pegasus",
+        lambda tensors: {key: x for key, x in tensors.items() if "positions" not in key and key != "final_logits_bias"},
+    )
+    params = loaded(tmp_path)
+    assert not np.asarray(params["output_bias"]).any()
+    np.testing.assert_array_equal(params["encoder"]["position_embedding"], api.sine_table(64, 32))
+
+
+def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
+    tensors = write(
+        tmp_path,
+        "bart",
+        lambda tensors: {key.removeprefix("model."): np.ascontiguousarray(x) for key, x in tensors.items()},
+    )
+    np.testing.assert_array_equal(loaded(tmp_path)["embedding"], tensors["model.shared.weight"])
+
+
+def test_a_scaled_head_is_tied_whatever_its_file_says(tmp_path):
+    """As in transformers 5.24, where scale_decoder_outputs counts alone; with a head of its own there is no such model."""
+    write(tmp_path, "longt5", lambda tensors: tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"tie_word_embeddings": False, "scale_decoder_outputs": True})
+    )
+    read = hf_config.from_hf(open_model.open_model(str(tmp_path)).config)
+    assert (read.head, read.head_scale) == ("tied", "inverse_sqrt_dim")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["shared.weight"] + 1
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="scale_decoder_outputs = true and tie_word_embeddings = false"):
+        open_model.open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("stem", ["", "model."])
+def test_embeddings_of_a_side_that_differ_are_refused(stem, tmp_path):
+    name = f"{stem}encoder.embed_tokens.weight"
+    write(tmp_path, "bart", lambda tensors: {**tensors, name: tensors["model.shared.weight"] + 1})
+    with pytest.raises(UserError, match=f"{name} differs from model.shared.weight"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files, wanted",
+    [
+        ({}, 0),
+        ({"config.json": {"decoder_start_token_id": 2}}, 2),
+        ({"config.json": {"decoder_start_token_id": 2}, "generation_config.json": {"decoder_start_token_id": 1}}, 1),
+        ({"config.json": {"decoder_start_token_id": 2}, "generation_config.json": {"eos_token_id": 1}}, 2),
+    ],
+)
+def test_a_decoder_begins_with_what_the_files_beside_its_tokenizer_say(files, wanted, tmp_path):
+    kinds.llama_2().save(str(tmp_path / "tokenizer.json"))
+    special = {"pad_token": "<unk>", "eos_token": "</s>", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    vocabulary = TokenizerJsonVocabulary(path=str(tmp_path))
+    assert start_id(vocabulary) == (wanted if files else vocabulary.pad_id)
+
+
+def test_a_start_that_the_tokenizer_does_not_have_is_refused(tmp_path):
+    kinds.llama_2().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": 10**7}))
+    with pytest.raises(UserError, match="decoder_start_token_id = 10000000, must be a token's number below"):
+        start_id(TokenizerJsonVocabulary(path=str(tmp_path)))
