@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from capibara.core.signals import Signals
 from capibara.jobs import workers
 from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
 from capibara.multihost import exits
+from capibara.multihost.signals import Signals
 
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before the first, second, ... restart; the last for all further ones
 # Names a file that permits `train --start_over` to rename the run folder once, not again after a restart.

@@ -47,8 +47,9 @@ from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
-from capibara.models.parts.config import ComputeDtype, Head, LayerKind, TransformerConfig, trains
+from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
+from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy

@@ -9,7 +9,8 @@ import jax
 from capibara.core import projections, tree
 from capibara.core.types import Params
 from capibara.models.architectures.encoder import EncoderConfig
-from capibara.models.parts.config import LayerKind, TransformerConfig
+from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.kinds import LayerKind
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 

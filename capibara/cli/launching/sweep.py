@@ -22,7 +22,6 @@ from capibara.cli.launching import watching
 from capibara.cli.launching.job import facts, job_of
 from capibara.core import user_modules
 from capibara.core.fields import did_you_mean, nearest
-from capibara.core.signals import Signals
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import backends, secrets, systems
 from capibara.jobs.backends.backend import Backend
@@ -38,6 +37,7 @@ from capibara.jobs.sweeps.sweep import EarlyStop, Goal, Search, Sweep
 from capibara.jobs.sweeps.trial import State, Trial
 from capibara.monitoring.status import StatusLine
 from capibara.multihost import exits
+from capibara.multihost.signals import Signals
 
 if TYPE_CHECKING:
     from capibara.training.trainer import Trainer

@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from capibara.core.signals import Signals
 from capibara.core.types import UserError
 from capibara.jobs.managing.manager import Manager, Times
 from capibara.jobs.managing.records import Record, Records, State, default_path
 from capibara.monitoring.status import StatusLine
 from capibara.multihost import exits
+from capibara.multihost.signals import Signals
 
 _HEAD = ("JOB", "WHERE", "SLICE", "STATE", "ATTEMPT", "LAUNCHED", "USD", "WHY")
 _MOST = 90  # characters of a reason in the table

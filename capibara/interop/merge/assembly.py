@@ -85,7 +85,7 @@ def _deeper(layers: Sequence[tuple[int, int]], configs: Sequence[DecoderConfig],
     windows: dict[int | None, str] = {}
     for (start, end), config, path in zip(layers, configs, paths, strict=True):
         if config.module_layers:
-            some = " and ".join(config.module_layers)
+            some = " and ".join(sorted(config.module_layers))
             raise UserError(
                 f"{path} has layers that differ in their modules ({some} are in some of them), ranges are of layers that are "
                 "alike: try --method=linear"

@@ -85,7 +85,7 @@ class Manager:
         Args:
           until: called after each pass.
           watch: called after each pass, to show the jobs.
-          pause: waits so many seconds between two passes; what it raises ends this.
+          pause: waits so many seconds; what it raises ends this.
 
         Returns:
           The records.
@@ -94,8 +94,7 @@ class Manager:
           Denied: a system denies access to all that it has of the jobs; they are left as they are.
         """
         while True:
-            found = self.look()
-            watch(found)
+            watch(found := self.look())
             if until(found):
                 return found
             left = [one for one in found if not one.state.is_final]

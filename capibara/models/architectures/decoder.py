@@ -34,12 +34,12 @@ from capibara.models.parts.config import (
     FinalNorm,
     Head,
     HeadBias,
-    LayerKind,
     NormPlacement,
     Positions,
     Residual,
     TransformerConfig,
 )
+from capibara.models.parts.kinds import LayerKind, Patterned
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -75,7 +75,7 @@ class GrowthLayers(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(TransformerConfig):
+class DecoderConfig(Patterned, TransformerConfig):
     """Sizes and variants of a decoder; see also TransformerConfig.
 
     Attributes:
@@ -130,22 +130,9 @@ class DecoderConfig(TransformerConfig):
     def in_blocks(self) -> bool:
         return self.window_kind is WindowKind.BLOCK
 
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
-
-    @property
-    def module_layers(self) -> dict[str, tuple[int, ...]]:
-        numbers: dict[str, list[int]] = {}
-        for layer, kind in enumerate(self.kinds):
-            module = "attention" if kind.attends else "mixer" if kind is LayerKind.RECURRENT else "mlp"
-            numbers.setdefault(module, []).append(layer)
-        some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
-        return super().module_layers | some
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_relative()
+        _check_relative(self)
         self._check_blocks()
         self._check_mixer()
         if self.positions is Positions.ROPE and self.rotary_size % 2:
@@ -278,27 +265,26 @@ class DecoderConfig(TransformerConfig):
             if is_set:
                 raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
 
-    def _check_relative(self) -> None:
-        if self.relative_buckets < 2 or self.relative_buckets % 2:
-            raise UserError(
-                f"DecoderConfig.relative_buckets ({self.relative_buckets}) must be even and above 0: try 32"
-            )
-        if self.relative_distance <= self.relative_buckets // 2:
-            raise UserError(
-                f"DecoderConfig.relative_distance ({self.relative_distance}) must be above half of relative_buckets "
-                f"({self.relative_buckets}): try {4 * self.relative_buckets}"
-            )
-        if self.positions is not Positions.RELATIVE and (self.relative_buckets, self.relative_distance) != (32, 128):
-            raise UserError(
-                f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
-                f"{str(self.positions)!r}: leave them out"
-            )
-        if self.positions.biases and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
-            raise UserError(
-                f"DecoderConfig.attention ({str(self.attention)!r}) cannot add {str(self.positions)} positions: try 'auto'"
-            )
-        if not 0 < self.logit_scale < math.inf:
-            raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
+
+def _check_relative(config: DecoderConfig) -> None:
+    if config.relative_buckets < 2 or config.relative_buckets % 2:
+        raise UserError(f"DecoderConfig.relative_buckets ({config.relative_buckets}) must be even and above 0: try 32")
+    if config.relative_distance <= config.relative_buckets // 2:
+        raise UserError(
+            f"DecoderConfig.relative_distance ({config.relative_distance}) must be above half of relative_buckets "
+            f"({config.relative_buckets}): try {4 * config.relative_buckets}"
+        )
+    if config.positions is not Positions.RELATIVE and (config.relative_buckets, config.relative_distance) != (32, 128):
+        raise UserError(
+            f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
+            f"{str(config.positions)!r}: leave them out"
+        )
+    if config.positions.biases and config.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+        raise UserError(
+            f"DecoderConfig.attention ({str(config.attention)!r}) cannot add {str(config.positions)} positions: try 'auto'"
+        )
+    if not 0 < config.logit_scale < math.inf:
+        raise UserError(f"DecoderConfig.logit_scale is {config.logit_scale}, must be finite and above 0: try 1.0")
 
 
 class DecoderBase(nnx.Module):

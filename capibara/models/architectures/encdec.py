@@ -31,12 +31,12 @@ from capibara.models.parts.config import (
     EmbeddingScale,
     Head,
     HeadBias,
-    LayerKind,
     NormPlacement,
     Positions,
     TransformerConfig,
     refuse,
 )
+from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 

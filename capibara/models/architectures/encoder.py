@@ -29,7 +29,6 @@ from capibara.models.parts.config import (
     EmbeddingScale,
     Head,
     HeadBias,
-    LayerKind,
     NormPlacement,
     Positions,
     Residual,
@@ -37,6 +36,7 @@ from capibara.models.parts.config import (
     refuse,
 )
 from capibara.models.parts.disentangled import Disentangled, DisentangledBlock, TableNorm
+from capibara.models.parts.kinds import LayerKind, Patterned
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -60,7 +60,7 @@ class TransformBias(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(TransformerConfig):
+class EncoderConfig(Patterned, TransformerConfig):
     """Sizes and variants of an encoder; see also TransformerConfig. Defaults are BERT's.
 
     Attributes:
@@ -120,11 +120,6 @@ class EncoderConfig(TransformerConfig):
     @property
     def depth(self) -> int:
         return self.num_layers * self.layer_repeats
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -74,9 +74,9 @@ class _GatedDelta(MixerLayer):
         self.gate = layers.projection(rngs, projections.DELTA_GATE, (D, G, each * config.value_dim))
         self.strength = layers.projection(rngs, projections.DELTA_STRENGTH, (D, G, each))
         self.decay = layers.projection(rngs, projections.DELTA_DECAY, (D, G, each))
-        self.query_conv = layers.param(rngs, (G, K, taps), (*_HEADS, None), layers.fan_in(2))
-        self.key_conv = layers.param(rngs, (G, K, taps), (*_HEADS, None), layers.fan_in(2))
-        self.value_conv = layers.param(rngs, (G, each * config.value_dim, taps), (*_HEADS, None), layers.fan_in(2))
+        for by, size in zip(_CONVOLVED, (K, K, each * config.value_dim), strict=True):
+            weight = layers.param(rngs, (G, size, taps), (*_HEADS, None), layers.fan_in(2))
+            setattr(self, f"{by.name}_conv", weight)
         self.decay_log = layers.param(rngs, (G * each,), ("norm",), _log_of_rates)
         self.decay_bias = layers.param(rngs, (G * each,), ("norm",), layers.ones)
         self.norm = layers.Norm(config.value_dim, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)

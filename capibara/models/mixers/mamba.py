@@ -88,14 +88,15 @@ class _Mamba(MixerLayer):
             for by in (projections.SSM_GATE, projections.SSM_VALUE):
                 setattr(self, f"{by.name}_bias", layers.param(rngs, (width,), by.out_axes, layers.zeros))
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
-        self.value_conv = layers.param(rngs, (width, config.taps), ("mlp", None), layers.fan_in(1))
+        conv = f"{projections.SSM_VALUE.name}_conv"
+        setattr(self, conv, layers.param(rngs, (width, config.taps), ("mlp", None), layers.fan_in(1)))
         if config.bias.of_conv:
-            self.value_conv_bias = layers.param(rngs, (width,), ("mlp",), layers.zeros)
+            setattr(self, f"{conv}_bias", layers.param(rngs, (width,), ("mlp",), layers.zeros))
         self.time_bias = layers.param(rngs, (width,), ("mlp",), inverse_of_steps)
         self.decay_log = layers.param(rngs, (width, K), ("mlp", None), _log_of_rates)
         self.skip = layers.param(rngs, (width,), ("mlp",), layers.ones)
         if config.norms is not StateNorms.NONE:
-            for by, size in ((projections.SSM_STEP_DOWN, R), (projections.SSM_KEY, K), (projections.SSM_QUERY, K)):
+            for by, size in zip(projections.SSM_NORMED, (R, K, K), strict=True):
                 norm = layers.Norm(
                     size, kind=layers.NormKind.RMS, eps=config.norms_eps, rngs=rngs, scale=config.norms.scale
                 )
@@ -105,10 +106,7 @@ class _Mamba(MixerLayer):
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
         (x,), state = self.convolved((projections.SSM_VALUE,), x_BTD, rows)
         x = constrain(x, ("batch", None, "act_mlp"))
-        step, k, q = (
-            self._normed(by.name, self.project(by, x))
-            for by in (projections.SSM_STEP_DOWN, projections.SSM_KEY, projections.SSM_QUERY)
-        )
+        step, k, q = (self._normed(by.name, self.project(by, x)) for by in projections.SSM_NORMED)
         step = self.project(projections.SSM_STEP_UP, step).astype(jnp.float32)
         step = constrain(jax.nn.softplus(step + self.time_bias[...]), ("batch", None, "act_mlp"))
         rates = jnp.exp(self.decay_log[...].astype(jnp.float32)).T

@@ -108,20 +108,18 @@ class MixerLayer(nnx.Module):
         biased = self.bias.of_projections and "embed" in by.axes
         return y + getattr(self, f"{by.name}_bias")[...].astype(y.dtype) if biased else y
 
-    def convolve(self, x: jax.Array, rows: Rows, weight: str, inputs: str) -> tuple[jax.Array, LayerCache]:
-        """The convolution with the weight of this name, and the inputs of it that the next tokens need.
+    def convolve(self, x: jax.Array, rows: Rows, weight: jax.Array, inputs: str) -> tuple[jax.Array, LayerCache]:
+        """The convolution, and the inputs of it that the next tokens need.
 
         Args:
           x: [B, T, ...] its inputs.
           rows: whose they are.
-          weight: the attribute's name.
+          weight: [..., K].
           inputs: their name in the state, without STATE.
         """
         name = f"{STATE}_{inputs}"
         before = None if rows.state is None else rows.state[name]
-        y = convolution.convolve(x, getattr(self, weight)[...], rows.segment_ids, before)
-        if self.bias.of_conv:
-            y = y + getattr(self, f"{weight}_bias")[...].astype(y.dtype)
+        y = convolution.convolve(x, weight, rows.segment_ids, before)
         if before is None or rows.counts is None:
             return y, {}
         return y, {name: convolution.last_inputs(x, before, rows.counts)}
@@ -130,8 +128,16 @@ class MixerLayer(nnx.Module):
         self, projections: tuple[Projection, ...], x_BTD: jax.Array, rows: Rows
     ) -> tuple[list[jax.Array], LayerCache]:
         """What these project, after their convolutions and SiLU, and the inputs that the next tokens need."""
-        pairs = [self.convolve(self.project(by, x_BTD), rows, f"{by.name}_conv", by.name) for by in projections]
-        return [jax.nn.silu(y) for y, _ in pairs], {name: x for _, last in pairs for name, x in last.items()}
+        convolved: list[jax.Array] = []
+        state: LayerCache = {}
+        for by in projections:
+            weight = getattr(self, f"{by.name}_conv")[...]
+            y, last = self.convolve(self.project(by, x_BTD), rows, weight, by.name)
+            if self.bias.of_conv:
+                y = y + getattr(self, f"{by.name}_conv_bias")[...].astype(y.dtype)
+            convolved.append(jax.nn.silu(y))
+            state |= last
+        return convolved, state
 
 
 class Mixer(abc.ABC):

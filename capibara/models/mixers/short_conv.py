@@ -54,5 +54,5 @@ class _ShortConv(MixerLayer):
             constrain(self.project(by, x_BTD), ("batch", None, "act_mlp"))
             for by in (projections.CONV_IN, projections.CONV_GATE, projections.CONV_VALUE)
         )
-        y, state = self.convolve(before * value, rows, "conv", "inputs")
+        y, state = self.convolve(before * value, rows, self.conv[...], "inputs")
         return self.project(projections.CONV_OUT, gate * y), state

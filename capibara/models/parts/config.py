@@ -28,6 +28,7 @@ from capibara.models.layers.layers import (
 )
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
+from capibara.models.parts.kinds import Layers
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe, Weighted
 
@@ -110,26 +111,6 @@ class Residual(enum.StrEnum):
     SHARED = "shared"
 
 
-class LayerKind(enum.StrEnum):
-    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
-
-    unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
-    model's mixer in place of attention (Qwen3-Next, LFM2). feed_forward: the layer has an MLP or experts and nothing
-    else, and the other layers have no MLP (Nemotron-H).
-    """
-
-    GLOBAL = "global"
-    LOCAL = "local"
-    UNROTATED = "unrotated"
-    RECURRENT = "recurrent"
-    FEED_FORWARD = "feed_forward"
-
-    @property
-    def attends(self) -> bool:
-        """Whether the layer has attention."""
-        return self not in (LayerKind.RECURRENT, LayerKind.FEED_FORWARD)
-
-
 class EmbeddingNorm(enum.StrEnum):
     """Whether the token embeddings are normalised, as the layers are (BLOOM, nanochat)."""
 
@@ -195,7 +176,7 @@ _POSITIVE = {  # fields that must be above 0 where they are set, and what each u
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Layers):
     """Sizes and variants common to all transformers.
 
     Attributes:
@@ -296,11 +277,6 @@ class TransformerConfig:
         return frozenset()
 
     @property
-    def depth(self) -> int:
-        """Number of layers that a token passes."""
-        return self.num_layers
-
-    @property
     def streams(self) -> int:
         """Number of residual streams."""
         return 1
@@ -324,16 +300,6 @@ class TransformerConfig:
         if self.activation is Activation.CLAMPED_SWIGLU:
             return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
         return self.activation
-
-    @property
-    def layer_widths(self) -> tuple[int, ...] | None:
-        """Hidden widths of the layers' MLPs if they differ (mlp_dim is the largest); None: all are equal."""
-        return None
-
-    @property
-    def kv_layers(self) -> int:
-        """Number of layers, from the first, that compute their own keys and values."""
-        return self.num_layers
 
     @property
     def embedded_dim(self) -> int:
@@ -361,47 +327,6 @@ class TransformerConfig:
     def rotary_pairs(self) -> Pairs:
         """Which dimensions of a head its rotary positions rotate together."""
         return Pairs.HALVES
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """For each layer, the number of positions visible to a query, its own included.
-
-        None: all before it; 0: the layer has no queries.
-        """
-        return (None,) * self.num_layers
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether a window is the block of so many positions that has the query."""
-        return False
-
-    @property
-    def runs_in_stages(self) -> bool:
-        """Whether a pipeline can divide its layers into stages."""
-        return not self.module_layers
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        return (LayerKind.GLOBAL,) * self.num_layers
-
-    @property
-    def one_branch(self) -> bool:
-        """Whether a layer has one branch, its attention, its mixer or its MLP, and not two."""
-        return not self.mlp_dim or LayerKind.FEED_FORWARD in self.kinds
-
-    @property
-    def first_dense(self) -> int:
-        """Number of the first layers that have an MLP where the others have experts."""
-        return 0 if self.moe is None else self.moe.first_dense
-
-    @property
-    def module_layers(self) -> dict[str, tuple[int, ...]]:
-        """The modules of a layer that some layers lack, and the numbers of the layers that have them."""
-        if not self.first_dense:
-            return {}
-        layers = tuple(range(self.num_layers))
-        return {"first_mlp": layers[: self.first_dense], "mlp": layers[self.first_dense :]}
 
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """The attention spec of a layer."""

@@ -17,7 +17,8 @@ from capibara.core.types import UserError
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.layers import layers
 from capibara.models.parts.attention import Attention
-from capibara.models.parts.config import LayerKind, TransformerConfig
+from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import constrain
 

@@ -20,7 +20,8 @@ from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.attention import Attention
-from capibara.models.parts.config import InnerNorm, LayerKind, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.config import InnerNorm, NormPlacement, Residual, TransformerConfig
+from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent import Latent
 from capibara.models.parts.moe import MoeMLP
 from capibara.sharding import constrain
@@ -176,8 +177,9 @@ class Block(nnx.Module):
             return dropout.apply(shared.drop, self.attended(x, rows, shared, kind, layer_kind), Site.ATTENTION)
 
         if self.config.one_branch:
-            feeds = layer_kind is LayerKind.FEED_FORWARD
-            return self.add(x_BTD, "branch", self.mlp_part(rows, shared, stats) if feeds else attention), stats
+            return self._alone(
+                x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, stats)
+            ), stats
         mlp = self.mlp_part(rows, shared, stats)
         if shared.bare:
             with jax.named_scope("attention"):
@@ -229,8 +231,9 @@ class Block(nnx.Module):
             return y
 
         if self.config.one_branch:
-            feeds = layer_kind is LayerKind.FEED_FORWARD
-            return self.add(x_BTD, "branch", self.mlp_part(rows, shared, {}) if feeds else attention), written
+            return self._alone(
+                x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, {})
+            ), written
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
 
     def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
@@ -240,6 +243,10 @@ class Block(nnx.Module):
                 "1, and share out by fsdp, tensor or data"
             )
         return layers.named(self.mixer(x_BTD, rows.segment_ids), projections.OUT)
+
+    def _alone(self, x_BTD: jax.Array, branch: Branch) -> jax.Array:
+        with jax.named_scope("branch"):
+            return residual(x_BTD + self._scaled(branch(within(self.branch_norm(x_BTD)))))
 
     def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
         if self.config.residual is Residual.SHARED:

@@ -16,11 +16,11 @@ from capibara.models.parts.config import (
     FinalNorm,
     HeadBias,
     InnerNorm,
-    LayerKind,
     NormPlacement,
     Positions,
     Residual,
 )
+from capibara.models.parts.kinds import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)

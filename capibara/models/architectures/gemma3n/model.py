@@ -22,7 +22,7 @@ from capibara.models.layers import layers, stack
 from capibara.models.layers.embedding import lookup
 from capibara.models.layers.layers import Norm
 from capibara.models.layers.stack import LayerLoop
-from capibara.models.parts.config import LayerKind
+from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.transformer import Rows, residual
 from capibara.sharding import RematPolicy, constrain
 

@@ -15,7 +15,7 @@ import numpy as np
 from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
-from capibara.models.parts.config import LayerKind
+from capibara.models.parts.kinds import LayerKind
 
 _SHARED = (
     "attention/key",

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.hybrid.mamba2 import BIASES, mixer_rows, steps, write_steps
 from capibara.interop.hf.layout.family import KEYS, Family, Values
@@ -33,7 +34,7 @@ _LAYOUTS = {
     **dict.fromkeys((f"{_X}time_bias", f"{_X}skip"), "lf"),
     **dict.fromkeys((f"{_X}step_down", f"{_X}key", f"{_X}query", f"{_X}decay_log"), "lfr"),
     **{f"{_X}value_conv": "lfk", f"{_X}step_up": "lrf", f"{_X}out": "lfd", f"{_X}out_bias": "ld"},
-    **dict.fromkeys((f"{_X}{name}_norm/scale" for name in ("step_down", "key", "query")), "lr"),
+    **dict.fromkeys((f"{_X}{by.name}_norm/scale" for by in projections.SSM_NORMED), "lr"),
 }
 
 

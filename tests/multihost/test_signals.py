@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from capibara.core.signals import Signals
+from capibara.multihost.signals import Signals
 
 
 def test_without_a_signal_a_pause_is_a_pause():

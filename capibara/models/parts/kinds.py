@@ -1,0 +1,107 @@
+"""Which layers of a model have what."""
+
+from __future__ import annotations
+
+import enum
+
+from capibara.models.parts.router import Moe
+
+
+class LayerKind(enum.StrEnum):
+    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
+
+    unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
+    model's mixer in place of attention (Qwen3-Next, LFM2). feed_forward: the layer has an MLP or experts and nothing
+    else, and the other layers have no MLP (Nemotron-H).
+    """
+
+    GLOBAL = "global"
+    LOCAL = "local"
+    UNROTATED = "unrotated"
+    RECURRENT = "recurrent"
+    FEED_FORWARD = "feed_forward"
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self not in (LayerKind.RECURRENT, LayerKind.FEED_FORWARD)
+
+
+class Layers:
+    """What a model's configuration says of its layers."""
+
+    num_layers: int
+    mlp_dim: int
+    moe: Moe | None
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return (LayerKind.GLOBAL,) * self.num_layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, the number of positions visible to a query, its own included.
+
+        None: all before it; 0: the layer has no queries.
+        """
+        return (None,) * self.num_layers
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a window is the block of so many positions that has the query."""
+        return False
+
+    @property
+    def depth(self) -> int:
+        """Number of layers that a token passes."""
+        return self.num_layers
+
+    @property
+    def one_branch(self) -> bool:
+        """Whether a layer has one branch, its attention, its mixer or its MLP, and not two."""
+        return not self.mlp_dim or LayerKind.FEED_FORWARD in self.kinds
+
+    @property
+    def first_dense(self) -> int:
+        """Number of the first layers that have an MLP where the others have experts."""
+        return 0 if self.moe is None else self.moe.first_dense
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        """The modules of a layer that some layers lack, and the numbers of the layers that have them."""
+        numbers: dict[str, list[int]] = {}
+        for layer, kind in enumerate(self.kinds):
+            module = "attention" if kind.attends else "mixer" if kind is LayerKind.RECURRENT else "mlp"
+            numbers.setdefault(module, []).append(layer)
+        some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
+        if self.first_dense:
+            layers = tuple(range(self.num_layers))
+            some |= {"first_mlp": layers[: self.first_dense], "mlp": layers[self.first_dense :]}
+        return some
+
+    @property
+    def runs_in_stages(self) -> bool:
+        """Whether a pipeline can divide its layers into stages."""
+        return not self.module_layers
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers, from the first, that compute their own keys and values."""
+        return self.num_layers
+
+    @property
+    def layer_widths(self) -> tuple[int, ...] | None:
+        """Hidden widths of the layers' MLPs if they differ (mlp_dim is the largest); None: all are equal."""
+        return None
+
+
+class Patterned(Layers):
+    """Layers whose kinds repeat a pattern."""
+
+    layer_pattern: tuple[LayerKind, ...]
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
