@@ -456,7 +456,13 @@ def _matched(
     """The rows of the table that the model uses, and the stored name of each of their tensors, by our name."""
     model_type = hf_config.text_part(foreign.config)["model_type"]
     names, found = wrappers.names(foreign.config), foreign.shapes()
-    stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
+    stored: dict[str, str] = {}
+    for name in found:
+        if (ours := names.canonical(name)) is None:
+            continue
+        other = stored.setdefault(ours, name)
+        if other != name and not np.array_equal(foreign.read(other), foreign.read(name)):
+            raise UserError(f"{other} and {name} differ, and both are {ours} of the model: remove one of them")
     fused = tables.is_fused(stored)
     rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused)
     if foreign.config["model_type"] == "qwen3_vl_moe":

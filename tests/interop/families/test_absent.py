@@ -62,6 +62,31 @@ def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
     np.testing.assert_array_equal(loaded(tmp_path)["embedding"], tensors["model.shared.weight"])
 
 
+V3 = {"cls.predictions.bias": "lm_predictions.lm_head.bias"}
+
+
+def of_v3(name):
+    return V3.get(name) or name.replace("cls.predictions.transform.", "lm_predictions.lm_head.")
+
+
+def test_the_head_of_deberta_v3_is_read_under_its_name(tmp_path):
+    tensors = write(tmp_path, "deberta-v2", lambda tensors: {of_v3(name): x for name, x in tensors.items()})
+    params = loaded(tmp_path)
+    np.testing.assert_array_equal(params["output_bias"], tensors["cls.predictions.bias"])
+    np.testing.assert_array_equal(params["transform"], tensors["cls.predictions.transform.dense.weight"].T)
+
+
+def test_two_heads_that_differ_are_refused(tmp_path):
+    """A file may have them by the names of both versions."""
+    write(
+        tmp_path,
+        "deberta-v2",
+        lambda tensors: {**tensors, **{of_v3(name): x + 1 for name, x in tensors.items() if "cls." in name}},
+    )
+    with pytest.raises(UserError, match="differ, and both are cls.predictions"):
+        loaded(tmp_path)
+
+
 def test_a_scaled_head_is_tied_whatever_its_file_says(tmp_path):
     """As in transformers 5.24, where scale_decoder_outputs counts alone; with a head of its own there is no such model."""
     write(tmp_path, "longt5", lambda tensors: tensors)
