@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
+
 from capibara.core import projections
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
+from capibara.models.cache import dense
 from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat, RematPolicy
@@ -176,16 +179,20 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
 
 
 def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
-    """Keys and values of whole rows on one device, as generation caches them: [layers, rows, length, 2, K, H].
+    """What generation caches of rows of the run's length, on one device: keys and values, and states of recurrent layers.
 
-    Not part of a train step: sampling during training, and serving, need them in addition to the parameters.
+    Not part of a train step: sampling during training, and serving, need it in addition to the parameters.
     """
-    c, mesh = work.config, choice.mesh
-    layers = sum(c.kv_layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
-    heads, size = c.cached_heads
-    keys = layers * rows * work.length * 2 * heads * size
-    shards = mesh["tensor"] if c.latent is None else 1  # latents have one head
-    return keys * work.compute_bytes / (shards * mesh["stage"])
+    model, tensor = work.model, choice.mesh["tensor"]
+    if model.empty_cache is None:
+        return 0.0
+    cache = jax.eval_shape(lambda: model.start_cache(rows, work.length, encoder_length=work.encoder_length))
+    total = 0.0
+    for layer, axes in zip(cache["layers"], dense.axes(cache)["layers"], strict=True):
+        for name, array in layer.items():
+            heads_are_shared_out = "act_kv_heads" in axes[name] and array.shape[1] % tensor == 0
+            total += array.size * array.dtype.itemsize / (tensor if heads_are_shared_out else 1)
+    return total / choice.mesh["stage"]
 
 
 def _in_flight(choice: Choice) -> float:

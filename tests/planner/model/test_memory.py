@@ -170,6 +170,26 @@ def test_the_cache_of_a_row_is_its_keys_and_values():
     assert memory.kv_cache_bytes(work_of(), choice_of()) == 4 * 2048 * 2 * 4 * 64 * 2  # bfloat16
 
 
+def test_the_cache_of_a_hybrid_row_is_its_keys_and_its_states():
+    """Qwen3-Next-80B's layers at 128K tokens: 12 of 48 keep keys and values, 36 a state whose size no length changes."""
+    mixer = api.GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
+    pattern = ("recurrent", "recurrent", "recurrent", "global")
+    sizes = dict(embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=5120)
+    config = api.DecoderConfig(vocab_size=151_936, mixer=mixer, layer_pattern=pattern, **sizes)
+    work = dataclasses.replace(work_of(config), length=131_072)
+    keys = 12 * 2 * 131_072 * 2 * 256 * 2  # bfloat16
+    states = 36 * 32 * 128 * 128 * 4  # float32
+    convolved = 36 * 3 * (16 * 128 + 16 * 128 + 32 * 128) * 2
+    assert memory.kv_cache_bytes(work, choice_of()) == keys + states + convolved == 3_298_492_416
+    halves = memory.kv_cache_bytes(work, choice_of(tensor=2))
+    assert halves == keys / 2 + states + convolved
+
+
+def test_layers_with_a_window_cache_the_window():
+    config = dataclasses.replace(DENSE, window=256, layer_pattern=("local", "global"))
+    assert memory.kv_cache_bytes(work_of(config), choice_of()) == 2 * (256 + 2048) * 2 * 4 * 64 * 2
+
+
 def test_scores_without_a_kernel_need_memory_and_others_do_not():
     """Relative positions take no kernel: the encoder-decoder's self-attention makes [rows, N, T, T] in float32."""
     work = work_of(PAIRS)
