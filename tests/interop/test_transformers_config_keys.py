@@ -60,8 +60,9 @@ STRICTER = {
     "rope_type": "a kind of scaling that is not known, where its parameters scale nothing",
     "use_bidirectional_attention": "whether it is ignored depends on the implementation of attention",
 }
-# Keys with which transformers 5.24 changes weights as it loads them: it sets this row of the embedding to 0.
-MISLOADED = {"youtu": ("pad_token_id",)}
+# Keys with which transformers 5.24 changes weights as it loads them, it sets this row of the embedding to 0; and those that
+# make a token of the batch the place of an image, which it embeds as another one.
+MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_token_id")}
 
 
 def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarray]:

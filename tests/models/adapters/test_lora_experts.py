@@ -31,6 +31,7 @@ LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))
 MOE = Moe(num_experts=4, top_k=2, expert_dim=64, balance_loss=0.1)
 MIXTURES = {
     "dropless": MOE,
+    "inputs": dataclasses.replace(MOE, score="sigmoid", gates="scores", weighted="inputs"),
     "capacity": dataclasses.replace(MOE, dispatch="capacity", capacity_factor=0.9),
     "expert_choice": dataclasses.replace(MOE, routing="expert_choice", capacity_factor=0.9),
 }
