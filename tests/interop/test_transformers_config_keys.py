@@ -61,8 +61,9 @@ STRICTER = {
     "use_bidirectional_attention": "whether it is ignored depends on the implementation of attention",
 }
 # Keys with which transformers 5.24 changes weights as it loads them, it sets this row of the embedding to 0; and those that
-# make a token of the batch the place of an image, which it embeds as another one.
+# make a token of the batch the place of an image, which it embeds as another one; findings/mamba_rescaled_weights.sh.
 MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_token_id")}
+MISLOADED |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), ("rescale_prenorm_residual",))
 
 
 def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarray]:
