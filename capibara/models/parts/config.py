@@ -350,7 +350,7 @@ def _check_numbers(config: TransformerConfig) -> None:
     if not 0 <= config.dropout_rate < 1:
         raise UserError(f"{own}.dropout_rate is {config.dropout_rate}, must be from 0 to below 1: try 0.1")
     for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
-        least = 0 if name == "mlp_dim" and config.mixer is not None else 1
+        least = 0 if name == "mlp_dim" else 1
         if getattr(config, name) < least:
             raise UserError(f"{own}.{name} is {getattr(config, name)}, must be at least {least}")
         if getattr(config, name) >= 2**31:
@@ -429,6 +429,8 @@ def refuse(config: TransformerConfig, *names: str) -> None:
         value = getattr(config, name)
         if value != defaults[name]:
             raise UserError(f"{type(config).__name__}.{name} ({value!s}) is for decoders only: leave it out")
+    if not config.mlp_dim:
+        raise UserError(f"{type(config).__name__}.mlp_dim is 0, must be at least 1")
     if config.moe is not None and config.moe.first_dense:
         raise UserError(f"Moe.first_dense ({config.moe.first_dense}) is for decoders only: leave it out")
     if config.qk_norm is QKNorm.UNIT:

@@ -15,7 +15,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, ShortConv
+from capibara.models.api import DecoderConfig, EncoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, ShortConv
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
@@ -177,7 +177,7 @@ def test_a_context_axis_is_refused():
         (dict(layer_pattern=("recurrent", "global")), "DecoderConfig.mixer is None"),
         (dict(mixer=ShortConv()), "DecoderConfig.mixer is for recurrent layers, layer_pattern has global"),
         (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "positions .'rope'. are of attention, no layer"),
-        (dict(mlp_dim=0), "DecoderConfig.mlp_dim is 0, must be at least 1"),
+        (dict(mlp_dim=-1), "DecoderConfig.mlp_dim is -1, must be at least 0"),
         (OF_ONE["branches"] | dict(mlp_dim=0), "mlp_dim is 0, and layer_pattern has feed_forward layers"),
         (OF_ONE["alone"] | dict(moe=Moe(num_experts=4)), "the layers have no MLP, and moe is set"),
         (OF_ONE["branches"] | dict(residual="parallel"), "layers have one branch each, and residual is 'parallel'"),
@@ -212,3 +212,11 @@ def test_what_contradicts_is_refused(fields, message):
 def test_sizes_are_checked(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_layers_without_an_mlp_are_of_decoders():
+    sizes = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=0)
+    with pytest.raises(UserError, match="EncoderConfig.mlp_dim is 0, must be at least 1"):
+        EncoderConfig(**sizes, max_length=64)
+    attends_alone = api.build(DecoderConfig(**sizes))
+    assert set(attends_alone.abstract_params["layers"]) == {"attention", "branch_norm"}

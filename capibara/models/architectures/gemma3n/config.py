@@ -139,8 +139,10 @@ class Gemma3nConfig(DecoderConfig):
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
         }
-        if LayerKind.UNROTATED in self.layer_pattern:
-            raise UserError("Gemma3nConfig.layer_pattern has 'unrotated' layers, Gemma 3n has none: write 'global'")
+        if strange := set(self.layer_pattern) - {LayerKind.GLOBAL, LayerKind.LOCAL}:
+            raise UserError(
+                f"Gemma3nConfig.layer_pattern has {str(min(strange))!r} layers, Gemma 3n has none: write 'global'"
+            )
         if self.rope.pairs is not Pairs.HALVES:
             raise UserError(f"Rope.pairs is {str(self.rope.pairs)!r}, Gemma 3n has 'halves' alone: leave it out")
         for name, allowed in only.items():

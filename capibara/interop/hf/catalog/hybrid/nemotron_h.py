@@ -7,7 +7,7 @@ from typing import Any
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.hybrid.mamba import AROUND, BACKBONE, BACKBONE_NAMES
 from capibara.interop.hf.catalog.hybrid.mamba2 import BIASES, mixer_rows, steps
-from capibara.interop.hf.layout.family import KEYS, NO_BIAS, OLD_KINDS, Family, Values, shortest
+from capibara.interop.hf.layout.family import KEYS, OLD_KINDS, Family, Values, shortest
 from capibara.interop.hf.layout.rows import EXPERTS, LLAMA, M, Names, renamed, rows
 from capibara.models.api import DecoderConfig, Mamba2, Moe, TransformerConfig
 
@@ -51,44 +51,53 @@ def _prepare(values: Values) -> Values:
         raise UserError(
             "config.json has 'mlp' and 'moe' in layers_block_type, must have one of them: take another model"
         )
-    if "linear_attention" not in types:
-        raise UserError(
-            "config.json has no 'linear_attention' in layers_block_type, must have some: take another model"
-        )
     return {**values, "layers_block_type": types, "num_hidden_layers": len(types)}
 
 
 def _read(values: Values) -> dict[str, Any]:
     types = values["layers_block_type"]
-    sizes: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MIXER.items()}
-    sizes |= {"bias": BIASES[bool(values["use_conv_bias"]), bool(values["use_bias"])]}
     fields: dict[str, Any] = {"layer_pattern": shortest([_KINDS[kind] for kind in types])}
+    if "linear_attention" in types:
+        fields |= {"mixer": _read_mixer(values)}
+    if "full_attention" not in types:
+        fields |= {"num_heads": 1, "num_kv_heads": 1, "head_dim": values["hidden_size"]}
+    if "moe" in types:
+        return fields | _read_experts(values)
+    return fields if "mlp" in types else fields | {"mlp_dim": 0}
+
+
+def _read_mixer(values: Values) -> Mamba2:
     if steps(values["time_step_limit"]) != steps(_NO_LIMIT):
         raise UserError(
             f"config.json has time_step_limit = {str(values['time_step_limit'])[:60]}, which transformers does not read: "
             "leave it out, or write time_step_min"
         )
-    fields |= {"mixer": Mamba2(**sizes, least_step=values["time_step_min"])}
-    if "full_attention" not in types:
-        fields |= {"num_heads": 1, "num_kv_heads": 1, "head_dim": values["hidden_size"]}
-    if "moe" in types:
-        if values.get("mlp_bias"):
-            raise UserError("config.json has mlp_bias = True and 'moe' in layers_block_type, must have one of them")
-        experts: dict[str, Any] = {ours: values[theirs] for ours, theirs in _EXPERTS.items()} | _CHOICE
-        experts |= {"gates": "normalized" if values["norm_topk_prob"] else "scores"}
-        return fields | {"moe": Moe(**experts), "mlp_dim": experts["expert_dim"]}
-    return fields if "mlp" in types else fields | {"mlp_dim": 0}
+    sizes: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MIXER.items()}
+    sizes |= {"bias": BIASES[bool(values["use_conv_bias"]), bool(values["use_bias"])]}
+    return Mamba2(**sizes, least_step=values["time_step_min"])
+
+
+def _read_experts(values: Values) -> dict[str, Any]:
+    for key in ("mlp_bias", "moe_latent_size"):
+        if values.get(key):
+            raise UserError(
+                f"config.json has {key} = {values[key]} and 'moe' in layers_block_type, must be without: take another model"
+            )
+    experts: dict[str, Any] = {ours: values[theirs] for ours, theirs in _EXPERTS.items()} | _CHOICE
+    experts |= {"gates": "normalized" if values["norm_topk_prob"] else "scores"}
+    return {"moe": Moe(**experts), "mlp_dim": experts["expert_dim"]}
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
     mixer, moe = config.mixer, config.moe
-    if not (isinstance(config, DecoderConfig) and isinstance(mixer, Mamba2)):
+    if not (isinstance(config, DecoderConfig) and isinstance(mixer, Mamba2 | None)):
         return {}
     names = {"recurrent": "linear_attention", "feed_forward": "mlp" if moe is None else "moe"}
     written: dict[str, Any] = {"layers_block_type": [names.get(kind, "full_attention") for kind in config.kinds]}
-    written |= {theirs: getattr(mixer, ours) for ours, theirs in _MIXER.items()}
-    written |= {"use_conv_bias": mixer.bias.of_conv, "use_bias": mixer.bias.of_projections}
-    written |= {"time_step_min": mixer.least_step}
+    if mixer is not None:
+        written |= {theirs: getattr(mixer, ours) for ours, theirs in _MIXER.items()}
+        written |= {"use_conv_bias": mixer.bias.of_conv, "use_bias": mixer.bias.of_projections}
+        written |= {"time_step_min": mixer.least_step}
     if moe is None:
         return written
     written |= {theirs: getattr(moe, ours) for ours, theirs in _EXPERTS.items()}
@@ -138,7 +147,7 @@ FAMILIES = (
             activation="mlp_hidden_act",
             gated=False,
             rope=False,
-            only=NO_BIAS | {"mamba_hidden_act": ("silu", "swish"), "moe_latent_size": (None,)},
+            only={"mamba_hidden_act": ("silu", "swish")},
             defaults={"vocab_size": 131_072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
             | {"head_dim": 128, "intermediate_size": 21_504, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5}
             | {"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4}
@@ -149,7 +158,7 @@ FAMILIES = (
             aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}
             | {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
             | {"mamba_dt_limit": "time_step_limit", "mamba_dt_min": "time_step_min"},
-            read_keys=("layers_block_type", "hybrid_override_pattern"),
+            read_keys=("layers_block_type", "hybrid_override_pattern", "moe_latent_size"),
             biases={"mlp_bias": "mlp"},
             prepare=_prepare,
             read=_read,
