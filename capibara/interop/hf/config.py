@@ -102,7 +102,7 @@ def _with_hf_names(error: UserError, values: Values, family: Family) -> UserErro
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
     if "num_heads" in names:
         names = {"head_dim": "{embed_dim} / {num_heads}".format(**names)} | names
-    names |= family.moe_keys | LATENT_SIZES
+    names |= family.moe_keys | family.mixer_keys | LATENT_SIZES
     names |= {"activation": family.activation} if family.activation else {}
     names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if "num_layers" not in family.keys:

@@ -65,6 +65,7 @@ def read(family: Family) -> frozenset[str]:
         family.activation,
         *family.read_keys,
         *family.moe_keys.values(),
+        *family.mixer_keys.values(),
         *((family.pairs_key,) if family.pairs_key else ()),
         *((family.transform,) if family.transform else ()),
     }

@@ -64,6 +64,7 @@ class Family:
       experts: key of the number of experts; "": it has none.
       moe: fields of our Moe with fixed values.
       moe_keys: other fields of our Moe -> its keys.
+      mixer_keys: fields of our mixer -> its keys, for messages; `read` reads them.
       read_moe: further fields of our Moe, which come before the others.
       partial: whether only a part of a head may be rotated.
       aliases: other names of its keys; one of these comes first where a file has both.
@@ -101,6 +102,7 @@ class Family:
     experts: str = ""
     moe: dict[str, Any] = dataclasses.field(default_factory=dict)
     moe_keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    mixer_keys: dict[str, str] = dataclasses.field(default_factory=dict)
     read_moe: Callable[[Values], dict[str, Any]] | None = None
     partial: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -125,6 +125,7 @@ FAMILIES = (
             defaults={"rope_theta": 1_000_000.0, "norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3}
             | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
             only={"block_auto_adjust_ff_dim": (False,), "conv_bias": (False, None)},
+            mixer_keys={"taps": "conv_L_cache"},
             read_keys=("layer_types", "head_dim", "full_attn_idxs", "block_multiple_of", "block_ffn_dim_multiplier"),
             aliases={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
             tied=True,
@@ -146,6 +147,7 @@ FAMILIES = (
             | {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
             | {"intermediate_size": 7168, "router_aux_loss_coef": 0.001},
             only={"conv_bias": (False, None)},
+            mixer_keys={"taps": "conv_L_cache"},
             read_keys=("layer_types", "head_dim"),
             aliases={"tie_embedding": "tie_word_embeddings"},
             tied=True,

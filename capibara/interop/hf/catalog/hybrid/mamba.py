@@ -91,12 +91,13 @@ _KEYS = {name: KEYS[name] for name in ("vocab_size", "embed_dim", "num_layers")}
 _DEFAULTS: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4}
 _DEFAULTS |= {"use_bias": False, "use_conv_bias": True}
 _SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16}
+_MAMBA = {"state_dim": "state_size", "taps": "conv_kernel"}
 _ONLY = {"hidden_act": ("silu", "swish")}
 
 
 def _read(values: Values) -> dict[str, Any]:
-    fields: dict[str, Any] = {"inner_dim": int(values["expand"] * values["hidden_size"])}
-    fields |= {"state_dim": values["state_size"], "taps": values["conv_kernel"]}
+    fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MAMBA.items()}
+    fields |= {"inner_dim": int(values["expand"] * values["hidden_size"])}
     fields |= {"step_rank": step_rank(values["time_step_rank"], values["hidden_size"], "time_step_rank")}
     fields |= {"bias": BIASES[bool(values["use_conv_bias"]), bool(values["use_bias"])]}
     return {"mixer": Mamba(**fields), "layer_pattern": ("recurrent",)}
@@ -112,8 +113,8 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     mixer = config.mixer
     if not isinstance(mixer, Mamba):
         return {}
-    written = {"expand": expansion(mixer.inner_dim, config.embed_dim), "state_size": mixer.state_dim}
-    written |= {"conv_kernel": mixer.taps, "time_step_rank": mixer.step_rank}
+    written = {theirs: getattr(mixer, ours) for ours, theirs in _MAMBA.items()}
+    written |= {"expand": expansion(mixer.inner_dim, config.embed_dim), "time_step_rank": mixer.step_rank}
     return written | {"use_conv_bias": mixer.bias.of_conv, "use_bias": mixer.bias.of_projections}
 
 
@@ -168,6 +169,7 @@ FAMILIES = (
             "mamba",
             "MambaForCausalLM",
             defaults=_DEFAULTS | _SIZES | {"time_step_rank": "auto"},
+            mixer_keys=_MAMBA,
             tied=True,
             read=_read,
             write=_write,
@@ -179,6 +181,7 @@ FAMILIES = (
             "falcon_mamba",
             "FalconMambaForCausalLM",
             defaults=_DEFAULTS | _SIZES | {"time_step_rank": "auto", "mixer_rms_eps": 1e-6},
+            mixer_keys=_MAMBA | {"norms_eps": "mixer_rms_eps"},
             tied=True,
             read=_read_falcon,
             write=_write_falcon,
@@ -192,6 +195,7 @@ FAMILIES = (
             defaults=_DEFAULTS
             | {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64, "state_size": 128, "num_heads": 128}
             | {"head_dim": 64, "n_groups": 8, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+            mixer_keys=_MAMBA_2,
             read=_read_2,
             write=_write_2,
         ),

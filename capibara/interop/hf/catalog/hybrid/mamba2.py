@@ -193,6 +193,7 @@ _GRANITE = Family(
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     | {"shared_intermediate_size": 1024, "intermediate_size": 11008},
     only=_NORMAL,
+    mixer_keys=_MIXER,
     read_keys=("layer_types", "position_embedding_type", "head_dim", "rope_parameters", "rope_scaling")
     + ("max_position_embeddings", "partial_rotary_factor", "output_router_logits"),
     aliases={"num_experts": "num_local_experts", "layers_block_type": "layer_types"},
@@ -239,6 +240,7 @@ _BAMBA = Family(
     activation="",
     defaults=SILU | _MIXER_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "vocab_size": 128_000},
     only=_NORMAL,
+    mixer_keys=_MIXER,
     read_keys=("attn_layer_indices", "head_dim"),
     biases=ATTENTION_BIAS | {"mlp_bias": "mlp"},
     fraction=0.5,

@@ -158,6 +158,8 @@ FAMILIES = (
             aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}
             | {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
             | {"mamba_dt_limit": "time_step_limit", "mamba_dt_min": "time_step_min"},
+            moe_keys=_EXPERTS,
+            mixer_keys=_MIXER,
             read_keys=("layers_block_type", "hybrid_override_pattern", "moe_latent_size"),
             biases={"mlp_bias": "mlp"},
             prepare=_prepare,

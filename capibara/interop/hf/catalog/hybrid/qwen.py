@@ -94,13 +94,14 @@ _COMMON: dict[str, Any] = dict(
     only={"attention_bias": (False, None)},
     fraction=0.25,
     partial=True,
+    mixer_keys=_SIZES,
     prepare=_prepare,
     read=_read,
     write=_write,
 )
 _DEFAULTS = SILU | {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _DEFAULTS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
-_READ_KEYS = ("layer_types", "full_attention_interval", *_SIZES.values())
+_READ_KEYS = ("layer_types", "full_attention_interval")
 
 FAMILIES = (
     (
