@@ -89,8 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
     | LATENT
     | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
     "dbrx": dict(model_type="dbrx", vocab_size=96, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
-    | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope(theta=500.0)}
-    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0}}
+    | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope()}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10_000.0}}
     | {"ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2}},
     "phimoe": dict(RMS, model_type="phimoe", num_local_experts=5, attention_bias=True, lm_head_bias=True)
     | {"router_jitter_noise": 0.2, "sliding_window": 12, "rope_parameters": LONG},

@@ -152,6 +152,11 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             "encoder_attention_type = 'transient-global', capibara's longt5",
         ),
         ("longt5_plain", {"num_hidden_layers": 2}, "num_hidden_layers = 2 without num_decoder_layers"),
+        (
+            "dbrx",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_theta = 500.0 in attn_config and 10000.0 outside of it",
+        ),
         ("mamba", {"state_size": 0}, r"Mamba.state_dim is 0.* \(in transformers' words state_dim is state_size\)"),
         ("falcon_mamba", {"conv_kernel": 1}, "taps is conv_kernel"),
         ("mamba", {"time_step_rank": "many"}, "time_step_rank = many, must be a number above 0 or 'auto'"),
@@ -220,3 +225,11 @@ def test_bambas_rotated_share_is_its_own():
     """transformers overwrites a partial_rotary_factor outside of rope_parameters."""
     case = {name: value for name, value in CASES["bamba"].items() if name != "rope_parameters"}
     assert hf_config.from_hf({**case, "partial_rotary_factor": 1.0}) == hf_config.from_hf(case)
+
+
+@pytest.mark.parametrize("outside", [{}, {"rope_parameters": None}, {"rope_theta": None}, {"rope_theta": 5e5}])
+def test_dbrx_rotates_by_the_base_in_its_attention(outside):
+    """So do Databricks' files say it; transformers 5.24 takes 10,000 (findings/dbrx_rope_theta.sh)."""
+    case = {key: value for key, value in CASES["dbrx"].items() if key != "rope_parameters"}
+    case |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 5e5}} | outside
+    assert hf_config.from_hf(case).rope.theta == 5e5

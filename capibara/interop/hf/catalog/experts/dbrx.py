@@ -56,7 +56,30 @@ def _prepare(values: Values) -> Values:
     if not isinstance(act, Mapping):
         raise UserError(f"config.json has ffn_act_fn = {str(act)[:60]}, must be an object: copy the file again")
     named |= {"hidden_act": act.get("name", "silu"), "norm_topk_prob": experts.get(_NORM, 1) is not None}
-    return {**values, **named, "max_position_embeddings": values["max_seq_len"]}
+    return _with_base(
+        {**values, **named, "max_position_embeddings": values["max_seq_len"]}, attention.get("rope_theta")
+    )
+
+
+def _with_base(values: Values, theta: object) -> Values:
+    """The values with attn_config's rope_theta, by which DBRX was trained, where no other names one.
+
+    transformers 5.24 does not read it, and writes 10,000 beside it.
+
+    Raises:
+      UserError: another one differs.
+    """
+    rope = values.get("rope_parameters") or {}
+    other = rope.get("rope_theta", values.get("rope_theta")) if isinstance(rope, Mapping) else None
+    if other is None and isinstance(rope, Mapping):
+        base = 10_000.0 if theta is None else theta
+        return {**values, "rope_theta": base, "rope_parameters": {"rope_type": "default", **rope, "rope_theta": base}}
+    if theta is not None and other != theta:
+        raise UserError(
+            f"config.json has rope_theta = {str(theta)[:20]} in attn_config and {str(other)[:20]} outside of it: write the "
+            "base that the model was trained with in both (Databricks' have 500,000)"
+        )
+    return {**values, "rope_theta": other}
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
@@ -92,7 +115,7 @@ FAMILIES = (
                 "attention_clip": "clip_qkv",
             },
             fixed={"norm": "layer_unbiased", "norm_eps": 1e-5, "activation": "swiglu"},
-            defaults={"rope_theta": 10_000.0, "max_seq_len": 2048, "hidden_act": "silu"},
+            defaults={"max_seq_len": 2048, "hidden_act": "silu"},
             only={"tie_word_embeddings": (False, None)},
             read_keys=("attn_config", "ffn_config"),
             aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}

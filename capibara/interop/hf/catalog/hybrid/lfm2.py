@@ -147,6 +147,7 @@ FAMILIES = (
             | {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
             | {"intermediate_size": 7168, "router_aux_loss_coef": 0.001},
             only={"conv_bias": (False, None)},
+            moe_keys=_MOE_KEYS,
             mixer_keys={"taps": "conv_L_cache"},
             read_keys=("layer_types", "head_dim"),
             aliases={"tie_embedding": "tie_word_embeddings"},
