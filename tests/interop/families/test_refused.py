@@ -154,8 +154,8 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         ("longt5_plain", {"num_hidden_layers": 2}, "num_hidden_layers = 2 without num_decoder_layers"),
         (
             "dbrx",
-            {"rope_parameters": {"rope_theta": 1e4}},
-            "rope_theta = 500.0 in attn_config and 10000.0 outside of it",
+            {"rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta = 10000.0 in attn_config and 500000.0 outside of it",
         ),
         ("mamba", {"state_size": 0}, r"Mamba.state_dim is 0.* \(in transformers' words state_dim is state_size\)"),
         ("falcon_mamba", {"conv_kernel": 1}, "taps is conv_kernel"),

@@ -73,7 +73,8 @@ def _with_base(values: Values, theta: object) -> Values:
     other = rope.get("rope_theta", values.get("rope_theta")) if isinstance(rope, Mapping) else None
     if other is None and isinstance(rope, Mapping):
         base = 10_000.0 if theta is None else theta
-        return {**values, "rope_theta": base, "rope_parameters": {"rope_type": "default", **rope, "rope_theta": base}}
+        kind = {} if {"type", "rope_type"} & rope.keys() else {"rope_type": "default"}
+        return {**values, "rope_theta": base, "rope_parameters": kind | {**rope, "rope_theta": base}}
     if theta is not None and other != theta:
         raise UserError(
             f"config.json has rope_theta = {str(theta)[:20]} in attn_config and {str(other)[:20]} outside of it: write the "
