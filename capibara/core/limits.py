@@ -199,13 +199,14 @@ def host_bytes() -> int:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = True) -> Json:
+def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = True, unlimited: bool = False) -> Json:
     """Parses JSON within limits.
 
     Args:
       content: the text; the caller has checked its size.
       values: the largest number of values.
       finite: refuse NaN, infinity, overlong numbers and lone surrogates; for configuration files, not for data.
+      unlimited: with `finite`, read Infinity, which Python writes, as the object that transformers 5 writes for it.
 
     Raises:
       ValueError: it is not JSON, is nested too deep, or has too many values; the message fits "cannot be read (...)".
@@ -223,7 +224,7 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
         text = data.decode(encoding, "strict" if finite else "surrogatepass")
         if finite and _SURROGATE.search(data) and _SURROGATE.search(_PAIRS.sub(b"", data)):
             raise ValueError("it has a lone surrogate, half a character")
-        return (_STRICT if finite else _LENIENT).decode(text)
+        return ((_UNLIMITED if unlimited else _STRICT) if finite else _LENIENT).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -268,12 +269,19 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"it has {name}, which JSON does not have")
 
 
+def _infinity(name: str) -> Json:
+    return {"__float__": name} if name == "Infinity" else _no_constant(name)
+
+
+_UNLIMITED = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_infinity)
 _STRICT = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_no_constant)
 _LENIENT = json.JSONDecoder()  # Python's own limit of an integer is 4,300 digits
 
 
-def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: int = VALUES) -> dict[str, Json]:
-    """Reads a file that contains one JSON object.
+def read_json(
+    path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: int = VALUES, unlimited: bool = False
+) -> dict[str, Json]:
+    """Reads a file that contains one JSON object; `unlimited` as for `parse_json`.
 
     Raises:
       UserError: it cannot be read, exceeds a limit, or is not a JSON object.
@@ -281,7 +289,7 @@ def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: i
     """
     content = read(path, most)
     try:
-        found = parse_json(content, values=values)
+        found = parse_json(content, values=values, unlimited=unlimited)
     except ValueError as error:
         raise UserError(f"{os.fspath(path)} cannot be read ({cause(error)}): copy it again") from None
     if not isinstance(found, dict):

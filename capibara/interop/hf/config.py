@@ -140,7 +140,7 @@ def kept_by_run(text: bytes) -> dict[str, Any]:
       UserError: it cannot be read.
     """
     try:
-        values = limits.parse_json(text)
+        values = limits.parse_json(text, unlimited=True)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
     except (limits.Refused, ValueError) as error:

@@ -157,7 +157,7 @@ def config_of(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, CONFIG)
     try:
-        return limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
+        return limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES, unlimited=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
 

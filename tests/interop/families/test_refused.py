@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 
 HERE = pathlib.Path(__file__).resolve().parent
 RECORDED = HERE / "recorded"
@@ -233,3 +234,16 @@ def test_dbrx_rotates_by_the_base_in_its_attention(outside):
     case = {key: value for key, value in CASES["dbrx"].items() if key != "rope_parameters"}
     case |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 5e5}} | outside
     assert hf_config.from_hf(case).rope.theta == 5e5
+
+
+def test_infinity_is_a_limit_as_older_files_write_it(tmp_path):
+    """Python writes it so, and json.loads reads it: config.json of Mamba 2, Bamba and Nemotron-H before transformers 5."""
+    case = CASES["mamba2"] | {"time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(case))
+    assert "[0.0, Infinity]" in (tmp_path / "config.json").read_text()
+    config = hf_config.from_hf(hf_folder.config_of(str(tmp_path)))
+    assert config == hf_config.from_hf(case | {"time_step_limit": [0.0, {"__float__": "Infinity"}]})
+    for strange in ("-Infinity", "NaN"):
+        (tmp_path / "config.json").write_text(json.dumps(case).replace("Infinity", strange))
+        with pytest.raises(UserError, match=f"it has {strange}, which JSON does not have"):
+            hf_folder.config_of(str(tmp_path))
