@@ -264,6 +264,6 @@ def _base(run: LoadedModel, base: str | None) -> tuple[str | None, dict[str, Any
     if base is not None and os.path.exists(os.path.join(base, hf_folder.CONFIG)):
         like = hf_folder.config_of(base)
     else:
-        like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"))
+        like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"), unlimited=True)
     base = base or model_card.name_of(model_card.facts(origin.get(model_card.CARD, b"")), like) or began
     return base, hf_config.to_hf(run.model.plain.config, like)

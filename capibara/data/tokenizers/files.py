@@ -225,7 +225,7 @@ def read_json(path: str) -> Mapping[str, Any] | None:
       UserError: it cannot be read, or is not a JSON object.
     """
     try:
-        return limits.read_json(path)
+        return limits.read_json(path, unlimited=True)
     except FileNotFoundError:
         return None
 

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 from capibara.core.types import UserError
+from capibara.data.tokenizers import files as tokenizer_files
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 
@@ -241,6 +242,7 @@ def test_infinity_is_a_limit_as_older_files_write_it(tmp_path):
     case = CASES["mamba2"] | {"time_step_limit": [0.0, float("inf")]}
     (tmp_path / "config.json").write_text(json.dumps(case))
     assert "[0.0, Infinity]" in (tmp_path / "config.json").read_text()
+    assert tokenizer_files.carried(str(tmp_path)) is not None  # which reads the model's file, too
     config = hf_config.from_hf(hf_folder.config_of(str(tmp_path)))
     assert config == hf_config.from_hf(case | {"time_step_limit": [0.0, {"__float__": "Infinity"}]})
     for strange in ("-Infinity", "NaN"):
