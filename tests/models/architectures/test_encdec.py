@@ -27,8 +27,11 @@ from capibara.training.step import make_train_step
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 sys.path.insert(0, str(GOLDEN))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import answers  # noqa: E402
+import mesh_gradients  # noqa: E402
+from mesh_gradients import random_params  # noqa: E402
 
 ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
 TINY = EncoderDecoderConfig(
@@ -77,11 +80,6 @@ def batch_of(encoder_rows, rows, encoder_length=32, length=24):
         "encoder_segment_ids": encoder_segments,
         "encoder_positions": encoder_positions,
     }
-
-
-def random_params(model, seed=0):
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
-    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
 
 
 @pytest.mark.parametrize(("name", "config"), [("t5", T5), ("t5_1_1", TINY), ("t5_1_1_tied", UNSCALED)])
@@ -167,21 +165,8 @@ def test_sines_and_the_bias_of_the_head_are_not_trained():
 def test_a_mesh_gives_the_gradients_of_one_device():
     batch, model = batch_of([[32]] * 8, [[24], [10, 9]] * 4), api.build(ADDED)
 
-    def grads(plan, devices):
-        mesh = sharding.make_mesh(plan, devices)
-        spread = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
-
-        def loss(params, batch):
-            with sharding.activate(mesh, plan.rules):
-                logits = model.logits(params, sharding.balanced(batch))
-            return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
-
-        params = jax.device_put(random_params(model), spread)
-        rows = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
-        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, rows))
-
-    want = grads(Plan(batch_size=8), jax.devices()[:1])
-    got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
+    want = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8), jax.devices()[:1])
+    got = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 

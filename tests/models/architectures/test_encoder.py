@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara import config, sharding
+from capibara import config
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop.hf import tables
@@ -21,8 +21,11 @@ from capibara.sharding import Plan, Remat
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 sys.path.insert(0, str(GOLDEN))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import answers  # noqa: E402
+import mesh_gradients  # noqa: E402
+from mesh_gradients import random_params  # noqa: E402
 
 ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
 TINY = EncoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, max_length=40, dtype="float32")
@@ -34,11 +37,6 @@ def batch_of(tokens, padding=0):
     segments[-1, tokens.shape[1] - padding :] = 0
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return {"tokens": tokens, "segment_ids": segments, "positions": positions}
-
-
-def random_params(model, seed=0):
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
-    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
 
 
 def random_tokens(rows=2, length=24):
@@ -113,21 +111,8 @@ def test_a_mesh_gives_the_gradients_of_one_device(sizes):
     batch = batch_of(random_tokens(8), padding=5)
     model = api.build(dataclasses.replace(TINY, disentangled=sizes))
 
-    def grads(plan, devices):
-        mesh = sharding.make_mesh(plan, devices)
-        spread = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
-
-        def loss(params, batch):
-            with sharding.activate(mesh, plan.rules):
-                logits = model.logits(params, sharding.balanced(batch))
-            return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
-
-        params = jax.device_put(random_params(model), spread)
-        rows = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
-        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, rows))
-
-    want = grads(Plan(batch_size=8), jax.devices()[:1])
-    got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
+    want = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8), jax.devices()[:1])
+    got = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 

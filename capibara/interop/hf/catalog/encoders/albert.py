@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.encoders.bert import DEFAULTS, KEYS, ONLY, encoder, ignored, renames
-from capibara.interop.hf.layout.family import Family, Kind, Values
+from capibara.interop.hf.catalog.encoders.bert import DEFAULTS, ENCODER, KEYS, ONLY, encoder, ignored, renames
+from capibara.interop.hf.layout.family import Family, Values
 from capibara.interop.hf.layout.rows import A, M, Names, linear, norm, renamed, rows, without
 from capibara.interop.hf.tables import BERT
 from capibara.models.api import TransformerConfig
@@ -56,19 +56,15 @@ FAMILIES = (
     (
         Family(
             model_type="albert",
-            kind=Kind.ENCODER,
             architectures=("AlbertForMaskedLM", "AlbertForPreTraining"),
             keys=KEYS | {"num_layers": "num_hidden_groups", "embedding_dim": "embedding_size"},
             read_keys=("num_hidden_layers",),
             defaults=DEFAULTS
             | {"hidden_act": "gelu_new", "embedding_size": 128, "num_hidden_groups": 1, "num_hidden_layers": 12},
             only=ONLY | {"inner_group_num": (1,)},
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
             read=_read,
             write=_write,
+            **ENCODER,
         ),
         Names(
             _ALBERT,

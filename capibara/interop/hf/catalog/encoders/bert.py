@@ -12,6 +12,7 @@ from capibara.models.api import EncoderConfig, TransformerConfig
 KEYS = WITHOUT_GROUPS | LAYER_NORM | {"max_length": "max_position_embeddings", "token_types": "type_vocab_size"}
 DEFAULTS: dict[str, Any] = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 DEFAULTS |= {"max_position_embeddings": 512}
+ENCODER: dict[str, Any] = {"kind": Kind.ENCODER, "tied": True, "gated": False, "rope": False, "divides": True}
 # What transformers 4 computes, and what makes a decoder.
 ONLY = {"position_embedding_type": ("absolute",), "is_decoder": (False,), "add_cross_attention": (False,)}
 HEAD_BIAS = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
@@ -96,36 +97,28 @@ FAMILIES = (
         # Its discriminators have the same layers, and no head that predicts tokens.
         Family(
             model_type="electra",
-            kind=Kind.ENCODER,
             architectures=("ElectraForMaskedLM",),
             keys=KEYS,
             fixed={"transform_activation": "gelu_exact"},
             defaults=DEFAULTS | {"embedding_size": 128},
             only=ONLY,
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
             read=_read_width,
             write=lambda config: {"embedding_size": encoder(config).embedding_width},
+            **ENCODER,
         ),
         Names(_ELECTRA, renames("electra"), ignored(), r"^discriminator_predictions\."),
     ),
     (
         Family(
             model_type="ernie",
-            kind=Kind.ENCODER,
             architectures=("ErnieForMaskedLM", "ErnieForPreTraining"),
             keys=KEYS,
             read_keys=("use_task_id", "task_type_vocab_size"),
             defaults=DEFAULTS | {"task_type_vocab_size": 3},
             only=ONLY,
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
             read=_read_tasks,
             write=_write_tasks,
+            **ENCODER,
         ),
         Names(
             _ERNIE,
@@ -138,16 +131,12 @@ FAMILIES = (
     (
         Family(
             model_type="megatron-bert",
-            kind=Kind.ENCODER,
             architectures=("MegatronBertForMaskedLM", "MegatronBertForPreTraining"),
             keys=KEYS,
             fixed={"norm_placement": "pre", "embedding_norm": "none"},
             defaults=DEFAULTS,
             only=ONLY,
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
+            **ENCODER,
         ),
         Names(
             _MEGATRON,
@@ -161,17 +150,13 @@ FAMILIES = (
         # Its epsilon is no key, and it has no token types.
         Family(
             model_type="distilbert",
-            kind=Kind.ENCODER,
             architectures=("DistilBertForMaskedLM",),
             keys={"vocab_size": "vocab_size", "max_length": "max_position_embeddings"} | _DISTILLED,
             fixed={"norm_eps": 1e-12, "token_types": 0},
             defaults={"activation": "gelu", "max_position_embeddings": 512},
             aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
             activation="activation",
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
+            **ENCODER,
         ),
         Names(_DISTILBERT, renames("distilbert"), ignored()),
     ),

@@ -6,8 +6,17 @@ from typing import Any
 
 from capibara.core import projections
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.encoders.bert import DEFAULTS, HEAD_BIAS, KEYS, ONLY, encoder, ignored, renames
-from capibara.interop.hf.layout.family import Family, Kind, Values
+from capibara.interop.hf.catalog.encoders.bert import (
+    DEFAULTS,
+    ENCODER,
+    HEAD_BIAS,
+    KEYS,
+    ONLY,
+    encoder,
+    ignored,
+    renames,
+)
+from capibara.interop.hf.layout.family import Family, Values
 from capibara.interop.hf.layout.rows import A, Names, linear, norm, renamed, rows
 from capibara.interop.hf.layout.tensors import letters
 from capibara.interop.hf.tables import BERT
@@ -104,7 +113,6 @@ FAMILIES = (
     (
         Family(
             model_type="deberta-v2",
-            kind=Kind.ENCODER,
             architectures=("DebertaV2ForMaskedLM",),
             keys=KEYS,
             read_keys=("pos_att_type", "embedding_size", "attention_head_size"),
@@ -113,12 +121,9 @@ FAMILIES = (
             | {"pos_att_type": None, "max_relative_positions": -1, "position_buckets": -1, "share_att_key": False}
             | {"norm_rel_ebd": "none"},
             only=ONLY | {"legacy": (True,), "conv_kernel_size": (0,)},
-            tied=True,
-            gated=False,
-            rope=False,
-            divides=True,
             read=_read,
             write=_write,
+            **ENCODER,
         ),
         Names(
             _DEBERTA,

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.encoders.bert import DEFAULTS, KEYS, ONLY, encoder, ignored, renames
-from capibara.interop.hf.layout.family import Family, Kind, Values
+from capibara.interop.hf.catalog.encoders.bert import DEFAULTS, ENCODER, KEYS, ONLY, encoder, ignored, renames
+from capibara.interop.hf.layout.family import Family, Values
 from capibara.interop.hf.layout.rows import Names, Rows, norm, renamed, rows, without
 from capibara.interop.hf.tables import BERT
 from capibara.models.api import TransformerConfig
@@ -48,18 +48,14 @@ def _write_length(config: TransformerConfig) -> dict[str, Any]:
 def _family(model_type: str, architecture: str, **fixed: str) -> Family:
     return Family(
         model_type=model_type,
-        kind=Kind.ENCODER,
         architectures=(architecture,),
         keys=KEYS,
         fixed={"transform_activation": "gelu_exact"} | fixed,
         defaults=DEFAULTS | {"pad_token_id": 1},
         only=ONLY,
-        tied=True,
-        gated=False,
-        rope=False,
-        divides=True,
         read=_read,
         write=_write,
+        **ENCODER,
     )
 
 
