@@ -375,10 +375,11 @@ def _check_variants(config: TransformerConfig) -> None:
             f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
             f"{str(config.activation)!r}: leave them out"
         )
-    if config.moe is not None and config.moe.first_dense >= config.num_layers:
+    if config.moe is not None and len(config.dense_layers) == config.num_layers:
         raise UserError(
-            f"Moe.first_dense ({config.moe.first_dense}) must be below {own}.num_layers ({config.num_layers}): try "
-            f"{config.num_layers - 1}, or leave {own}.moe out"
+            f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) leave none of "
+            f"{own}.num_layers ({config.num_layers}) layers experts: try "
+            f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {own}.moe out"
         )
     if config.activation is Activation.XIELU and config.moe is not None:
         raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
@@ -429,8 +430,11 @@ def refuse(config: TransformerConfig, *names: str) -> None:
         value = getattr(config, name)
         if value != defaults[name]:
             raise UserError(f"{type(config).__name__}.{name} ({value!s}) is for decoders only: leave it out")
-    if config.moe is not None and config.moe.first_dense:
-        raise UserError(f"Moe.first_dense ({config.moe.first_dense}) is for decoders only: leave it out")
+    if config.moe is not None and config.dense_layers:
+        raise UserError(
+            f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) are for decoders only: "
+            "leave them out"
+        )
     if config.qk_norm is QKNorm.UNIT:
         raise UserError(f"{type(config).__name__}.qk_norm ('unit') is for decoders only: try 'head'")
     if config.activation is Activation.XIELU:

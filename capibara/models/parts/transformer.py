@@ -66,7 +66,7 @@ class Shared(NamedTuple):
       step: int32 scalar, the train step; None outside training.
       drop: the layer's dropout; None: no dropout.
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
-      in_first: whether the layer is one of the first, which have an MLP where the others have experts.
+      dense: whether the layer has an MLP where others have experts.
       bare: whether the layer's attention reads its input without a norm.
       distances_RD: embeddings of distances, of disentangled attention.
     """
@@ -76,7 +76,7 @@ class Shared(NamedTuple):
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     drop: Dropout | None = None
-    in_first: bool = False
+    dense: bool = False
     bare: bool = False
     distances_RD: jax.Array | None = None
 
@@ -153,7 +153,7 @@ class Block(nnx.Module):
             self.mixer = config.mixer.make(config, rngs)
         if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
             self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
-        if config.first_dense:
+        if config.dense_layers:
             self.first_mlp = MLP(config, rngs)
         if config.one_branch:
             self.branch_norm = config.make_norm(rngs)
@@ -263,7 +263,7 @@ class Block(nnx.Module):
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
-        mlp = self.first_mlp if shared.in_first else self.mlp
+        mlp = self.first_mlp if shared.dense else self.mlp
 
         def part(x: jax.Array) -> jax.Array:
             if not isinstance(mlp, MoeMLP):

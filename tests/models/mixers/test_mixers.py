@@ -183,6 +183,8 @@ def test_a_context_axis_is_refused():
         (OF_ONE["branches"] | dict(residual="parallel"), "layers have one branch each, and residual is 'parallel'"),
         (OF_ONE["branches"] | dict(norm_placement="post"), "norm_placement is 'post'"),
         (OF_ONE["branches"] | dict(moe=Moe(num_experts=4, first_dense=1)), "Moe.first_dense is 1"),
+        (OF_ONE["branches"] | dict(moe=Moe(num_experts=4, pattern=("experts", "dense"))), "Moe.pattern has 'dense'"),
+        (dict(moe=Moe(num_experts=4, first_dense=4, pattern=("dense", "experts"))), "leave none of .* layers experts"),
         (
             dict(mixer=ShortConv(), layer_pattern=("recurrent", "global"), positions="alibi"),
             "positions .'alibi'. are of attention in every layer",
@@ -202,6 +204,7 @@ def test_what_contradicts_is_refused(fields, message):
     "make, message",
     [
         (lambda: ShortConv(taps=1), "ShortConv.taps is 1, must be at least 2"),
+        (lambda: Moe(num_experts=4, pattern=("dense",)), "Moe.pattern is .'dense',., must have 'experts'"),
         (lambda: Mamba(step_rank=0), "Mamba.step_rank is 0, must be at least 1"),
         (lambda: Mamba(norms_eps=0.0), "Mamba.norms_eps is 0.0, must be above 0"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
