@@ -238,6 +238,11 @@ class DecoderConfig(Patterned, TransformerConfig):
                 "write 'none'"
             )
         self._check_branches()
+        if self.mixed_norms and not (recurrent and attends):
+            raise UserError(
+                f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others, layer_pattern has "
+                f"{' and '.join(sorted(set(self.kinds)))}: write 'pre'"
+            )
         if self.mixer is not None and self.positions.biases:
             raise UserError(
                 f"DecoderConfig.mixer is set, and positions ({str(self.positions)!r}) are of attention in every layer: try "

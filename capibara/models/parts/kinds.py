@@ -90,7 +90,15 @@ class Layers:
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
         if dense := self.dense_layers:
             some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
+        if self.mixed_norms:
+            some |= {f"{branch}_norm": tuple(numbers["mixer"]) for branch in ("attention", "mlp")}
+            some |= {f"{branch}_post_norm": tuple(numbers["attention"]) for branch in ("attention", "mlp")}
         return some
+
+    @property
+    def mixed_norms(self) -> bool:
+        """Whether recurrent layers have norms of their branches' inputs, and the others of their outputs."""
+        return False
 
     @property
     def runs_in_stages(self) -> bool:

@@ -185,7 +185,7 @@ class Block(nnx.Module):
             with jax.named_scope("attention"):
                 x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
             return self.add(x_BTD, "mlp", mlp), stats
-        return self._joined(x_BTD, attention, mlp), stats
+        return self._joined(x_BTD, attention, mlp, layer_kind), stats
 
     def attended(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
@@ -234,7 +234,7 @@ class Block(nnx.Module):
             return self._alone(
                 x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, {})
             ), written
-        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {}), layer_kind), written
 
     def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
         if shared.row_positions is not None:
@@ -248,7 +248,7 @@ class Block(nnx.Module):
         with jax.named_scope("branch"):
             return residual(x_BTD + self._scaled(branch(within(self.branch_norm(x_BTD)))))
 
-    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
+    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch, kind: LayerKind) -> jax.Array:
         if self.config.residual is Residual.SHARED:
             h_BTD = within(self.attention_norm(x_BTD))
             with jax.named_scope("attention"):
@@ -256,10 +256,10 @@ class Block(nnx.Module):
             with jax.named_scope("mlp"):
                 return residual(x_BTD + self._scaled(y + mlp(h_BTD)))
         if self.config.residual is Residual.PARALLEL:
-            y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
+            y = self._normed(x_BTD, "attention", attention, kind) + self._normed(x_BTD, "mlp", mlp, kind)
             return residual(x_BTD + self._scaled(y))
-        x_BTD = self.add(x_BTD, "attention", attention)
-        return self.add(x_BTD, "mlp", mlp)
+        x_BTD = self.add(x_BTD, "attention", attention, kind)
+        return self.add(x_BTD, "mlp", mlp, kind)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
@@ -274,21 +274,22 @@ class Block(nnx.Module):
 
         return part
 
-    def add(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
-        """`x + part(x)`, with the block's norms of that name. Profiles show the name."""
+    def add(self, x: jax.Array, name: str, part: Branch, kind: LayerKind = LayerKind.GLOBAL) -> jax.Array:
+        """`x + part(x)`, with the norms of that name of a block of this kind. Profiles show the name."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + self._scaled(part(within(x)))))
-        return residual(x + self._scaled(self._normed(x, name, part)))
+        return residual(x + self._scaled(self._normed(x, name, part, kind)))
 
     def _scaled(self, y: jax.Array) -> jax.Array:
         """What a branch adds to the residual stream."""
         return y if self.config.residual_multiplier == 1 else y * self.config.residual_multiplier
 
-    def _normed(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
+    def _normed(self, x: jax.Array, name: str, part: Branch, kind: LayerKind) -> jax.Array:
+        placement = self.config.norm_placement.of(kind)
         with jax.named_scope(name):
-            y = part(within(getattr(self, f"{name}_norm")(x) if self.config.norm_placement.of_inputs else x))
-            if self.config.norm_placement.of_outputs:
+            y = part(within(getattr(self, f"{name}_norm")(x) if placement.of_inputs else x))
+            if placement.of_outputs:
                 y = getattr(self, f"{name}_post_norm")(y)
             return y
 

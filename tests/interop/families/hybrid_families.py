@@ -63,4 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "jamba": dict(JAMBA, num_experts=4, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=1)
     | dict(mamba_proj_bias=True),
     "jamba_dense": dict(JAMBA, num_experts=1, tie_word_embeddings=True, mamba_conv_bias=False),
+    # As many channels of queries as of values: transformers 5.24 writes their convolutions in three equal parts.
+    "olmo_hybrid": dict(
+        RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, rope_parameters=rope(theta=500.0)
+    ),
+    "olmo_hybrid_unrotated": dict(
+        RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, tie_word_embeddings=True
+    )
+    | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
 }

@@ -138,7 +138,7 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         (
             "jamba",
             {"attn_layer_period": 1, "attn_layer_offset": 0},
-            "layer_types 'full_attention' alone, must have both",
+            "attn_layer_offset = 0, must give attention to some of num_hidden_layers = 6",
         ),
         ("jamba", {"mamba_dt_rank": 0}, "mamba_dt_rank = 0, must be a number above 0 or 'auto'"),
         ("jamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu', capibara's jamba has 'silu' alone"),

@@ -31,7 +31,11 @@ def _periodic(values: Values, name: str) -> tuple[str, list[bool]]:
 
 
 def _prepare(values: Values) -> Values:
-    _, attends = _periodic(values, "attn")
+    of, attends = _periodic(values, "attn")
+    if len({*attends}) < 2:
+        raise UserError(
+            f"config.json has {of}, must give attention to some of num_hidden_layers = {len(attends)} layers: take another model"
+        )
     rank = step_rank(values["mamba_dt_rank"], values["hidden_size"], "mamba_dt_rank")
     types = ["full_attention" if here else "linear_attention" for here in attends]
     return {**values, "mamba_dt_rank": rank, "layer_types": types}
