@@ -71,4 +71,6 @@ CASES: dict[str, dict[str, Any]] = {
         RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, tie_word_embeddings=True
     )
     | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
+    "recurrent_gemma": dict(RMS, model_type="recurrent_gemma", num_hidden_layers=4, attention_window_size=7)
+    | dict(lru_width=24, conv1d_width=3, logits_soft_cap=2.0, attention_bias=True, tie_word_embeddings=True),
 }

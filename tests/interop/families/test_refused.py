@@ -133,6 +133,22 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             {"moe_layers": None, "interleave_moe_layer_step": 0},
             "interleave_moe_layer_step = 0, must be at least 1",
         ),
+        (
+            "recurrent_gemma",
+            {"block_types": ["recurrent"]},
+            "block_types recurrent for num_hidden_layers = 4, must have both",
+        ),
+        (
+            "recurrent_gemma",
+            {"block_types": ["mamba"]},
+            "block_types = .'mamba'., must be a list of recurrent and attention",
+        ),
+        ("recurrent_gemma", {"hidden_activation": "silu"}, "hidden_activation = 'silu', capibara's recurrent_gemma"),
+        (
+            "recurrent_gemma",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type 'linear' in rope_scaling, must be 'default'",
+        ),
         ("jamba", {"attn_layer_offset": 3}, "attn_layer_period = 3 and attn_layer_offset = 3, must be a period"),
         ("jamba", {"expert_layer_period": 0}, "expert_layer_period = 0 and expert_layer_offset = 1, must be a period"),
         (
