@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from capibara.interop.hf.catalog.hybrid.qwen import LAYOUTS, SIZES
@@ -22,11 +25,13 @@ from capibara.interop.hf.layout.rows import (
     BUFFERS,
     LLAMA,
     WHOLE_NORMS,
+    Cut,
     L,
     Names,
     rows,
     without,
 )
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.models.api import DecoderConfig, GatedDelta, Rope, TransformerConfig
 
 _X = "layers/mixer/"
@@ -59,6 +64,24 @@ _OLDER = (
     (r"\.input_layernorm\.", ".attention_layer_norm."),
     (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
 )
+_QUERY_CONV = re.compile(r"(.*\blinear_attn\.)q_conv1d\.weight")
+
+
+def _cuts(shapes: Mapping[str, Shape]) -> dict[str, Cut]:
+    """The convolutions of queries, keys and values: transformers 5.24 writes all of them in three equal parts."""
+    cuts: dict[str, Cut] = {}
+    for name in shapes:
+        if (match := _QUERY_CONV.fullmatch(name)) is None:
+            continue
+        stored, into = (tuple(f"{match[1]}{of}_{kind}.weight" for of in _CONVOLVED) for kind in ("conv1d", "proj"))
+        if not {*stored, *into} <= shapes.keys():
+            continue
+        ends = [0, *itertools.accumulate(shapes[one][0] for one in into)]
+        if sum(shapes[one][0] for one in stored) == ends[-1]:
+            cuts |= {one: Cut(stored, *span) for one, span in zip(stored, itertools.pairwise(ends), strict=True)}
+    return cuts
+
+
 _EPS = 1e-5  # of the results' norm, whatever rms_norm_eps is
 
 
@@ -128,6 +151,11 @@ _ROTATED = dataclasses.replace(_FAMILY, rope=True)
 FAMILIES = (
     (
         _FAMILY,
-        Names(without(LLAMA, "layernorm") + ATTENTION_BIASES + WHOLE_NORMS + _NORMS + _DELTA, (BARE, *_OLDER), BUFFERS),
+        Names(
+            without(LLAMA, "layernorm") + ATTENTION_BIASES + WHOLE_NORMS + _NORMS + _DELTA,
+            (BARE, *_OLDER),
+            BUFFERS,
+            cuts=_cuts,
+        ),
     ),
 )

@@ -96,14 +96,15 @@ FAMILIES = (
         Family(
             model_type="recurrent_gemma",
             architectures=("RecurrentGemmaForCausalLM",),
-            keys=KEYS | {"logit_soft_cap": "logits_soft_cap"},
+            keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"}
+            | {"logit_soft_cap": "logits_soft_cap"},
             fixed={"norm_scale": "offset", "bias": "out_mlp"},
             defaults={"num_hidden_layers": 26, "vocab_size": 256_000, "hidden_size": 2560, "intermediate_size": 7680}
             | {"num_attention_heads": 10, "attention_window_size": 2048, "conv1d_width": 4, "logits_soft_cap": 30.0}
             | {"rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 10_000.0}
             | {"block_types": ["recurrent", "recurrent", "attention"]},
             only={"hidden_activation": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")},
-            read_keys=("lru_width",),
+            read_keys=("lru_width", "head_dim"),
             aliases={"sliding_window": "attention_window_size"},
             biases={"attention_bias": "qkv"},
             tied=True,
