@@ -45,6 +45,7 @@ from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
 from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
+from capibara.models.mixers.rg_lru import RgLru
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
 from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, trains
@@ -76,6 +77,7 @@ __all__ = [
     "Model",
     "Moe",
     "Quantization",
+    "RgLru",
     "Rope",
     "ShortConv",
     "Submodel",

@@ -58,7 +58,7 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
     def width(value: int | None, unit: int) -> int | None:
         return None if value is None else max(unit, round(value * factor / unit) * unit)
 
-    unit = parts * len(getattr(model, "layer_pattern", "1"))
+    unit = parts * model.period
     layers = unit * max(1, _LAYERS // unit)
     values: dict[str, Any] = {
         "embed_dim": _WIDTH,
@@ -74,7 +74,7 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
             values[name] = max(1, round(window * shorter))
     if (moe := model.moe) is not None:
         expert_dim, shared_dim = width(moe.expert_dim, 64), width(moe.shared_dim, 64)
-        first_dense = min(moe.first_dense, values["num_layers"] - 1)
+        first_dense = min(moe.first_dense, max(0, values["num_layers"] - len(moe.pattern)))
         values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim, first_dense=first_dense)
     if (latent := getattr(model, "latent", None)) is not None:
         sizes = {name: width(getattr(latent, name), 2) for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim")}

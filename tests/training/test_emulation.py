@@ -104,6 +104,12 @@ def test_experts_shrink_with_the_model():
     assert (shrunk.model.moe.expert_dim, shrunk.model.moe.shared_dim, shrunk.model.moe.num_experts) == (64, None, 8)
 
 
+def test_experts_in_some_layers_stay_in_some():
+    moe = ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", "Moe.first_dense = 6"]
+    _, shrunk = family("qwen3_8b", *moe, 'Moe.pattern = ("experts", "dense", "dense")')
+    assert shrunk.model.num_layers % 3 == 0 and 0 < len(shrunk.model.dense_layers) < shrunk.model.num_layers
+
+
 def test_both_rows_and_both_stacks_of_an_encoder_decoder_shrink():
     files = ["runs/pretrain_t5.gin", "models/t5_1_1_xl.gin", "tasks/stdlib.gin"]
     bindings = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", "EncoderDecoderConfig.num_encoder_layers = 12"]

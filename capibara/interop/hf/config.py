@@ -239,7 +239,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     if config.moe is not None:
         moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
         moe["expert_dim"] = config.moe.expert_dim or config.mlp_dim
-        if not config.first_dense:  # there are no other MLPs
+        moe["dense_layers"] = config.dense_layers
+        if not config.dense_layers:  # there are no other MLPs
             fields["mlp_dim"] = moe["expert_dim"]
         if config.moe.groups == 1:
             del moe["group_score"]
@@ -264,7 +265,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MOE_FIELDS = (
-    "num_experts", "top_k", "first_dense", "routing", "score", "gates", "correction", "groups", "top_groups",
+    "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
 )  # fmt: skip
 _CLASSES = {

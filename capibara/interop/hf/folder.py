@@ -21,6 +21,7 @@ from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.interop.hf import keys, model_card, safetensors_header, tables, tied, torch_file
+from capibara.interop.hf.layout.rows import Cut
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.storage import partial
 
@@ -49,16 +50,19 @@ class HfFolder:
         self.about = model_card.carried(path)
         self._opened: dict[str, Any] = {}
         self._absent: dict[str, np.ndarray] = {}
+        self._cuts: dict[str, Cut] = {}
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
         self.config = tied.with_stored_head(self.config, self._files.keys(), self.read)
+        self._cuts = tied.cuts(self.config, self.shapes)
         self._absent = tied.absent(self.config, self._files)
         for note in keys.notes(self.config, self._files):
             logging.getLogger(__name__).warning("%s: %s", path, note)
 
     def shapes(self) -> dict[str, Shape]:
         stored = {name: tuple(self._slice(name).get_shape()) for name in self._files}
+        stored |= {name: (cut.stop - cut.start, *stored[name][1:]) for name, cut in self._cuts.items()}
         return stored | {name: value.shape for name, value in self._absent.items()}
 
     def dtype(self, name: str) -> str:
@@ -73,6 +77,8 @@ class HfFolder:
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
                 "quantized tensors are not supported"
             )
+        if (cut := self._cuts.get(name)) is not None:
+            return np.concatenate([self.stored(one) for one in cut.held_in])[cut.start : cut.stop]
         return self.stored(name)
 
     def stored(self, name: str) -> np.ndarray:

@@ -29,7 +29,8 @@ task_specific_params text_config torch_dtype torchscript transformers_version tr
 unsloth_version use_cache vision_config audio_config residual_dropout eod_token_id
 dropout activation_dropout encoder_layerdrop decoder_layerdrop init_std qa_dropout seq_classif_dropout summary_last_dropout embedding_dropout mlp_dropout classifier_pooling cls_token_id
 sep_token_id deterministic_flash_attn initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index reference_compile
-repad_logits_with_grad
+repad_logits_with_grad linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
+w_init_variance_scale final_w_init_variance_scale use_mamba_kernels use_mambapy use_associative_scan
 """.split()
 )
 # transformers 5.24 computes layers that differ by it, in families that know it.

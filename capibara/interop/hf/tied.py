@@ -10,6 +10,8 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.interop.hf import families, tables, wrappers
 from capibara.interop.hf.layout.family import Kind
+from capibara.interop.hf.layout.rows import Cut
+from capibara.interop.hf.layout.tensors import Shape
 
 Read = Callable[[str], np.ndarray]
 
@@ -70,6 +72,17 @@ def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.n
         return {}
     known = {names.canonical(name) for name in stored}
     return {name: value(config) for name, value in names.absent.items() if name not in known}
+
+
+def cuts(config: Mapping[str, Any], shapes: Callable[[], Mapping[str, Shape]]) -> dict[str, Cut]:
+    """The tensors that a checkpoint holds in others, by name.
+
+    Args:
+      config: contents of config.json.
+      shapes: reads those of the checkpoint's tensors.
+    """
+    names = tables.NAMES.get(str(config.get("model_type")))
+    return {} if names is None or names.cuts is None else names.cuts(shapes())
 
 
 def _equal(name: str, other: str, read: Read) -> bool:

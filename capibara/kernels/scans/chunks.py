@@ -71,6 +71,21 @@ def decays(log_decay_BTH: jax.Array, segment_ids_BT: jax.Array | None, size: int
     )
 
 
+def begins(segment_ids_BT: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """[B, T], whether a token is the first of a document that begins within its row; None: no document does."""
+    first = jnp.zeros(shape, bool)
+    if segment_ids_BT is None:
+        return first
+    return first.at[:, 1:].set(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1])
+
+
+def one_after_another(
+    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The decay and the addition of two spans of tokens, for an associative scan."""
+    return first[0] * second[0], first[1] * second[0] + second[1]
+
+
 def over(
     step: Callable[[jax.Array, tuple], tuple[jax.Array, jax.Array]], state: jax.Array, chunks: tuple
 ) -> tuple[jax.Array, jax.Array]:

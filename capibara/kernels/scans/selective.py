@@ -38,9 +38,7 @@ def attend(
     """
     B, T, width = x_BTI.shape
     size = min(CHUNK, T)
-    begins = jnp.zeros((B, T), bool)
-    if segment_ids_BT is not None:
-        begins = begins.at[:, 1:].set(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1])
+    begins = chunks.begins(segment_ids_BT, (B, T))
 
     @jax.checkpoint  # the states of a chunk's tokens are computed again where their gradients are
     def step(state_BKI: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
@@ -49,7 +47,7 @@ def attend(
         decay_BCKI = jnp.where(begins_BC[:, :, None, None], 0, decay_BCKI)
         added_BCKI = written_BCI[:, :, None] * k_BCK[..., None]
         added_BCKI = added_BCKI.at[:, 0].add(decay_BCKI[:, 0] * state_BKI)
-        _, states_BCKI = jax.lax.associative_scan(_joined, (decay_BCKI, added_BCKI), axis=1)
+        _, states_BCKI = jax.lax.associative_scan(chunks.one_after_another, (decay_BCKI, added_BCKI), axis=1)
         return states_BCKI[:, -1], jnp.einsum("BCKI,BCK->BCI", states_BCKI, q_BCK)
 
     if state_BKI is None:
@@ -57,11 +55,6 @@ def attend(
     x, s, k, q = (x.astype(jnp.float32) for x in (x_BTI, step_BTI, k_BTK, q_BTK))
     state_BKI, y = chunks.over(step, state_BKI, tuple(_cut(x, size) for x in (x * s, s, k, q, begins)))
     return jnp.swapaxes(y, 0, 1).reshape(B, -1, width)[:, :T], state_BKI
-
-
-def _joined(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The decay and the addition of two spans, one after the other."""
-    return first[0] * second[0], first[1] * second[0] + second[1]
 
 
 def _cut(x_BTx: jax.Array, size: int) -> jax.Array:

@@ -238,6 +238,11 @@ class DecoderConfig(Patterned, TransformerConfig):
                 "write 'none'"
             )
         self._check_branches()
+        if self.mixed_norms and not (recurrent and attends):
+            raise UserError(
+                f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others, layer_pattern has "
+                f"{' and '.join(sorted(set(self.kinds)))}: write 'pre'"
+            )
         if self.mixer is not None and self.positions.biases:
             raise UserError(
                 f"DecoderConfig.mixer is set, and positions ({str(self.positions)!r}) are of attention in every layer: try "
@@ -260,6 +265,7 @@ class DecoderConfig(Patterned, TransformerConfig):
             f"residual is {str(self.residual)!r}": self.residual is not Residual.SEQUENTIAL,
             f"norm_placement is {str(self.norm_placement)!r}": self.norm_placement is not NormPlacement.PRE,
             f"Moe.first_dense is {self.first_dense}": self.first_dense > 0,
+            "Moe.pattern has 'dense'": len(self.dense_layers) > self.first_dense,
         }
         for option, is_set in unsupported.items():
             if is_set:
@@ -458,22 +464,20 @@ class Decoder(DecoderBase):
         def apply(
             block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            kind, in_first = entry
-            own = shared._replace(in_first=in_first)
+            kind, is_dense = entry
+            own = shared._replace(dense=is_dense)
             own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, own, kinds[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         stats: stack.Stats = {}
         for start, stop in self._spans():
-            at = start % len(config.layer_pattern)
-            pattern = config.layer_pattern[at:] + config.layer_pattern[:at]
             x, stats = stack.run(
                 self.layers,
                 x,
                 rows,
                 apply,
-                [(kind, stop <= config.first_dense) for kind in pattern],
+                [self._entry(layer) for layer in range(start, start + config.period)],
                 config.layer_loop,
                 remat,
                 all_trained=config.lora is None,
@@ -483,8 +487,13 @@ class Decoder(DecoderBase):
             )
         return self._normed(x, drop), stats
 
+    def _entry(self, layer: int) -> tuple[LayerKind, bool]:
+        """A layer's kind, and whether it has an MLP where others have experts."""
+        pattern, moe = self.config.layer_pattern, self.config.moe
+        return pattern[layer % len(pattern)], moe is not None and not moe.in_layer(layer)
+
     def _spans(self) -> list[tuple[int, int]]:
-        """Start and end of the layers that have the same modules."""
+        """Start and end of the layers whose modules repeat."""
         first, count = self.config.first_dense, self.config.num_layers
         return [(0, first), (first, count)] if first else [(0, count)]
 
@@ -512,8 +521,8 @@ class Decoder(DecoderBase):
         shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
-            kind = config.layer_pattern[index % len(config.layer_pattern)]
-            own = shared._replace(in_first=index < config.first_dense)
+            kind, is_dense = self._entry(index)
+            own = shared._replace(dense=is_dense)
             x, layer = block.cached(x, kept["layers"][index], now, rows, own, kinds[kind], kind)
             of_layers.append(layer)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}

@@ -6,6 +6,7 @@ Shape letters: G heads of queries and keys, N heads of values, K size of a head'
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core import projections
+from capibara.core.types import UserError
 from capibara.kernels.scans import delta
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
@@ -33,6 +35,9 @@ class GatedDelta(Mixer):
       key_heads, value_heads: heads of queries and keys, and of values, a multiple of these.
       key_dim, value_dim: size of a head's keys, and of its values.
       taps: tokens that the convolution of queries, keys and values sees, the current one included.
+      most_strength: up to how much of what the state holds for a key is replaced: 1, or 2, which turns it around (OLMo
+        Hybrid; Grazzi et al. 2024, arXiv:2411.12537).
+      norm_eps: epsilon of the results' norm; None: the model's.
     """
 
     key_heads: int = 16
@@ -40,9 +45,15 @@ class GatedDelta(Mixer):
     key_dim: int = 128
     value_dim: int = 128
     taps: int = 4
+    most_strength: float = 1.0
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         self.check("key_heads", "value_heads", "key_dim", "value_dim", multiple=("value_heads", "key_heads"))
+        if not 0 < self.most_strength <= 2:
+            raise UserError(f"GatedDelta.most_strength is {self.most_strength}, must be above 0 and at most 2: try 1.0")
+        if self.norm_eps is not None and not 0 < self.norm_eps < math.inf:
+            raise UserError(f"GatedDelta.norm_eps is {self.norm_eps}, must be finite and above 0, or None: try 1e-5")
 
     def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:
         return _GatedDelta(self, sizes, rngs)
@@ -79,13 +90,15 @@ class _GatedDelta(MixerLayer):
             setattr(self, f"{by.name}_conv", weight)
         self.decay_log = layers.param(rngs, (G * each,), ("norm",), _log_of_rates)
         self.decay_bias = layers.param(rngs, (G * each,), ("norm",), layers.ones)
-        self.norm = layers.Norm(config.value_dim, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)
+        eps = sizes.norm_eps if config.norm_eps is None else config.norm_eps
+        self.norm = layers.Norm(config.value_dim, kind=layers.NormKind.RMS, eps=eps, rngs=rngs)
         shape = (G, each * config.value_dim, D)
         self.out = layers.projection(rngs, projections.DELTA_OUT, shape, 0.5 / sizes.num_layers)
 
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
         (q, k, v), state = self.convolved(_CONVOLVED, x_BTD, rows)
         strength = jax.nn.sigmoid(self._flat(self.project(projections.DELTA_STRENGTH, x_BTD)))
+        strength = strength if self.config.most_strength == 1 else strength * self.config.most_strength
         decay = self._flat(self.project(projections.DELTA_DECAY, x_BTD)).astype(jnp.float32)
         decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(decay + self.decay_bias[...])
         each = self.config.value_heads // self.config.key_heads

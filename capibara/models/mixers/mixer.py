@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -125,9 +126,13 @@ class MixerLayer(nnx.Module):
         return y, {name: convolution.last_inputs(x, before, rows.counts)}
 
     def convolved(
-        self, projections: tuple[Projection, ...], x_BTD: jax.Array, rows: Rows
+        self,
+        projections: tuple[Projection, ...],
+        x_BTD: jax.Array,
+        rows: Rows,
+        activation: Callable[[jax.Array], jax.Array] | None = jax.nn.silu,
     ) -> tuple[list[jax.Array], LayerCache]:
-        """What these project, after their convolutions and SiLU, and the inputs that the next tokens need."""
+        """What these project, after their convolutions and the activation, and the inputs that the next tokens need."""
         convolved: list[jax.Array] = []
         state: LayerCache = {}
         for by in projections:
@@ -135,7 +140,7 @@ class MixerLayer(nnx.Module):
             y, last = self.convolve(self.project(by, x_BTD), rows, weight, by.name)
             if self.bias.of_conv:
                 y = y + getattr(self, f"{by.name}_conv_bias")[...].astype(y.dtype)
-            convolved.append(jax.nn.silu(y))
+            convolved.append(y if activation is None else activation(y))
             state |= last
         return convolved, state
 

@@ -28,7 +28,7 @@ from capibara.models.layers.layers import (
 )
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
-from capibara.models.parts.kinds import Layers
+from capibara.models.parts.kinds import LayerKind, Layers
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe, Weighted
 
@@ -84,23 +84,31 @@ class NormPlacement(enum.StrEnum):
     """What a block normalises.
 
     pre: the inputs of its branches. post: the sums after its residuals (BERT). sandwich: inputs and outputs of its
-    branches (Gemma 2). output: their outputs alone (OLMo 2).
+    branches (Gemma 2). output: their outputs alone (OLMo 2). mixed: inputs in recurrent layers, outputs in the others
+    (OLMo Hybrid).
     """
 
     PRE = "pre"
     POST = "post"
     SANDWICH = "sandwich"
     OUTPUT = "output"
+    MIXED = "mixed"
+
+    def of(self, kind: LayerKind) -> NormPlacement:
+        """The placement in a layer of this kind."""
+        if self is not NormPlacement.MIXED:
+            return self
+        return NormPlacement.PRE if kind is LayerKind.RECURRENT else NormPlacement.OUTPUT
 
     @property
     def of_inputs(self) -> bool:
-        """Whether the inputs of a block's branches are normalised."""
-        return self in (NormPlacement.PRE, NormPlacement.SANDWICH)
+        """Whether the inputs of a block's branches are normalised, in some layers at least."""
+        return self in (NormPlacement.PRE, NormPlacement.SANDWICH, NormPlacement.MIXED)
 
     @property
     def of_outputs(self) -> bool:
-        """Whether the outputs of a block's branches are normalised before they are added."""
-        return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
+        """Whether the outputs of a block's branches are normalised before they are added, in some layers at least."""
+        return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT, NormPlacement.MIXED)
 
 
 class Residual(enum.StrEnum):
@@ -282,6 +290,10 @@ class TransformerConfig(Layers):
         return 1
 
     @property
+    def mixed_norms(self) -> bool:
+        return self.norm_placement is NormPlacement.MIXED
+
+    @property
     def data_kind(self) -> str:
         """The Dataset.kind that the model is trained on."""
         return "causal"
@@ -375,10 +387,11 @@ def _check_variants(config: TransformerConfig) -> None:
             f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
             f"{str(config.activation)!r}: leave them out"
         )
-    if config.moe is not None and config.moe.first_dense >= config.num_layers:
+    if config.moe is not None and len(config.dense_layers) == config.num_layers:
         raise UserError(
-            f"Moe.first_dense ({config.moe.first_dense}) must be below {own}.num_layers ({config.num_layers}): try "
-            f"{config.num_layers - 1}, or leave {own}.moe out"
+            f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) leave none of "
+            f"{own}.num_layers ({config.num_layers}) layers experts: try "
+            f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {own}.moe out"
         )
     if config.activation is Activation.XIELU and config.moe is not None:
         raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
@@ -431,8 +444,13 @@ def refuse(config: TransformerConfig, *names: str) -> None:
             raise UserError(f"{type(config).__name__}.{name} ({value!s}) is for decoders only: leave it out")
     if not config.mlp_dim:
         raise UserError(f"{type(config).__name__}.mlp_dim is 0, must be at least 1")
-    if config.moe is not None and config.moe.first_dense:
-        raise UserError(f"Moe.first_dense ({config.moe.first_dense}) is for decoders only: leave it out")
+    if config.moe is not None and config.dense_layers:
+        raise UserError(
+            f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) are for decoders only: "
+            "leave them out"
+        )
+    if config.norm_placement is NormPlacement.MIXED:
+        raise UserError(f"{type(config).__name__}.norm_placement ('mixed') is for decoders only: try 'pre'")
     if config.qk_norm is QKNorm.UNIT:
         raise UserError(f"{type(config).__name__}.qk_norm ('unit') is for decoders only: try 'head'")
     if config.activation is Activation.XIELU:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 from capibara.models.parts.router import Moe
 
@@ -68,6 +69,18 @@ class Layers:
         return 0 if self.moe is None else self.moe.first_dense
 
     @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have an MLP where the others have experts."""
+        if self.moe is None:
+            return ()
+        return tuple(layer for layer in range(self.num_layers) if not self.moe.in_layer(layer))
+
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds and modules repeat, but for the first_dense."""
+        return 1 if self.moe is None else len(self.moe.pattern)
+
+    @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:
         """The modules of a layer that some layers lack, and the numbers of the layers that have them."""
         numbers: dict[str, list[int]] = {}
@@ -75,10 +88,17 @@ class Layers:
             module = "attention" if kind.attends else "mixer" if kind is LayerKind.RECURRENT else "mlp"
             numbers.setdefault(module, []).append(layer)
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
-        if self.first_dense:
-            layers = tuple(range(self.num_layers))
-            some |= {"first_mlp": layers[: self.first_dense], "mlp": layers[self.first_dense :]}
+        if dense := self.dense_layers:
+            some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
+        if self.mixed_norms:
+            some |= {f"{branch}_norm": tuple(numbers["mixer"]) for branch in ("attention", "mlp")}
+            some |= {f"{branch}_post_norm": tuple(numbers["attention"]) for branch in ("attention", "mlp")}
         return some
+
+    @property
+    def mixed_norms(self) -> bool:
+        """Whether recurrent layers have norms of their branches' inputs, and the others of their outputs."""
+        return False
 
     @property
     def runs_in_stages(self) -> bool:
@@ -105,3 +125,7 @@ class Patterned(Layers):
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+
+    @property
+    def period(self) -> int:
+        return math.lcm(len(self.layer_pattern), super().period)

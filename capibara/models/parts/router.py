@@ -153,16 +153,25 @@ class Hints:
         return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(num_experts), len(self.domains)))
 
 
+class MlpKind(enum.StrEnum):
+    """Whether a layer has experts, or an MLP of the model's mlp_dim where other layers have experts."""
+
+    EXPERTS = "experts"
+    DENSE = "dense"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe:
-    """A mixture of experts in place of an MLP.
+    """A mixture of experts in place of an MLP, in all layers or in some.
 
     Attributes:
       num_experts: experts of a layer.
       top_k: experts per token; with expert choice their mean.
       expert_dim: hidden width of an expert; None: the model's mlp_dim.
       first_dense: number of the first layers that have an MLP of the model's mlp_dim, and no experts (DeepSeek-V3: 3).
+      pattern: what the layers have, from the first one of the model, repeated over all; ("dense", "experts") alternates
+        (Jamba, Llama 4).
       shared_experts: experts that process every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
       shared_dim: hidden width of a shared expert; None: as the other experts.
       dispatch: dropless, or up to a capacity.
@@ -188,6 +197,7 @@ class Moe:
     top_k: int = 2
     expert_dim: int | None = None
     first_dense: int = 0
+    pattern: tuple[MlpKind, ...] = (MlpKind.EXPERTS,)
     shared_experts: int = 0
     shared_dim: int | None = None
     dispatch: Dispatch = Dispatch.DROPLESS
@@ -220,6 +230,8 @@ class Moe:
         for name in ("shared_experts", "first_dense"):
             if getattr(self, name) < 0:
                 raise UserError(f"Moe.{name} is {getattr(self, name)}, must be at least 0")
+        if MlpKind.EXPERTS not in self.pattern:
+            raise UserError(f"Moe.pattern is {tuple(map(str, self.pattern))}, must have 'experts': try ('experts',)")
         if not 0 < self.capacity_factor < math.inf:
             raise UserError(f"Moe.capacity_factor is {self.capacity_factor}, must be finite and above 0: try 1.25")
         for name, usual in (("balance_loss", 0.01), ("router_z_loss", 0.001)):
@@ -279,6 +291,10 @@ class Moe:
             )
         if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
             raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")
+
+    def in_layer(self, layer: int) -> bool:
+        """Whether the layer with this number has experts."""
+        return layer >= self.first_dense and self.pattern[layer % len(self.pattern)] is MlpKind.EXPERTS
 
     @property
     def _chooses_by_softmax(self) -> bool:

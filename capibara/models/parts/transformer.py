@@ -66,7 +66,7 @@ class Shared(NamedTuple):
       step: int32 scalar, the train step; None outside training.
       drop: the layer's dropout; None: no dropout.
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
-      in_first: whether the layer is one of the first, which have an MLP where the others have experts.
+      dense: whether the layer has an MLP where others have experts.
       bare: whether the layer's attention reads its input without a norm.
       distances_RD: embeddings of distances, of disentangled attention.
     """
@@ -76,7 +76,7 @@ class Shared(NamedTuple):
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     drop: Dropout | None = None
-    in_first: bool = False
+    dense: bool = False
     bare: bool = False
     distances_RD: jax.Array | None = None
 
@@ -153,7 +153,7 @@ class Block(nnx.Module):
             self.mixer = config.mixer.make(config, rngs)
         if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
             self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
-        if config.first_dense:
+        if config.dense_layers:
             self.first_mlp = MLP(config, rngs)
         if config.one_branch:
             self.branch_norm = config.make_norm(rngs)
@@ -185,7 +185,7 @@ class Block(nnx.Module):
             with jax.named_scope("attention"):
                 x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
             return self.add(x_BTD, "mlp", mlp), stats
-        return self._joined(x_BTD, attention, mlp), stats
+        return self._joined(x_BTD, attention, mlp, layer_kind), stats
 
     def attended(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
@@ -234,7 +234,7 @@ class Block(nnx.Module):
             return self._alone(
                 x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, {})
             ), written
-        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {}), layer_kind), written
 
     def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
         if shared.row_positions is not None:
@@ -248,7 +248,7 @@ class Block(nnx.Module):
         with jax.named_scope("branch"):
             return residual(x_BTD + self._scaled(branch(within(self.branch_norm(x_BTD)))))
 
-    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
+    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch, kind: LayerKind) -> jax.Array:
         if self.config.residual is Residual.SHARED:
             h_BTD = within(self.attention_norm(x_BTD))
             with jax.named_scope("attention"):
@@ -256,14 +256,14 @@ class Block(nnx.Module):
             with jax.named_scope("mlp"):
                 return residual(x_BTD + self._scaled(y + mlp(h_BTD)))
         if self.config.residual is Residual.PARALLEL:
-            y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
+            y = self._normed(x_BTD, "attention", attention, kind) + self._normed(x_BTD, "mlp", mlp, kind)
             return residual(x_BTD + self._scaled(y))
-        x_BTD = self.add(x_BTD, "attention", attention)
-        return self.add(x_BTD, "mlp", mlp)
+        x_BTD = self.add(x_BTD, "attention", attention, kind)
+        return self.add(x_BTD, "mlp", mlp, kind)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
-        mlp = self.first_mlp if shared.in_first else self.mlp
+        mlp = self.first_mlp if shared.dense else self.mlp
 
         def part(x: jax.Array) -> jax.Array:
             if not isinstance(mlp, MoeMLP):
@@ -274,21 +274,22 @@ class Block(nnx.Module):
 
         return part
 
-    def add(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
-        """`x + part(x)`, with the block's norms of that name. Profiles show the name."""
+    def add(self, x: jax.Array, name: str, part: Branch, kind: LayerKind = LayerKind.GLOBAL) -> jax.Array:
+        """`x + part(x)`, with the norms of that name of a block of this kind. Profiles show the name."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + self._scaled(part(within(x)))))
-        return residual(x + self._scaled(self._normed(x, name, part)))
+        return residual(x + self._scaled(self._normed(x, name, part, kind)))
 
     def _scaled(self, y: jax.Array) -> jax.Array:
         """What a branch adds to the residual stream."""
         return y if self.config.residual_multiplier == 1 else y * self.config.residual_multiplier
 
-    def _normed(self, x: jax.Array, name: str, part: Branch) -> jax.Array:
+    def _normed(self, x: jax.Array, name: str, part: Branch, kind: LayerKind) -> jax.Array:
+        placement = self.config.norm_placement.of(kind)
         with jax.named_scope(name):
-            y = part(within(getattr(self, f"{name}_norm")(x) if self.config.norm_placement.of_inputs else x))
-            if self.config.norm_placement.of_outputs:
+            y = part(within(getattr(self, f"{name}_norm")(x) if placement.of_inputs else x))
+            if placement.of_outputs:
                 y = getattr(self, f"{name}_post_norm")(y)
             return y
 

@@ -28,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(no_rope_layers=[1, 1, 0, 1, 0], layer_types=None, attention_chunk_size=7, floor_scale=4, attn_scale=0.5)
     | dict(num_local_experts=4, num_experts_per_tok=2, moe_layers=[1, 2, 3, 4], intermediate_size_mlp=40)
     | dict(rope_parameters=rope(theta=500_000.0)),
+    "llama4_interleaved": dict(
+        RMS, model_type="llama4_text", head_dim=16, num_hidden_layers=4, intermediate_size_mlp=40
+    )
+    | dict(num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=7)
+    | dict(rope_parameters=rope(theta=500_000.0)),
     "deepseek_v2": dict(RMS, model_type="deepseek_v2", topk_method="group_limited_greedy")
     | DEEPSEEK
     | LATENT

@@ -23,6 +23,9 @@ NEMOTRON = dict(SIZES, model_type="nemotron_h", head_dim=16, layer_norm_epsilon=
 NEMOTRON |= dict(mamba_head_dim=8, ssm_state_size=6, conv_kernel=3)
 del NEMOTRON["num_hidden_layers"]
 
+JAMBA = dict(RMS, model_type="jamba", num_hidden_layers=6, mamba_d_state=6, mamba_d_conv=3, attn_layer_period=3)
+JAMBA |= dict(attn_layer_offset=1, mamba_dt_rank=5)
+
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
     | dict(tie_word_embeddings=True, layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope()),
@@ -57,4 +60,17 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
     | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
     | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
+    "jamba": dict(JAMBA, num_experts=4, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=1)
+    | dict(mamba_proj_bias=True),
+    "jamba_dense": dict(JAMBA, num_experts=1, tie_word_embeddings=True, mamba_conv_bias=False),
+    # As many channels of queries as of values: transformers 5.24 writes their convolutions in three equal parts.
+    "olmo_hybrid": dict(
+        RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, rope_parameters=rope(theta=500.0)
+    ),
+    "olmo_hybrid_unrotated": dict(
+        RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, tie_word_embeddings=True
+    )
+    | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
+    "recurrent_gemma": dict(RMS, model_type="recurrent_gemma", num_hidden_layers=4, attention_window_size=7)
+    | dict(lru_width=24, conv1d_width=3, logits_soft_cap=2.0, attention_bias=True, tie_word_embeddings=True),
 }

@@ -136,3 +136,14 @@ def test_a_start_that_the_tokenizer_does_not_have_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": 10**7}))
     with pytest.raises(UserError, match="decoder_start_token_id = 10000000, must be a token's number below"):
         start_id(TokenizerJsonVocabulary(path=str(tmp_path)))
+
+
+def test_convolutions_that_are_cut_elsewhere_are_read_as_they_were(tmp_path):
+    """transformers 5.24 writes those of OLMo Hybrid in three equal parts, whatever widths queries and values have."""
+    names = [f"model.layers.0.linear_attn.{of}_conv1d.weight" for of in "qkv"]
+    whole = np.random.default_rng(0).normal(size=(48, 1, 3)).astype(np.float32)
+    parts = dict(zip(names, np.split(whole, [10, 31]), strict=True))
+    write(tmp_path, "olmo_hybrid", lambda tensors: tensors | parts)
+    foreign = open_model.open_model(str(tmp_path))
+    assert [foreign.shapes()[name] for name in names] == [(16, 1, 3)] * 3
+    np.testing.assert_array_equal(np.concatenate([foreign.read(name) for name in names]), whole)

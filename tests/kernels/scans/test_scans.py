@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels.scans import convolution, delta, linear, selective
+from capibara.kernels.scans import convolution, delta, diagonal, linear, selective
 
 B, H, K, V = 2, 3, 8, 5
 LENGTHS = [1, 2, 63, 64, 65, 200, pytest.param(4097, marks=pytest.mark.heavy)]
@@ -114,6 +114,39 @@ def test_tokens_that_write_nothing_leave_the_state(kind):
     _, state = in_chunks(padded, None, None, kind)
     _, want = in_chunks({name: x[:, :40] for name, x in inputs.items()}, None, None, kind)
     close(state, want)
+
+
+def drawn_channels(T, border=0.0):
+    rng = np.random.default_rng(T)
+    x, decay = rng.normal(size=(B, T, V)), -rng.exponential(0.3, size=(B, T, V))
+    segments = np.cumsum(rng.uniform(size=(B, T)) < border, axis=1).astype(np.int32) if border else None
+    return x.astype(np.float32), decay.astype(np.float32), segments
+
+
+@pytest.mark.parametrize("border", [0.0, 0.2])
+@pytest.mark.parametrize("T", [1, 2, 65])
+def test_a_diagonal_recurrence_is_that_of_one_token_after_the_other(T, border):
+    x, decay, segments = drawn_channels(T, border)
+    want, state = np.zeros_like(x), np.zeros((B, V), np.float32)
+    for t in range(T):
+        same = t == 0 or segments is None or (segments[:, t] == segments[:, t - 1])[:, None]
+        state = np.where(same, state, 0) * np.exp(decay[:, t]) + x[:, t]
+        want[:, t] = state
+    got, last = diagonal.recur(x, decay, segments)
+    close(got, want)
+    close(last, state)
+
+
+def test_a_diagonal_recurrence_is_resumed():
+    x, decay, _ = drawn_channels(20)
+    whole, state = diagonal.recur(x, decay)
+    first, before = diagonal.recur(x[:, :7], decay[:, :7])
+    rest, last = diagonal.recur(x[:, 7:], decay[:, 7:], None, before)
+    close(jnp.concatenate([first, rest], axis=1), whole)
+    close(last, state)
+    idle, kept = diagonal.recur(jnp.zeros((B, 3, V)), jnp.zeros((B, 3, V)), None, state)
+    close(kept, state)
+    close(idle[:, 0], state)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 4])

@@ -22,8 +22,10 @@ BATCH = {
 }
 
 
-def test_adapters_of_all_its_weights_merge_to_the_same_logits():
-    model = api.build(dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=("all-linear",))))
+@pytest.mark.parametrize("places", [dict(first_dense=1), dict(pattern=("dense", "experts", "experts"))])
+def test_adapters_of_all_its_weights_merge_to_the_same_logits(places):
+    moe = Moe(num_experts=4, top_k=2, expert_dim=16, shared_experts=1, **places)
+    model = api.build(dataclasses.replace(CONFIG, moe=moe, lora=Lora(rank=2, targets=("all-linear",))))
     params = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.05 * np.float32(np.cos(np.arange(x.size)).reshape(x.shape)), params)
     assert params["layers"]["first_mlp"]["up"].shape[0] == 1 and params["layers"]["mlp"]["router"].shape[0] == 2

@@ -75,6 +75,12 @@ VARIANTS = {
         attention_gate="sigmoid",
         moe=Moe(num_experts=4, top_k=2, first_dense=1),
     ),
+    "alternating": dict(
+        moe=Moe(num_experts=4, top_k=2, expert_dim=24, first_dense=1, pattern=("experts", "dense", "experts")),
+        layer_pattern=("local", "global"),
+        window=6,
+        num_layers=8,
+    ),
     "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
     "blocks": dict(
         window_kind="block",

@@ -15,7 +15,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, ShortConv
+from capibara.models.api import DecoderConfig, EncoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, RgLru, ShortConv
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
@@ -23,11 +23,15 @@ SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_hea
 MIXERS = {"conv": ShortConv(taps=4), "delta": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)}
 MIXERS |= {"mamba2": Mamba2(heads=6, head_dim=4, groups=2, state_dim=8, bias="all", least_step=0.01, most_step=2.0)}
 MIXERS |= {"mamba": Mamba(inner_dim=24, state_dim=5, step_rank=6, taps=3, bias="all", norms="scaled", norms_eps=1e-5)}
+MIXERS |= {"turning": dataclasses.replace(MIXERS["delta"], most_strength=2.0, norm_eps=1e-3)}
+MIXERS |= {"rg_lru": RgLru(inner_dim=32, blocks=4, taps=3)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
 OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
 OF_ONE |= {"branches": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent", "feed_forward", "global"))}
-MODELS = OF_TWO | OF_ONE
+# Norms of inputs before mixers and of outputs behind attention (OLMo Hybrid).
+MIXED = {"mixed": OF_TWO["turning"] | dict(norm_placement="mixed", qk_norm="whole")}
+MODELS = OF_TWO | OF_ONE | MIXED
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 LENGTH = 96
 
@@ -74,6 +78,15 @@ def test_each_kind_of_layer_has_its_own_parameters(name):
     assert model.config.module_layers == {"attention": (2, 5), "mixer": (0, 1, 3, 4, 6)}
     assert shapes["attention"]["query"].shape[0] == 2 and shapes["mixer"]["out"].shape[0] == 5
     assert shapes["mlp"]["up"].shape[0] == 7
+
+
+def test_norms_are_where_the_kinds_of_layers_have_them():
+    model, _ = made(config_of("mixed"))
+    shapes, numbers = model.abstract_params["layers"], model.config.module_layers
+    assert {name: shapes[name]["scale"].shape[0] for name in shapes if name.endswith("_norm")} == {
+        "attention_norm": 4, "mlp_norm": 4, "attention_post_norm": 1, "mlp_post_norm": 1
+    }  # fmt: skip
+    assert numbers["mlp_norm"] == numbers["mixer"] and numbers["mlp_post_norm"] == numbers["attention"]
 
 
 def test_a_layer_of_one_branch_has_one_module():
@@ -178,11 +191,14 @@ def test_a_context_axis_is_refused():
         (dict(mixer=ShortConv()), "DecoderConfig.mixer is for recurrent layers, layer_pattern has global"),
         (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "positions .'rope'. are of attention, no layer"),
         (dict(mlp_dim=-1), "DecoderConfig.mlp_dim is -1, must be at least 0"),
+        (dict(norm_placement="mixed"), "norm_placement is 'mixed', must have recurrent layers and others"),
         (OF_ONE["branches"] | dict(mlp_dim=0), "mlp_dim is 0, and layer_pattern has feed_forward layers"),
         (OF_ONE["alone"] | dict(moe=Moe(num_experts=4)), "the layers have no MLP, and moe is set"),
         (OF_ONE["branches"] | dict(residual="parallel"), "layers have one branch each, and residual is 'parallel'"),
         (OF_ONE["branches"] | dict(norm_placement="post"), "norm_placement is 'post'"),
         (OF_ONE["branches"] | dict(moe=Moe(num_experts=4, first_dense=1)), "Moe.first_dense is 1"),
+        (OF_ONE["branches"] | dict(moe=Moe(num_experts=4, pattern=("experts", "dense"))), "Moe.pattern has 'dense'"),
+        (dict(moe=Moe(num_experts=4, first_dense=4, pattern=("dense", "experts"))), "leave none of .* layers experts"),
         (
             dict(mixer=ShortConv(), layer_pattern=("recurrent", "global"), positions="alibi"),
             "positions .'alibi'. are of attention in every layer",
@@ -202,9 +218,13 @@ def test_what_contradicts_is_refused(fields, message):
     "make, message",
     [
         (lambda: ShortConv(taps=1), "ShortConv.taps is 1, must be at least 2"),
+        (lambda: Moe(num_experts=4, pattern=("dense",)), "Moe.pattern is .'dense',., must have 'experts'"),
         (lambda: Mamba(step_rank=0), "Mamba.step_rank is 0, must be at least 1"),
         (lambda: Mamba(norms_eps=0.0), "Mamba.norms_eps is 0.0, must be above 0"),
+        (lambda: RgLru(inner_dim=25, blocks=4), "RgLru.inner_dim .25. must be a multiple of blocks .4.: try 24"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
+        (lambda: GatedDelta(most_strength=3.0), "GatedDelta.most_strength is 3.0, must be above 0 and at most 2"),
+        (lambda: GatedDelta(norm_eps=0.0), "GatedDelta.norm_eps is 0.0, must be finite and above 0"),
         (lambda: GatedDelta(key_dim=0), "GatedDelta.key_dim is 0, must be at least 1"),
         (lambda: GatedDelta(key_heads=3, value_heads=8), "value_heads .8. must be a multiple of key_heads .3.: try 9"),
     ],

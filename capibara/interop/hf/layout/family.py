@@ -169,6 +169,26 @@ def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[:size])
 
 
+def expert_layers(sparse: Sequence[bool], of: str) -> dict[str, Any]:
+    """The fields of our Moe that say which layers have experts.
+
+    Args:
+      sparse: for each layer, whether it has.
+      of: the keys that say so and their values, for messages.
+
+    Raises:
+      UserError: none has.
+    """
+    if True not in sparse:
+        raise UserError(
+            f"config.json has {of}, must be experts in some of num_hidden_layers = {len(sparse)} layers: take another model"
+        )
+    first = sparse.index(True)
+    if all(sparse[first:]):
+        return {"first_dense": first}
+    return {"pattern": shortest(["experts" if is_sparse else "dense" for is_sparse in sparse])}
+
+
 # Entries of layer_types in older files, which transformers reads as those of today.
 OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -178,6 +178,14 @@ QKV = f"{A}query {A}key {A}value"
 QKV_BIAS = f"{A}query_bias {A}key_bias {A}value_bias"
 
 
+class Cut(NamedTuple):
+    """A tensor that a checkpoint may hold in others: rows `start` to `stop` of these, one after the other."""
+
+    held_in: tuple[str, ...]
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Names:
     """The tensors of an architecture, and their alternative names.
@@ -189,6 +197,7 @@ class Names:
       parts: pattern of tensors of parts that are not supported.
       aliases: other names of the table's tensors, of tensors that transformers ties to them.
       absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json.
+      cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """
 
@@ -198,6 +207,7 @@ class Names:
     parts: str = r"(?!)"
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
+    cuts: Callable[[Mapping[str, Shape]], dict[str, Cut]] | None = None
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
 
     def canonical(self, name: str) -> str | None:

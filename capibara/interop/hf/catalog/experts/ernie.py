@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values
+from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, expert_layers
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
     EXPERTS,
@@ -35,20 +35,15 @@ def _read_moe(values: Values) -> dict[str, Any]:
     if every < 1:
         raise UserError(f"config.json has moe_layer_interval = {every}, must be at least 1: copy the file again")
     sparse = [(layer + 1) % every == 0 and start <= layer <= end for layer in range(count)]
-    first = sparse.index(True) if True in sparse else count
-    if first == count or not all(sparse[first:]):
-        named = ", ".join(f"{key} = {values[key]}" for key in _LAYERS)
-        raise UserError(
-            f"config.json has {named}, must be experts in all of num_hidden_layers = {count} layers but the first ones: take "
-            "another model"
-        )
-    return {"first_dense": first}
+    return expert_layers(sparse, ", ".join(f"{key} = {values[key]}" for key in _LAYERS))
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
     if config.moe is None:
         return {}
-    return dict(zip(_LAYERS, (config.first_dense, config.num_layers - 1, 1)))
+    sparse = sorted({*range(config.num_layers)} - {*config.dense_layers})
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return dict(zip(_LAYERS, (sparse[0], sparse[-1], every)))
 
 
 FAMILIES = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.exaone import by_pattern
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, expert_layers
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     DEEPSEEK_EXPERTS,
@@ -50,24 +50,23 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_mlp_types(values: Values) -> dict[str, Any]:
-    """Our first_dense for mlp_layer_types; nothing where a file has none."""
+    """Our fields for mlp_layer_types; none where a file has none."""
     types, count = values.get("mlp_layer_types"), values["num_hidden_layers"]
     if types is None:
         return {}
-    types = types[:count]
-    first = types.index("sparse") if "sparse" in types else len(types)
-    if types != ["dense"] * first + ["sparse"] * (count - first) or first == count:
+    types, of = types[:count], f"mlp_layer_types {', '.join(types[:8])}"
+    if len(types) != count or not {*types} <= {"dense", "sparse"}:
         raise UserError(
-            f"config.json has mlp_layer_types {', '.join(types[:8])}, must be 'dense' for the first of num_hidden_layers = "
-            f"{count} layers and 'sparse' for all others: take another model"
+            f"config.json has {of}, must be 'dense' or 'sparse' for each of num_hidden_layers = {count} layers: take another "
+            "model"
         )
-    return {"first_dense": first}
+    return expert_layers([kind == "sparse" for kind in types], of)
 
 
 def write_mlp_types(config: TransformerConfig) -> dict[str, Any]:
     """The mlp_layer_types of a model."""
-    first = config.first_dense
-    return {"mlp_layer_types": ["dense"] * first + ["sparse"] * (config.num_layers - first)}
+    kinds = ["dense" if layer in config.dense_layers else "sparse" for layer in range(config.num_layers)]
+    return {"mlp_layer_types": kinds}
 
 
 _DEFAULTS = SILU | {

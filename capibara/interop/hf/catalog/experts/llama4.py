@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, unrotated
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, expert_layers, unrotated
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     EXPERTS,
@@ -79,14 +79,9 @@ def _read_moe(values: Values) -> dict[str, Any]:
     count, chosen, step = values["num_hidden_layers"], values.get("moe_layers"), values["interleave_moe_layer_step"]
     if chosen is None and not (step and step > 0):
         raise UserError(f"config.json has interleave_moe_layer_step = {step}, must be at least 1: copy the file again")
-    sparse = sorted(set(range(step - 1, count, step) if chosen is None else chosen) & set(range(count)))
-    first = sparse[0] if sparse else count
-    if sparse != list(range(first, count)) or first == count:
-        raise UserError(
-            f"config.json has moe_layers = {chosen} and interleave_moe_layer_step = {step}, must be experts in all of "
-            f"num_hidden_layers = {count} layers but the first ones: take another model"
-        )
-    return {"first_dense": first}
+    sparse = range(step - 1, count, step) if chosen is None else chosen
+    of = f"moe_layers = {chosen} and interleave_moe_layer_step = {step}"
+    return expert_layers([layer in sparse for layer in range(count)], of)
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
@@ -100,7 +95,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
         "attn_temperature_tuning": config.query_growth > 0,
         "attn_scale": config.query_growth,
         "floor_scale": config.query_growth_length or 8192,
-        "moe_layers": list(range(config.first_dense, config.num_layers)),
+        "moe_layers": sorted({*range(config.num_layers)} - {*config.dense_layers}),
     }
 
 

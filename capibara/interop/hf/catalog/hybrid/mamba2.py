@@ -161,7 +161,13 @@ def _write_granite(config: TransformerConfig) -> dict[str, Any]:
     return written | {"router_aux_loss_coef": moe.balance_loss}
 
 
-_ENDS = (r"^(?=(?:layers|embed_tokens|norm|final_layernorm)\.)", "model.")  # of a checkpoint without its head
+ENDS = (r"^(?=(?:layers|embed_tokens|norm|final_layernorm)\.)", "model.")  # of a checkpoint without its head
+# What differs from Llama's names in Bamba and Jamba.
+FEED_FORWARD = (
+    (".mlp.", ".feed_forward."),
+    ("post_attention_layernorm", "pre_ff_layernorm"),
+    ("model.norm.", "model.final_layernorm."),
+)
 _NORMAL = {"hidden_act": ("silu", "swish")}
 _GRANITE_MLP = rows(
     [
@@ -249,12 +255,6 @@ _BAMBA = Family(
     read=_read_bamba,
     write=_write_bamba,
 )
-_BAMBA_ROWS = renamed(
-    LLAMA_BIASED,
-    (".mlp.", ".feed_forward."),
-    ("post_attention_layernorm", "pre_ff_layernorm"),
-    ("model.norm.", "model.final_layernorm."),
-)
 
 FAMILIES = (
     (
@@ -265,5 +265,5 @@ FAMILIES = (
             chosen=lambda shapes: _GRANITE_BASE + (_GRANITE_EXPERTS if M + "router" in shapes else _GRANITE_MLP),
         ),
     ),
-    (_BAMBA, Names(_BAMBA_ROWS + mixer_rows("mamba"), (_ENDS,), LLAMA_LIKE[1])),
+    (_BAMBA, Names(renamed(LLAMA_BIASED, *FEED_FORWARD) + mixer_rows("mamba"), (ENDS,), LLAMA_LIKE[1])),
 )

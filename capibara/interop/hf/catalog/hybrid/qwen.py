@@ -21,7 +21,7 @@ from capibara.models.api import DecoderConfig, GatedDelta, TransformerConfig
 
 _X = "layers/mixer/"
 _QKV, _CONVS = f"{_X}query {_X}key {_X}value", f"{_X}query_conv {_X}key_conv {_X}value_conv"
-_LAYOUTS = {
+LAYOUTS = {
     **dict.fromkeys((_X + "query", _X + "gate", _X + "strength", _X + "decay"), "ldnh"),
     _X + "query_conv": "lnhk",
     **dict.fromkeys((_X + "decay_log", _X + "decay_bias"), "ln"),
@@ -38,14 +38,14 @@ _SHARED = rows(
         (L + "linear_attn.norm.weight", "h", _X + "norm/scale"),
         (L + "linear_attn.out_proj.weight", "d nh", _X + "out"),
     ],
-    _LAYOUTS,
+    LAYOUTS,
 )
 _NEXT = rows(
     [
         (L + "linear_attn.in_proj_qkvz.weight", "nh d", f"{_QKV} {_X}gate", "h"),
         (L + "linear_attn.in_proj_ba.weight", "nh d", f"{_X}strength {_X}decay", "h"),
     ],
-    _LAYOUTS,
+    LAYOUTS,
 )
 _OF_35 = rows(
     [
@@ -54,11 +54,11 @@ _OF_35 = rows(
         (L + "linear_attn.in_proj_b.weight", "nh d", _X + "strength"),
         (L + "linear_attn.in_proj_a.weight", "nh d", _X + "decay"),
     ],
-    _LAYOUTS,
+    LAYOUTS,
 )
 _BASE = without(LLAMA, "q_proj", ".mlp.") + QK_NORM + _SHARED
 _MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
-_SIZES = {
+SIZES = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
     "key_dim": "linear_key_head_dim",
@@ -77,7 +77,7 @@ def _prepare(values: Values) -> Values:
 
 
 def _read(values: Values) -> dict[str, Any]:
-    mixer = GatedDelta(**{ours: values[theirs] for ours, theirs in _SIZES.items()})
+    mixer = GatedDelta(**{ours: values[theirs] for ours, theirs in SIZES.items()})
     return recurrent(values, "linear_attention") | {"mixer": mixer}
 
 
@@ -85,7 +85,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, DecoderConfig), "the family's kind"
     if not isinstance(config.mixer, GatedDelta):
         return {}
-    sizes = {theirs: getattr(config.mixer, ours) for ours, theirs in _SIZES.items()}
+    sizes = {theirs: getattr(config.mixer, ours) for ours, theirs in SIZES.items()}
     return write_recurrent(config, "linear_attention") | sizes
 
 
@@ -94,7 +94,7 @@ _COMMON: dict[str, Any] = dict(
     only={"attention_bias": (False, None)},
     fraction=0.25,
     partial=True,
-    mixer_keys=_SIZES,
+    mixer_keys=SIZES,
     prepare=_prepare,
     read=_read,
     write=_write,
