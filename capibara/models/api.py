@@ -26,6 +26,8 @@ from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.architectures.gemma3n.model import Gemma3n
 from capibara.models.architectures.gemma3n.submodel import Submodel
+from capibara.models.architectures.gemma4.config import Gemma4Config
+from capibara.models.architectures.gemma4.model import Gemma4
 from capibara.models.architectures.registry import (
     Encodes,
     Generates,
@@ -67,6 +69,8 @@ __all__ = [
     "GatedDelta",
     "Gemma3n",
     "Gemma3nConfig",
+    "Gemma4",
+    "Gemma4Config",
     "Head",
     "LatentAttention",
     "LayerKind",

@@ -28,7 +28,7 @@ from capibara.models.layers.layers import (
 )
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
-from capibara.models.parts.kinds import Layers
+from capibara.models.parts.kinds import LayerKind, Layers
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe, Weighted
 
@@ -322,6 +322,10 @@ class TransformerConfig(Layers):
         if self.latent is None:
             return self.kv_heads, self.head_size
         return 1, self.latent.kv_rank + self.latent.rotary_dim
+
+    def attention_of(self, kind: LayerKind) -> TransformerConfig:
+        """The configuration that has the sizes of heads in layers of this kind."""
+        return self
 
     @property
     def rotary_pairs(self) -> Pairs:
