@@ -127,6 +127,7 @@ from capibara.models.architectures.decoder import DecoderConfig as DecoderConfig
 from capibara.models.architectures.encdec import EncoderDecoderConfig as EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
+from capibara.models.architectures.gemma4.config import Gemma4Config as Gemma4Config
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
 from capibara.models.mixers.mamba import Mamba as Mamba

@@ -63,6 +63,7 @@ STRICTER = {
 # Keys with which transformers 5.24 changes weights as it loads them, it sets this row of the embedding to 0; and those that
 # make a token of the batch the place of an image, which it embeds as another one.
 MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_token_id")}
+MISLOADED |= {"gemma4_vl": ("image_token_id", "video_token_id", "audio_token_id")}
 
 
 def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarray]:

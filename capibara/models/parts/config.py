@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -322,6 +323,26 @@ class TransformerConfig(Layers):
         if self.latent is None:
             return self.kv_heads, self.head_size
         return 1, self.latent.kv_rank + self.latent.rotary_dim
+
+    @property
+    def cached_head_counts(self) -> tuple[int, ...]:
+        """Numbers of heads of keys and values that the layers' caches have, each once."""
+        return tuple(dict.fromkeys(self.attention_of(kind).cached_heads[0] for kind in self.kinds))
+
+    @property
+    def attended_sizes(self) -> tuple[int, ...]:
+        """For each layer, the sizes of a head's queries and values together: a query is multiplied with so much of a key."""
+        configs = [self.attention_of(kind) for kind in self.kinds]
+        return tuple(of_layer.head_size + of_layer.value_size for of_layer in configs)
+
+    @property
+    def unplanned(self) -> str | None:
+        """Why a search does not know what a step of the model needs; None: it does."""
+        return None
+
+    def emulated(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        """Further fields of a model that is this one with `values`, its width multiplied by the factor."""
+        return {}
 
     def attention_of(self, kind: LayerKind) -> TransformerConfig:
         """The configuration that has the sizes of heads in layers of this kind."""

@@ -13,7 +13,9 @@ from capibara.models.api import DecoderConfig, EncoderConfig
 Values = Mapping[str, Any]
 
 _FREQUENCIES = 2**14
-_SCALINGS = {"default": "none"} | {name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope", "proportional")}
+_SCALINGS = {"default": "none"} | {
+    name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
+}
 # Parameters of scalings: our field -> theirs.
 _OF_SCALING = {
     "linear": {"factor": "factor"},

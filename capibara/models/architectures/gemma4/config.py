@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
@@ -62,6 +63,18 @@ class Gemma4Config(SharedKeysConfig):
             module = self.attention_module(kind)
             numbers[module] = (*numbers.get(module, ()), layer)
         return numbers if len(numbers) > 1 else {}
+
+    @property
+    def unplanned(self) -> str | None:
+        return (
+            "Gemma4Config has heads of two sizes, which a search does not know: choose the mesh yourself (--gin.Plan.fsdp=8, "
+            "...) and ask `capibara prove`"
+        )
+
+    def emulated(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        size = self.global_head_dim
+        narrow = None if size is None else max(8, round(size * factor / 8) * 8)
+        return super().emulated(values, factor) | {"global_head_dim": narrow}
 
     def attention_module(self, kind: LayerKind) -> str:
         return "attention" if kind is LayerKind.LOCAL else "global_attention"

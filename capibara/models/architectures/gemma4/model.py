@@ -36,12 +36,10 @@ class Gemma4Block(SharedKeysBlock):
 
     def __init__(self, config: Gemma4Config, rngs: nnx.Rngs):
         self.config = config
-        if LayerKind.LOCAL in config.kinds:
-            self.attention = NormedAttention(config, rngs)
-        if LayerKind.GLOBAL in config.kinds:
-            as_values = config.global_values is GlobalValues.KEYS
-            kind = KeysAsValues if as_values else NormedAttention
-            self.global_attention = kind(config.attention_of(LayerKind.GLOBAL), rngs)
+        for kind in dict.fromkeys(config.kinds):
+            as_values = kind is LayerKind.GLOBAL and config.global_values is GlobalValues.KEYS
+            attention = KeysAsValues if as_values else NormedAttention
+            setattr(self, config.attention_module(kind), attention(config.attention_of(kind), rngs))
         self.mlp = MLP(config, rngs)
         self.attention_norm, self.attention_post_norm = config.make_norm(rngs), config.make_norm(rngs)
         self.mlp_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)

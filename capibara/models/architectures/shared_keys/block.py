@@ -112,9 +112,7 @@ class SharedKeysBlock(nnx.Module):
         def attention(x: jax.Array) -> jax.Array:
             q, k, v = module.heads(x, angles, shared)
             kept.append((k, v))
-            return module(
-                x, kind=spec, segment_ids_BT=segment_ids_BT, row_positions_T=row_positions_T, heads=(q, k, v)
-            )
+            return module(x, kind=spec, segment_ids_BT=segment_ids_BT, row_positions_T=row_positions_T, heads=(q, k, v))
 
         x = self.around(x, inputs, attention)
         return x, kept[0]

@@ -115,9 +115,7 @@ class SharedKeysConfig(DecoderConfig):
         if LayerKind.UNROTATED in self.layer_pattern:
             raise UserError(f"{own}.layer_pattern has 'unrotated' layers, {name_of_model} has none: write 'global'")
         if self.rope.pairs is not Pairs.HALVES:
-            raise UserError(
-                f"Rope.pairs is {str(self.rope.pairs)!r}, {name_of_model} has 'halves' alone: leave it out"
-            )
+            raise UserError(f"Rope.pairs is {str(self.rope.pairs)!r}, {name_of_model} has 'halves' alone: leave it out")
         for name, allowed in only.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -161,6 +159,11 @@ class SharedKeysConfig(DecoderConfig):
     @property
     def kv_layers(self) -> int:
         return self.num_layers - self.kv_shared_layers
+
+    def emulated(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        """As many layers without keys and values of their own as leave a whole pattern before them."""
+        spare = values["num_layers"] - len(self.layer_pattern)
+        return {"kv_shared_layers": max(0, min(self.kv_shared_layers, spare)), "mlp_dims": None}
 
     def attention_module(self, kind: LayerKind) -> str:
         """The module with the attention of a layer of this kind."""

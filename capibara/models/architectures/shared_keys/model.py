@@ -70,7 +70,9 @@ class SharedKeysDecoder(DecoderBase):
             stack.keep_layers(getattr(self.layers, module), numbers)
         for kind in dict.fromkeys(config.kinds):
             attention = self.layers.attention_of(kind)
-            count = sum(config.attention_module(of) == config.attention_module(kind) for of in config.kinds[: config.kv_layers])
+            count = sum(
+                config.attention_module(of) == config.attention_module(kind) for of in config.kinds[: config.kv_layers]
+            )
             for owner, name in ((attention, "key"), (attention, "value"), (attention.key_norm, "scale")):
                 if (whole := getattr(owner, name, None)) is not None:
                     setattr(owner, name, nnx.Param(whole[...][:count], axes=whole.axes))

@@ -7,7 +7,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import KEYS, NO_BIAS, TANH_DEFAULT, Family, Values, typed, with_rope
-from capibara.interop.hf.layout.rows import BARE, BUFFERS, L, Names, Rows, renamed, rows, without
+from capibara.interop.hf.layout.rows import BARE, BUFFERS, L, Names, rows, without
 from capibara.interop.hf.tables import GEMMA3N
 from capibara.models.api import Gemma4Config, TransformerConfig
 
@@ -120,15 +120,19 @@ FAMILIES = (
             old_rope=False,
             read_keys=(_BY_LAYER, _HEAD_DIM, _KV_HEADS, "use_double_wide_mlp", "attention_k_eq_v")
             + ("hidden_size_per_layer_input",),
-            fixed={"embedding_scale": "sqrt_dim", "norm_placement": "sandwich", "qk_norm": "head", "attention_scale": 1.0},
+            fixed={
+                "embedding_scale": "sqrt_dim",
+                "norm_placement": "sandwich",
+                "qk_norm": "head",
+                "attention_scale": 1.0,
+            },
             defaults=TANH_DEFAULT
             | {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
             | {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
             | {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 512}
             | {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
             | {"attention_k_eq_v": False, "use_double_wide_mlp": False, _HEAD_DIM: 512},
-            only=NO_BIAS
-            | {"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
+            only=NO_BIAS | {"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
             tied=True,
             activation="hidden_activation",
             window="types",
