@@ -130,6 +130,7 @@ from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3
 from capibara.models.architectures.gemma4.config import Gemma4Config as Gemma4Config
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
+from capibara.models.mixers.kimi_delta import KimiDelta as KimiDelta
 from capibara.models.mixers.mamba import Mamba as Mamba
 from capibara.models.mixers.mamba2 import Mamba2 as Mamba2
 from capibara.models.mixers.short_conv import ShortConv as ShortConv

@@ -146,6 +146,14 @@ DELTA_STRENGTH, DELTA_DECAY = (
     dataclasses.replace(DELTA_QUERY, name=name, reads="query", axes=("embed", "kv_heads", None))
     for name in ("strength", "decay")
 )
+# Of Kimi Delta Attention: decays and gates of every channel, through few dimensions.
+KIMI_DECAY_DOWN, KIMI_GATE_DOWN = (
+    dataclasses.replace(DELTA_QUERY, name=f"{name}_down", reads="query", axes=("embed", None))
+    for name in ("decay", "gate")
+)
+KIMI_DECAY_UP, KIMI_GATE_UP = (
+    Projection(part="mixer", name=f"{name}_up", axes=("latent", "kv_heads", "head_dim")) for name in ("decay", "gate")
+)
 DELTA_OUT = Projection(part="mixer", name="out", axes=("heads", "head_dim", "embed"))
 MAMBA_GATE = Projection(part="mixer", name="gate", axes=QUERY.axes)
 MAMBA_VALUE = dataclasses.replace(MAMBA_GATE, name="value", reads="gate")
@@ -168,12 +176,27 @@ LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
+KIMI = (KIMI_DECAY_DOWN, KIMI_DECAY_UP, KIMI_GATE_DOWN, KIMI_GATE_UP)
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
 SSM_NORMED = (SSM_STEP_DOWN, SSM_KEY, SSM_QUERY)
 SSM = (SSM_GATE, SSM_VALUE, *SSM_NORMED, SSM_STEP_UP)
 POSITIONS = (POSITION_KEY, POSITION_QUERY)
-ALL = ATTENTION + (ATTENTION_GATE,) + POSITIONS + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA + SSM
+ALL = (
+    ATTENTION
+    + (ATTENTION_GATE,)
+    + POSITIONS
+    + MLP
+    + EXPERTS
+    + SHARED
+    + LATENT
+    + GEMMA3N
+    + CONV
+    + DELTA
+    + KIMI
+    + MAMBA
+    + SSM
+)
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -45,6 +45,7 @@ from capibara.models.layers.layers import sine_table
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
+from capibara.models.mixers.kimi_delta import KimiDelta
 from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.short_conv import ShortConv
@@ -72,6 +73,7 @@ __all__ = [
     "Gemma4",
     "Gemma4Config",
     "Head",
+    "KimiDelta",
     "LatentAttention",
     "LayerKind",
     "Lora",

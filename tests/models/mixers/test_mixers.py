@@ -15,7 +15,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, ShortConv
+from capibara.models.api import DecoderConfig, GatedDelta, KimiDelta, Lora, Mamba, Mamba2, Moe, ShortConv
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
@@ -23,6 +23,7 @@ SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_hea
 MIXERS = {"conv": ShortConv(taps=4), "delta": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)}
 MIXERS |= {"mamba2": Mamba2(heads=6, head_dim=4, groups=2, state_dim=8, bias="all", least_step=0.01, most_step=2.0)}
 MIXERS |= {"mamba": Mamba(inner_dim=24, state_dim=5, step_rank=6, taps=3, bias="all", norms="scaled", norms_eps=1e-5)}
+MIXERS |= {"kimi": KimiDelta(heads=3, head_dim=8, taps=3)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
 OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
@@ -204,6 +205,7 @@ def test_what_contradicts_is_refused(fields, message):
         (lambda: ShortConv(taps=1), "ShortConv.taps is 1, must be at least 2"),
         (lambda: Mamba(step_rank=0), "Mamba.step_rank is 0, must be at least 1"),
         (lambda: Mamba(norms_eps=0.0), "Mamba.norms_eps is 0.0, must be above 0"),
+        (lambda: KimiDelta(heads=0), "KimiDelta.heads is 0, must be at least 1"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
         (lambda: GatedDelta(key_dim=0), "GatedDelta.key_dim is 0, must be at least 1"),
         (lambda: GatedDelta(key_heads=3, value_heads=8), "value_heads .8. must be a multiple of key_heads .3.: try 9"),
