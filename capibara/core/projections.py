@@ -113,6 +113,13 @@ KEY_ROTARY = dataclasses.replace(QUERY_DOWN, name="key_rotary", reads="query_dow
 KEY_UP = dataclasses.replace(QUERY_UP, name="key_up", adaptable=False)
 VALUE_UP = dataclasses.replace(KEY_UP, name="value_up", reads="key_up")
 
+# Of DeepSeek sparse attention: they choose keys, which has no gradient.
+INDEX_QUERY = Projection(part="attention", name="index_query", axes=("latent", None, None), adaptable=False)
+INDEX_KEY, INDEX_WEIGHT = (
+    Projection(part="attention", name=name, axes=("embed", None), reads="query_down", adaptable=False)
+    for name in ("index_key", "index_weight")
+)
+
 UP = Projection(part="mlp", name="up", axes=("embed", "mlp"), result="mlp_up", quantizable=True)
 GATE = dataclasses.replace(UP, name="gate", reads="up", result="mlp_gate")
 # The last product of a layer: the backward pass does not read its result again.
@@ -173,6 +180,7 @@ MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
 LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
+LATENT += (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)

@@ -53,7 +53,7 @@ from capibara.models.parts import moe
 from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.kinds import LayerKind
-from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
 
@@ -73,6 +73,7 @@ __all__ = [
     "Gemma4",
     "Gemma4Config",
     "Head",
+    "Indexer",
     "KimiDelta",
     "LatentAttention",
     "LayerKind",

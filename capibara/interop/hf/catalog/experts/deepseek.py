@@ -26,7 +26,7 @@ from capibara.interop.hf.layout.rows import (
     without,
 )
 from capibara.interop.hf.tables import FUSED_EXPERTS
-from capibara.models.api import DecoderConfig, LatentAttention, TransformerConfig
+from capibara.models.api import DecoderConfig, Indexer, LatentAttention, TransformerConfig
 
 _SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
 _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -53,8 +53,8 @@ LATENT_ROWS = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
 _MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
 
 
-def read_latent(values: Values) -> dict[str, Any]:
-    """Our sizes of latent attention.
+def read_latent(values: Values, indexer: Indexer | None = None) -> dict[str, Any]:
+    """Our sizes of latent attention; `indexer` chooses its keys.
 
     Raises:
       UserError: there are groups of heads.
@@ -65,7 +65,7 @@ def read_latent(values: Values) -> dict[str, Any]:
             f"config.json has num_key_value_heads = {heads}, must be num_attention_heads ({values['num_attention_heads']}): "
             "latent attention has keys for each head"
         )
-    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in LATENT_SIZES.items()})
+    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in LATENT_SIZES.items()}, indexer=indexer)
     return {"head_dim": values["qk_nope_head_dim"] + latent.rotary_dim, "latent": latent}
 
 
