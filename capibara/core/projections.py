@@ -113,6 +113,13 @@ KEY_ROTARY = dataclasses.replace(QUERY_DOWN, name="key_rotary", reads="query_dow
 KEY_UP = dataclasses.replace(QUERY_UP, name="key_up", adaptable=False)
 VALUE_UP = dataclasses.replace(KEY_UP, name="value_up", reads="key_up")
 
+# Of DeepSeek sparse attention: they choose keys, which has no gradient.
+INDEX_QUERY = Projection(part="attention", name="index_query", axes=("latent", None, None), adaptable=False)
+INDEX_KEY, INDEX_WEIGHT = (
+    Projection(part="attention", name=name, axes=("embed", None), reads="query_down", adaptable=False)
+    for name in ("index_key", "index_weight")
+)
+
 UP = Projection(part="mlp", name="up", axes=("embed", "mlp"), result="mlp_up", quantizable=True)
 GATE = dataclasses.replace(UP, name="gate", reads="up", result="mlp_gate")
 # The last product of a layer: the backward pass does not read its result again.
@@ -146,6 +153,14 @@ DELTA_STRENGTH, DELTA_DECAY = (
     dataclasses.replace(DELTA_QUERY, name=name, reads="query", axes=("embed", "kv_heads", None))
     for name in ("strength", "decay")
 )
+# Of Kimi Delta Attention: decays and gates of every channel, through few dimensions.
+KIMI_DECAY_DOWN, KIMI_GATE_DOWN = (
+    dataclasses.replace(DELTA_QUERY, name=f"{name}_down", reads="query", axes=("embed", None))
+    for name in ("decay", "gate")
+)
+KIMI_DECAY_UP, KIMI_GATE_UP = (
+    Projection(part="mixer", name=f"{name}_up", axes=("latent", "kv_heads", "head_dim")) for name in ("decay", "gate")
+)
 DELTA_OUT = Projection(part="mixer", name="out", axes=("heads", "head_dim", "embed"))
 MAMBA_GATE = Projection(part="mixer", name="gate", axes=QUERY.axes)
 MAMBA_VALUE = dataclasses.replace(MAMBA_GATE, name="value", reads="gate")
@@ -164,16 +179,32 @@ ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
-LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
+INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT)
+LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP, *INDEX)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
+KIMI = (KIMI_DECAY_DOWN, KIMI_DECAY_UP, KIMI_GATE_DOWN, KIMI_GATE_UP)
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
 SSM_NORMED = (SSM_STEP_DOWN, SSM_KEY, SSM_QUERY)
 SSM = (SSM_GATE, SSM_VALUE, *SSM_NORMED, SSM_STEP_UP)
 POSITIONS = (POSITION_KEY, POSITION_QUERY)
-ALL = ATTENTION + (ATTENTION_GATE,) + POSITIONS + MLP + EXPERTS + SHARED + LATENT + GEMMA3N + CONV + DELTA + MAMBA + SSM
+ALL = (
+    ATTENTION
+    + (ATTENTION_GATE,)
+    + POSITIONS
+    + MLP
+    + EXPERTS
+    + SHARED
+    + LATENT
+    + GEMMA3N
+    + CONV
+    + DELTA
+    + KIMI
+    + MAMBA
+    + SSM
+)
 
 QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
 ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters

@@ -26,6 +26,8 @@ from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.architectures.gemma3n.model import Gemma3n
 from capibara.models.architectures.gemma3n.submodel import Submodel
+from capibara.models.architectures.gemma4.config import Gemma4Config
+from capibara.models.architectures.gemma4.model import Gemma4
 from capibara.models.architectures.registry import (
     Encodes,
     Generates,
@@ -43,6 +45,7 @@ from capibara.models.layers.layers import sine_table
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
+from capibara.models.mixers.kimi_delta import KimiDelta
 from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.rg_lru import RgLru
@@ -51,7 +54,7 @@ from capibara.models.parts import moe
 from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.kinds import LayerKind
-from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Remat, RematPolicy
 
@@ -68,7 +71,11 @@ __all__ = [
     "GatedDelta",
     "Gemma3n",
     "Gemma3nConfig",
+    "Gemma4",
+    "Gemma4Config",
     "Head",
+    "Indexer",
+    "KimiDelta",
     "LatentAttention",
     "LayerKind",
     "Lora",

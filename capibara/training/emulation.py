@@ -85,7 +85,7 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         values["embedding_dim"] = min(inner, _WIDTH // 2)
     if model.mixer is not None:
         values["mixer"] = model.mixer.narrower(factor)
-    return dataclasses.replace(model, **values)
+    return dataclasses.replace(model, **values | model.emulated(values, factor))
 
 
 def _vocabulary(trainer: Trainer) -> int:

@@ -296,6 +296,7 @@ IGNORED = ("model_type", "vision_config", "audio_config")
 def fields_of(config: Any) -> dict[str, Any]:
     """Every key of a configuration class, and its value here."""
     names = [field.name for field in dataclasses.fields(type(config))]
+    config.allow_global_per_layer_attribute_access = True  # heads of two sizes, Gemma 4
     return {name: getattr(config, name, None) for name in names if name not in IGNORED}
 
 

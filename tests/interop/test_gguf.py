@@ -30,7 +30,7 @@ from capibara.interop.gguf import vocabulary as gguf_vocabulary  # noqa: E402
 from capibara.interop.gguf.read import GgufModel, open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
-from capibara.models.architectures.gemma3n import parts  # noqa: E402
+from capibara.models.architectures.shared_keys import parts  # noqa: E402
 from capibara.multihost import exits
 
 TEXTS = (

@@ -21,6 +21,7 @@ from capibara.models.api import (
     EncoderConfig,
     EncoderDecoderConfig,
     Gemma3nConfig,
+    LayerKind,
     Moe,
     Rope,
     TransformerConfig,
@@ -275,11 +276,15 @@ _CLASSES = {
 }
 
 
+_ROTATED = {True: LayerKind.LOCAL, False: LayerKind.GLOBAL}
+
+
 def _resolved_rope(config: DecoderConfig | EncoderConfig, has_local: bool, has_global: bool) -> Any:
     """The effective frequencies and magnitudes, for the kinds of layers that the model has."""
     if config.positions != "rope":
         return None
-    rope, size = config.rope, config.rotary_size
+    rope = config.rope
+    sizes = {local: config.attention_of(kind).rotary_size for local, kind in _ROTATED.items()}
     flags = [flag for flag, there in ((True, has_local), (False, has_global)) if there]
     lengths: tuple[int | None, ...] = (None,)
     if rope.scaling.by_length:
@@ -287,7 +292,7 @@ def _resolved_rope(config: DecoderConfig | EncoderConfig, has_local: bool, has_g
         lengths = (None, 2 * rope.original_length, 4 * rope.original_length)
     return {
         flag: (
-            [rope.frequencies(size, local=flag, length=length).tolist() for length in lengths],
+            [rope.frequencies(sizes[flag], local=flag, length=length).tolist() for length in lengths],
             rope.original_length if rope.scaling.by_length else None,
             rope.magnitude(local=flag),
             rope.pairs,

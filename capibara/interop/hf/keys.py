@@ -48,7 +48,7 @@ def canonical(values: Values, family: Family) -> dict[str, Any]:
       UserError: a key changes the model in a way that no family here has.
     """
     for key in _REFUSED:
-        if values.get(key):
+        if values.get(key) and key not in read(family):
             raise UserError(f"config.json has {key} = {str(values[key])[:60]}, must be without: take another model")
     named = {key: value for key, value in values.items() if key not in family.aliases}
     named |= {family.aliases[key]: value for key, value in values.items() if key in family.aliases}

@@ -365,12 +365,13 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """
     depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l" and _depth_varies(row)}
     deepest = max(depths.values(), default=0)
-    return {row.name.format(l=layer) for row, depth in depths.items() for layer in range(depth, deepest)}
+    layers = {row: range(deepest) if row.layers is None else row.layers for row in depths}
+    return {row.name.format(l=layer) for row, depth in depths.items() for layer in layers[row][depth:]}
 
 
 def _depth_varies(row: Tensor) -> bool:
-    """Whether a row's parameters may be of the first layers alone (Gemma 3n)."""
-    return row.layers is None and "/attention/" in row.ours[0]
+    """Whether a row's parameters may be of the first layers alone (Gemma 3n, Gemma 4)."""
+    return row.ours[0].split("/")[1] in ("attention", "global_attention")
 
 
 def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:

@@ -80,6 +80,13 @@ WRAPPERS = {
         caps=True,
         parts="vision_tower|audio_tower|embed_vision|embed_audio",
     ),
+    "gemma4": Wrapper(
+        architecture="Gemma4ForConditionalGeneration",
+        text="gemma4_text",
+        tied=True,
+        caps=True,
+        parts="vision_tower|audio_tower|embed_vision|embed_audio",
+    ),
     "llava": Wrapper(architecture="LlavaForConditionalGeneration", text="llama", named=_NAMED, tied_by="text_config"),
     "mistral3": Wrapper(architecture="Mistral3ForConditionalGeneration", text="mistral", named=_NAMED, tied=True),
     "internvl": Wrapper(architecture="InternVLForConditionalGeneration", text="qwen2", named=_NAMED, tied=True),

@@ -57,17 +57,42 @@ def decays(log_decay_BTH: jax.Array, segment_ids_BT: jax.Array | None, size: int
     out, whole = within[..., -1, :], jnp.exp(total_nBHC[..., -1])
     if segment_ids_BT is None:
         return Decays(within, into, out, whole)
+    same = documents(segment_ids_BT, size)
+    return Decays(
+        jnp.where(same.within[:, :, None], within, 0),
+        jnp.where(same.into[:, :, None], into, 0),
+        jnp.where(same.out[:, :, None], out, 0),
+        jnp.where(same.whole[..., None], whole, 0),
+    )
+
+
+class Documents(NamedTuple):
+    """Whether two places of a chunk are in one document.
+
+    Attributes:
+      within: [n, B, C, C], tokens i and j.
+      into, out: [n, B, C], a token and the end of the chunk before, and the chunk's own end.
+      whole: [n, B], the two ends.
+    """
+
+    within: jax.Array
+    into: jax.Array
+    out: jax.Array
+    whole: jax.Array
+
+
+def documents(segment_ids_BT: jax.Array, size: int) -> Documents:
+    """The documents of chunks of `size` tokens."""
     T = segment_ids_BT.shape[1]
     ids = jnp.pad(segment_ids_BT, ((0, 0), (0, -T % size)), mode="edge")
     ids_nBC = jnp.swapaxes(ids.reshape(ids.shape[0], -1, size), 0, 1)
     last_nB1 = ids_nBC[..., -1:]
     before_nB1 = jnp.concatenate([ids_nBC[:1, :, :1], last_nB1[:-1]])
-    same = ids_nBC[..., :, None] == ids_nBC[..., None, :]
-    return Decays(
-        jnp.where(same[:, :, None], within, 0),
-        jnp.where((ids_nBC == before_nB1)[:, :, None], into, 0),
-        jnp.where((ids_nBC == last_nB1)[:, :, None], out, 0),
-        jnp.where(last_nB1 == before_nB1, whole, 0),
+    return Documents(
+        ids_nBC[..., :, None] == ids_nBC[..., None, :],
+        ids_nBC == before_nB1,
+        ids_nBC == last_nB1,
+        (last_nB1 == before_nB1)[..., 0],
     )
 
 

@@ -336,7 +336,7 @@ class DecoderBase(nnx.Module):
                 assert config.mixer is not None, "the configuration checks it"
                 exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
                 return config.mixer.empty_state(config, batch, exact)
-            return dense.empty_layer(config, batch, length, dtype, windows[kind])
+            return dense.empty_layer(config.attention_of(kind), batch, length, dtype, windows[kind])
 
         of_layers = tuple(map(empty, config.kinds))
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}

@@ -26,6 +26,8 @@ class RopeScaling(enum.StrEnum):
     many turns each makes in the original length, and it scales attention (Peng et al. 2023, arXiv:2309.00071). Two
     depend on the row length: dynamic raises theta for rows longer than the original (NTK-aware); longrope divides each
     frequency by its own factor from one of two sets, and scales attention (Ding et al. 2024, arXiv:2402.13753; Phi-3).
+    proportional turns the first `fraction` of a whole head's pairs, at that head's frequencies divided by the factor, and
+    leaves the other pairs as they are (Gemma 4).
     """
 
     NONE = "none"
@@ -34,6 +36,7 @@ class RopeScaling(enum.StrEnum):
     YARN = "yarn"
     DYNAMIC = "dynamic"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
     @property
     def by_length(self) -> bool:
@@ -56,10 +59,10 @@ class Rope:
     Attributes:
       theta: base of the wavelengths.
       local_theta: theta of layers with a window, which are never scaled; None: the same theta.
-      fraction: share of head_dim that is rotated, from its start (GPT-NeoX: 0.25).
+      fraction: share of head_dim that is rotated, from its start (GPT-NeoX: 0.25); with proportional scaling of its pairs.
       pairs: which of these dimensions are rotated together.
       scaling, factor: how frequencies are changed, and by what multiple the context grows.
-      original_length: row length in pre-training; required by every scaling but linear.
+      original_length: row length in pre-training; required by every scaling but linear and proportional.
       low_frequency_factor, high_frequency_factor: for llama3: wavelengths above original_length / low are divided by
         the factor, those below original_length / high are unchanged.
       beta_fast, beta_slow: for yarn: frequencies with more than beta_fast turns in the original length are unchanged,
@@ -95,9 +98,10 @@ class Rope:
                 raise UserError(f"Rope.{name} is {value}, must be finite and above 0: try {usual}")
         if not 0 < self.fraction <= 1:
             raise UserError(f"Rope.fraction is {self.fraction}, must be above 0 and at most 1")
-        if self.scaling is not RopeScaling.NONE and self.factor <= 1:
+        if self.scaling not in (RopeScaling.NONE, RopeScaling.PROPORTIONAL) and self.factor <= 1:
             raise UserError(f"Rope.factor ({self.factor}) must be above 1 with {self.scaling} scaling: try 8.0")
-        if self.scaling not in (RopeScaling.NONE, RopeScaling.LINEAR) and not self.original_length:
+        unstretched = (RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.PROPORTIONAL)
+        if self.scaling not in unstretched and not self.original_length:
             raise UserError(
                 f"Rope.original_length is {self.original_length}, {self.scaling} scaling needs the row length of "
                 "pre-training: try 8192"
@@ -133,6 +137,8 @@ class Rope:
 
     def rotated_dims(self, head_dim: int) -> int:
         """Number of a head's dimensions that are rotated; even."""
+        if self.scaling is RopeScaling.PROPORTIONAL:
+            return head_dim // 2 * 2
         return int(head_dim * self.fraction) // 2 * 2
 
     def frequencies(self, head_dim: int, *, local: bool = False, length: int | None = None) -> np.ndarray:
@@ -150,6 +156,9 @@ class Rope:
         match self.scaling if self._scaled(local) else RopeScaling.NONE:
             case RopeScaling.LINEAR:
                 base = base / self.factor
+            case RopeScaling.PROPORTIONAL:
+                turning = np.arange(dims // 2) < int(self.fraction * head_dim // 2)
+                base = np.where(turning, base / self.factor, 0.0)
             case RopeScaling.LLAMA3:
                 base = self._llama3(base)
             case RopeScaling.YARN:

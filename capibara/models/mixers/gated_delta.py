@@ -102,7 +102,7 @@ class _GatedDelta(MixerLayer):
         decay = self._flat(self.project(projections.DELTA_DECAY, x_BTD)).astype(jnp.float32)
         decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(decay + self.decay_bias[...])
         each = self.config.value_heads // self.config.key_heads
-        q, k = (jnp.repeat(_unit(x), each, axis=2) for x in (q, k))
+        q, k = (jnp.repeat(unit(x), each, axis=2) for x in (q, k))
         v = v.reshape(*v.shape[:2], -1, self.config.value_dim)
         q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q * self.config.key_dim**-0.5, k, v))
         before = None if rows.state is None else rows.state[STATE]
@@ -116,7 +116,7 @@ class _GatedDelta(MixerLayer):
         return x_BTGn.reshape(*x_BTGn.shape[:2], -1)
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
     """Vectors of length 1 along the last axis, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _LENGTH_EPS)

@@ -211,12 +211,13 @@ def attend_cached(
     bias_NTS: jax.Array | None,
     bias_at: dense.PositionBias | None,
     prefix_BT: jax.Array | None,
+    row_bias_BNTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
     written: dense.LayerCache | None = None,
 ) -> tuple[jax.Array, dense.LayerCache]:
     """Attention of the new tokens' queries to their keys and values and to the cached ones, and the updated cache.
 
-    The arguments are those of `Attention.cached`.
+    The arguments are those of `Attention.cached`; a prefill adds `row_bias_BNTS` to the scores, too.
     """
     in_pages = paged.is_paged(layer)
     written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
@@ -226,7 +227,10 @@ def attend_cached(
             assert kind.window is not None, "the configuration checks it"
             segments = layers.blocks(segments, now.positions, kind.window)
         k, v = dense.as_cached(layer, k, v)
-        inputs = AttentionInputs(q, k, v, segments, segments, bias_NTS=bias_NTS, prefix_BT=prefix_BT, sinks_N=sinks_N)
+        inputs = AttentionInputs(
+            q, k, v, segments, segments, bias_NTS=bias_NTS, row_bias_BNTS=row_bias_BNTS, prefix_BT=prefix_BT,
+            sinks_N=sinks_N,
+        )  # fmt: skip
         return attend(inputs, kind, config.attention), written
     if in_pages:
         return paged.attend(q, written, kind, now, bias_at, sinks_N), written

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -282,7 +283,10 @@ class TransformerConfig(Layers):
     @property
     def untrained(self) -> frozenset[str]:
         """Names of parameters that no training changes."""
-        return frozenset()
+        if self.latent is None or self.latent.indexer is None:
+            return frozenset()
+        names = ("index_query", "index_key", "index_weight", "norm/scale", "norm/bias")
+        return frozenset(f"layers/attention/indexer/{name}" for name in names)
 
     @property
     def streams(self) -> int:
@@ -333,7 +337,36 @@ class TransformerConfig(Layers):
         """Number and size of the heads of keys and values that a cache has for each token."""
         if self.latent is None:
             return self.kv_heads, self.head_size
-        return 1, self.latent.kv_rank + self.latent.rotary_dim
+        return 1, self.latent.cached_dim
+
+    @property
+    def cached_head_counts(self) -> tuple[int, ...]:
+        """Numbers of heads of keys and values that the layers' caches have, each once."""
+        return tuple(dict.fromkeys(self.attention_of(kind).cached_heads[0] for kind in self.kinds))
+
+    @property
+    def attended_sizes(self) -> tuple[int, ...]:
+        """For each layer, the sizes of a head's queries and values together: a query is multiplied with so much of a key."""
+        configs = [self.attention_of(kind) for kind in self.kinds]
+        return tuple(of_layer.head_size + of_layer.value_size for of_layer in configs)
+
+    @property
+    def unplanned(self) -> str | None:
+        """Why a search does not know what a step of the model needs; None: it does."""
+        if self.latent is None or self.latent.indexer is None:
+            return None
+        return (
+            "LatentAttention.indexer chooses keys, whose cost a search does not know: choose the mesh yourself "
+            "(--gin.Plan.fsdp=8, ...) and ask `capibara prove`"
+        )
+
+    def emulated(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        """Further fields of a model that is this one with `values`, its width multiplied by the factor."""
+        return {}
+
+    def attention_of(self, kind: LayerKind) -> TransformerConfig:
+        """The configuration that has the sizes of heads in layers of this kind."""
+        return self
 
     @property
     def rotary_pairs(self) -> Pairs:
@@ -422,6 +455,13 @@ def _check_latent(config: TransformerConfig, latent: LatentAttention) -> None:
         raise UserError(
             f"{own}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
             f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
+        )
+    if latent.indexer is not None and (
+        LayerKind.LOCAL in config.kinds or getattr(config, "inputs_attention", "causal") != "causal"
+    ):
+        raise UserError(
+            f"LatentAttention.indexer is for causal layers without a window, {own}.layer_pattern or inputs_attention has others: "
+            "leave it out, or these"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name in _NOT_LATENT:

@@ -6,21 +6,26 @@ values, H of its queries and keys (R of them rotated).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from capibara.core import projections
 from capibara.core.projections import Projection
+from capibara.core.types import UserError
 from capibara.kernels import rotary
 from capibara.kernels.attention.dispatch import attend
 from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.models.cache import dense
+from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.parts.attention import attend_cached
 from capibara.models.parts.config import TransformerConfig
+from capibara.models.parts.indexer import IndexQueries, KeyIndexer, cached_values
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.sharding import constrain
 
@@ -42,6 +47,9 @@ class Latent(nnx.Module):
             self.query_down = layers.projection(rngs, projections.QUERY_DOWN, (D, latent.query_rank))
             self.query_norm = self._norm(latent.query_rank, rngs)
             self.query_up = layers.projection(rngs, projections.QUERY_UP, (latent.query_rank, N, H))
+        if latent.indexer is not None:
+            assert latent.query_rank is not None, "LatentAttention sees to it"
+            self.indexer = KeyIndexer(latent.indexer, D, latent.query_rank, rngs)
         self.kv_down = layers.projection(rngs, projections.KV_DOWN, (D, latent.kv_rank))
         self.key_rotary = layers.projection(rngs, projections.KEY_ROTARY, (D, R))
         self.kv_norm = self._norm(latent.kv_rank, rngs)
@@ -79,6 +87,7 @@ class Latent(nnx.Module):
             q_row_positions_T=row_positions_T,
             kv_row_positions_S=row_positions_T,
             bias_NTS=bias_NTS,
+            row_bias_BNTS=self._chosen(x_BTD, angles, segment_ids_BT, row_positions_T),
             prefix_BT=prefix_BT,
             drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, Site.PROBABILITIES),
         )
@@ -101,15 +110,67 @@ class Latent(nnx.Module):
         q_BTNH = self._queries(x_BTD, angles, query_scale_BT)
         c_BTC, r_BT1R = self._latents(x_BTD, angles)
         C, R = self.latent.kv_rank, self.latent.rotary_dim
+        beside = self.latent.cached_dim - C
         # q . (W c) = (W^T q) . c, and the sum over tokens of p (W c) = W (the sum over tokens of p c).
         absorbed = jnp.einsum("BTNh,CNh->BTNC", q_BTNH[..., :-R], self.key_up[...].astype(q_BTNH.dtype))
-        q = constrain(jnp.concatenate([absorbed, q_BTNH[..., -R:]], axis=-1), ("batch", "act_time", "act_heads", None))
+        rotated = jnp.pad(q_BTNH[..., -R:], ((0, 0),) * 3 + ((0, beside - R),))
+        q = constrain(jnp.concatenate([absorbed, rotated], axis=-1), ("batch", "act_time", "act_heads", None))
         k = jnp.concatenate([c_BTC[:, :, None], r_BT1R], axis=-1)
-        v = jnp.pad(c_BTC[:, :, None], ((0, 0),) * 3 + ((0, R),))
+        k = jnp.pad(k, ((0, 0),) * 3 + ((0, beside - R),))
+        v = c_BTC[:, :, None]
+        after: dense.LayerCache | None = None
+        if self.latent.indexer is None:
+            v = jnp.pad(v, ((0, 0),) * 3 + ((0, beside),))
+        else:
+            keys = self.indexer.keys(x_BTD, angles)[:, :, None].astype(v.dtype)
+            v = jnp.concatenate([v, jnp.pad(keys, ((0, 0),) * 3 + ((0, beside - keys.shape[-1]),))], axis=-1)
+            after = (paged if paged.is_paged(layer) else dense).write(layer, k, v, now)
+            if paged.capacity({"layers": (layer,)}) > self.latent.indexer.top:
+                bias_at = self._chosen_at(x_BTD, angles, functools.partial(cached_values, layer, after, v, now))
+        of_prefill = now.is_prefill and not dense.attends_quantized_cache(layer, q)
+        row_bias = self._chosen(x_BTD, angles, now.real.astype(jnp.int32)) if of_prefill else None
         y, written = attend_cached(
-            self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT
-        )
+            self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
+            row_bias_BNTS=row_bias, written=after,
+        )  # fmt: skip
         return self._output(jnp.einsum("BTNC,CNV->BTNV", y[..., :C], self.value_up[...].astype(y.dtype))), written
+
+    def _chosen(
+        self,
+        x_BTD: jax.Array,
+        angles: rotary.Angles | None,
+        segments_BT: jax.Array,
+        row_positions_T: jax.Array | None = None,
+    ) -> jax.Array | None:
+        """What is added to the scores of whole rows, [B, N, T, T]; None: queries see all keys."""
+        if self.latent.indexer is None or x_BTD.shape[1] <= self.latent.indexer.top:
+            return None
+        if row_positions_T is not None:
+            raise UserError(
+                "Plan.context is above 1, and LatentAttention.indexer chooses keys of whole rows: set Plan.context to 1, and "
+                "share out by fsdp, tensor or data"
+            )
+        causal_TT = jnp.tril(jnp.ones((x_BTD.shape[1],) * 2, bool))
+        visible_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT
+        keys = self.indexer.keys(x_BTD, angles)
+        return self.indexer.bias(self._index_queries(x_BTD, angles), keys, visible_BTT, self.config.num_heads)
+
+    def _chosen_at(
+        self, x_BTD: jax.Array, angles: rotary.Angles | None, values: Callable[[], jax.Array]
+    ) -> dense.PositionBias:
+        """What is added to the scores of cached keys, whose values [B, S, H] have the indexer's keys at their ends."""
+
+        def bias(positions_BT: jax.Array, of_keys_BS: jax.Array) -> jax.Array:
+            start, queries = self.latent.kv_rank, self._index_queries(x_BTD, angles)
+            keys = values()[..., start : start + queries.heads.shape[-1]]
+            visible = (of_keys_BS[:, None] >= 0) & (of_keys_BS[:, None] <= positions_BT[..., None])
+            return self.indexer.bias(queries, keys, visible, self.config.num_heads)
+
+        return bias
+
+    def _index_queries(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> IndexQueries:
+        latents_BTQ = self.query_norm(self._dense(projections.QUERY_DOWN, x_BTD))
+        return self.indexer.queries(x_BTD, latents_BTQ, angles)
 
     def _norm(self, size: int, rngs: nnx.Rngs) -> layers.Norm:
         return layers.Norm(size, kind=layers.NormKind.RMS, eps=self.latent.norm_eps, rngs=rngs)

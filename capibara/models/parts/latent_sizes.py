@@ -7,6 +7,31 @@ import math
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.kernels.rotary import Pairs
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Sizes of DeepSeek sparse attention (DeepSeek-V3.2, 2025): each query sees the keys with the best scores alone.
+
+    Nothing trains the indexer.
+
+    Attributes:
+      heads, head_dim: of the indexer; all its heads share their keys.
+      top: how many keys a query sees; in rows of at most so many tokens it sees all.
+      pairs: which dimensions of its heads are rotated together.
+    """
+
+    heads: int = 64
+    head_dim: int = 128
+    top: int = 2048
+    pairs: Pairs = Pairs.HALVES
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "top"):
+            if getattr(self, name) < 1:
+                raise UserError(f"Indexer.{name} is {getattr(self, name)}, must be at least 1")
 
 
 @configurable
@@ -20,6 +45,7 @@ class LatentAttention:
       rotary_dim: the last dimensions of each head's queries, which are rotated; all heads share their keys.
       value_dim: size of a head's values; at most that of its queries.
       norm_eps: epsilon of the latents' norms.
+      indexer: chooses the keys that a query sees; None: it sees all.
     """
 
     kv_rank: int
@@ -27,6 +53,7 @@ class LatentAttention:
     rotary_dim: int = 64
     value_dim: int = 128
     norm_eps: float = 1e-6
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim"):
@@ -37,3 +64,14 @@ class LatentAttention:
             raise UserError(f"LatentAttention.rotary_dim ({self.rotary_dim}) must be even: try {self.rotary_dim + 1}")
         if not 0 < self.norm_eps < math.inf:
             raise UserError(f"LatentAttention.norm_eps is {self.norm_eps}, must be finite and above 0: try 1e-6")
+        if self.indexer is not None and (self.query_rank is None or self.indexer.head_dim < self.rotary_dim):
+            raise UserError(
+                f"LatentAttention.indexer has head_dim {self.indexer.head_dim} and query_rank is {self.query_rank}, must have at "
+                f"least rotary_dim ({self.rotary_dim}) and a query_rank: try query_rank = 1536"
+            )
+
+    @property
+    def cached_dim(self) -> int:
+        """Width of a token's keys and of its values in a cache; an indexer's keys lie behind the values."""
+        beside = self.rotary_dim if self.indexer is None else max(self.rotary_dim, self.indexer.head_dim)
+        return self.kv_rank + beside

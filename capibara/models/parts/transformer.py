@@ -309,8 +309,12 @@ def rotary(
 ) -> dict[LayerKind, Angles]:
     """Rotary angles for each kind of rotated layer; equal ones share a table. `length` is as in `rope.angles`."""
     rotated = {kind for kind in kinds if kind.attends} - {LayerKind.UNROTATED}
-    local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in rotated}
-    tables = {
-        flag: angles(positions_BT, rope, config.rotary_size, local=flag, length=length) for flag in set(local.values())
+    table_of = {
+        kind: (kind is LayerKind.LOCAL and rope.local_theta is not None, config.attention_of(kind).rotary_size)
+        for kind in rotated
     }
-    return {kind: tables[flag] for kind, flag in local.items()}
+    tables = {
+        (local, size): angles(positions_BT, rope, size, local=local, length=length)
+        for local, size in set(table_of.values())
+    }
+    return {kind: tables[table] for kind, table in table_of.items()}

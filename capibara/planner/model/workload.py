@@ -293,8 +293,9 @@ def check_one_model(plan: Plan) -> None:
 
 def check_ordinary(run: Run) -> None:
     """Raises UserError if a search would not know what the run's step needs."""
-    if (why := run.training_method.unplanned) is not None:
-        raise UserError(why)
+    for why in (run.training_method.unplanned, run.model.unplanned):
+        if why is not None:
+            raise UserError(why)
 
 
 def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:

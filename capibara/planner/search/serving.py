@@ -158,7 +158,7 @@ def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom
 def _tensors(model: Model, slice_: Slice) -> Iterator[int]:
     """The sizes of the tensor axis that ServingMesh accepts."""
     shapes, axes = model.plain.abstract_params, model.plain.axes
-    rules, sizes = Rules(), {model.config.cached_heads[0]}
+    rules, sizes = Rules(), set(model.config.cached_head_counts)
     for leaf, names in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True):
         sizes |= {
             n for name, n in zip(names, leaf.shape) if name != "vocab" and name and "tensor" in getattr(rules, name)

@@ -11,6 +11,11 @@ YARN = rope("yarn", theta=500.0, factor=4.0, original_max_position_embeddings=16
 LLAMA3 = rope("llama3", theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0) | {
     "original_max_position_embeddings": 16
 }
+GEMMA4 = dict(RMS, model_type="gemma4_text", num_hidden_layers=6, head_dim=12, global_head_dim=16, sliding_window=5)
+GEMMA4 |= dict(layer_types=[WINDOW, WINDOW, WHOLE] * 2, final_logit_softcapping=9.0, tie_word_embeddings=True)
+GEMMA4_ROPE = {"sliding_attention": rope(theta=100.0)}
+GEMMA4_ROPE |= {"full_attention": rope("proportional", theta=500.0, partial_rotary_factor=0.5, factor=2.0)}
+
 CASES: dict[str, dict[str, Any]] = {
     "cohere": dict(LAYER, model_type="cohere", logit_scale=0.0625, use_qk_norm=True, tie_word_embeddings=True)
     | {"rope_parameters": rope(theta=500.0)},
@@ -85,4 +90,9 @@ CASES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
     "apertus": dict(RMS, model_type="apertus", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3),
     "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
+    "gemma4": dict(GEMMA4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=2)
+    | {"num_hidden_layers": 5, "layer_types": [WINDOW, WHOLE, WINDOW, WINDOW, WHOLE], "rope_parameters": GEMMA4_ROPE}
+    | {"use_double_wide_mlp": True, "attention_k_eq_v": False},
+    "gemma4_keys": dict(GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1)
+    | {"layer_types": [WINDOW, WHOLE] * 3, "tie_word_embeddings": False},
 }

@@ -38,6 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     | LATENT
     | {"rope_parameters": rope()},
     "deepseek_v3": dict(RMS, model_type="deepseek_v3") | DEEPSEEK | LATENT | {"rope_parameters": YARN},
+    "deepseek_v32": dict(RMS, model_type="deepseek_v32", index_topk=7, index_n_heads=16, index_head_dim=12)
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN},
+    "glm_moe_dsa": dict(RMS, model_type="glm_moe_dsa", index_topk=7, index_n_heads=16, index_head_dim=12)
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": rope()},
     "youtu": dict(RMS, model_type="youtu", tie_word_embeddings=True)
     | LATENT
     | {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": rope()},

@@ -25,6 +25,11 @@ del NEMOTRON["num_hidden_layers"]
 
 JAMBA = dict(RMS, model_type="jamba", num_hidden_layers=6, mamba_d_state=6, mamba_d_conv=3, attn_layer_period=3)
 JAMBA |= dict(attn_layer_offset=1, mamba_dt_rank=5)
+KIMI = dict(RMS, model_type="kimi_linear", num_hidden_layers=4, linear_num_heads=2, linear_head_dim=8)
+KIMI |= dict(linear_conv_kernel_dim=3, layer_types=["linear_attention", *MIXED], num_key_value_heads=4)
+KIMI |= dict(kv_lora_rank=12, q_lora_rank=None, qk_rope_head_dim=8, v_head_dim=10, qk_nope_head_dim=6)
+KIMI |= dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4)
+KIMI |= dict(topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True)
 
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
@@ -57,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nemotron_h_moe": dict(NEMOTRON, layers_block_type=["linear_attention", "moe", "full_attention", "moe"])
     | dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5)
     | dict(moe_intermediate_size=24, moe_shared_expert_intermediate_size=40),
+    "kimi_linear": KIMI,
     "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
     | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
     | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),

@@ -89,6 +89,15 @@ CASES: dict[str, dict[str, Any]] = {
         dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1),
         tie_word_embeddings=False,
     ),
+    "gemma4_vl": around(
+        "gemma4",
+        dict(TEXT, model_type="gemma4_text", num_hidden_layers=3, layer_types=[WINDOWS[0], WINDOWS[0], WINDOWS[1]])
+        | dict(head_dim=12, global_head_dim=16, sliding_window=5, final_logit_softcapping=3.0)
+        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, pad_token_id=0),
+        dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+        | dict(head_dim=8, patch_size=14, position_embedding_size=16),
+        audio_config=None,
+    ),
     "llama4_vl": around(
         "llama4",
         dict(
@@ -104,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
 }
 CLASSES = {
+    "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",

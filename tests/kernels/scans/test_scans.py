@@ -15,12 +15,12 @@ RELATIVE = 1e-5
 NAMES = ("q_BTHK", "k_BTHK", "v_BTHV", "log_decay_BTH", "strength_BTH")
 
 
-def drawn(T, border=0.0):
-    """Inputs of T tokens, and document numbers if documents end with this probability at each."""
+def drawn(T, border=0.0, kind="delta"):
+    """Inputs of T tokens for this kind of recurrence, and document numbers if documents end with this probability at each."""
     rng = np.random.default_rng(T)
     q, k = rng.normal(size=(2, B, T, H, K))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    v, decay = rng.normal(size=(B, T, H, V)), -rng.exponential(0.3, size=(B, T, H))
+    v, decay = rng.normal(size=(B, T, H, V)), -rng.exponential(0.3, size=(B, T, H, K)[: 4 if kind == "channels" else 3])
     inputs = dict(zip(NAMES, (q, k, v, decay, rng.uniform(size=(B, T, H)))))
     segments = np.cumsum(rng.uniform(size=(B, T)) < border, axis=1).astype(np.int32) if border else None
     return {name: x.astype(np.float32) for name, x in inputs.items()}, segments
@@ -34,8 +34,8 @@ def one_by_one(inputs, segments, state, kind):
 
     def step(S, token):
         q, k, v, decay, strength, same = token
-        S = S * (jnp.exp(decay) * same[:, None])[..., None, None]
-        if kind == "delta":
+        S = S * jnp.exp(decay).reshape(B, H, -1, 1) * same[:, None, None, None]
+        if kind != "linear":
             v = (v - jnp.einsum("BHKV,BHK->BHV", S, k)) * strength[..., None]
         S = S + jnp.einsum("BHK,BHV->BHKV", k, v)
         return S, jnp.einsum("BHKV,BHK->BHV", S, q)
@@ -51,7 +51,9 @@ def in_chunks(inputs, segments, state, kind):
     inputs = dict(inputs)
     if kind == "linear":
         del inputs["strength_BTH"]
-    attend = {"delta": delta.attend, "linear": linear.attend}[kind]
+    if kind == "channels":
+        inputs["log_decay_BTHK"] = inputs.pop("log_decay_BTH")
+    attend = {"delta": delta.attend, "channels": delta.attend_by_channel, "linear": linear.attend}[kind]
     return attend(**inputs, segment_ids_BT=segments, state_BHKV=state)
 
 
@@ -59,11 +61,11 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=RELATIVE * max(np.abs(want).max(), 1e-3))
 
 
-@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("kind", ["delta", "channels", "linear"])
 @pytest.mark.parametrize("border", [0.0, 0.05])
 @pytest.mark.parametrize("T", LENGTHS)
 def test_chunks_are_the_recurrence_forwards_and_backwards(T, border, kind):
-    inputs, segments = drawn(T, border)
+    inputs, segments = drawn(T, border, kind)
     weight_BTHV = np.random.default_rng(1).normal(size=(B, T, H, V)).astype(np.float32)
 
     def loss(inputs, way):
@@ -80,9 +82,9 @@ def test_chunks_are_the_recurrence_forwards_and_backwards(T, border, kind):
         close(gradients[name], theirs[name])
 
 
-@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("kind", ["delta", "channels", "linear"])
 def test_what_follows_strong_decays_is_as_exact(kind):
-    inputs, _ = drawn(64)
+    inputs, _ = drawn(64, kind=kind)
     inputs["log_decay_BTH"][:, :32] *= 200  # tens for each token: nothing of the first half is left
     inputs["log_decay_BTH"][:, 32:] *= 0.01
     got, want = in_chunks(inputs, None, None, kind), one_by_one(inputs, None, None, kind)
@@ -90,10 +92,10 @@ def test_what_follows_strong_decays_is_as_exact(kind):
     close(got[1], want[1])
 
 
-@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("kind", ["delta", "channels", "linear"])
 @pytest.mark.parametrize("cut", [1, 64, 100])
 def test_a_row_that_is_resumed_ends_as_the_whole_row(cut, kind):
-    inputs, _ = drawn(150)
+    inputs, _ = drawn(150, kind=kind)
     first, last = ({name: x[:, part] for name, x in inputs.items()} for part in (slice(cut), slice(cut, None)))
     y, state = in_chunks(inputs, None, None, kind)
     y1, state1 = in_chunks(first, None, None, kind)
@@ -102,11 +104,11 @@ def test_a_row_that_is_resumed_ends_as_the_whole_row(cut, kind):
     close(state2, state)
 
 
-@pytest.mark.parametrize("kind", ["delta", "linear"])
+@pytest.mark.parametrize("kind", ["delta", "channels", "linear"])
 def test_tokens_that_write_nothing_leave_the_state(kind):
-    inputs, _ = drawn(70)
+    inputs, _ = drawn(70, kind=kind)
     kept = np.arange(70)[:, None] < 40
-    idle = {"strength_BTH", "log_decay_BTH"} if kind == "delta" else {"k_BTHK", "log_decay_BTH"}
+    idle = {"strength_BTH", "log_decay_BTH"} if kind != "linear" else {"k_BTHK", "log_decay_BTH"}
     padded = {
         name: np.where(kept if x.ndim == 3 else kept[..., None], x, 0) if name in idle else x
         for name, x in inputs.items()

@@ -11,7 +11,7 @@ import pytest
 from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.api import Gemma3nConfig, Lora, Rope
-from capibara.models.architectures.gemma3n import parts
+from capibara.models.architectures.shared_keys import parts
 from capibara.sharding import Remat, RematPolicy
 
 CONFIG = Gemma3nConfig(

@@ -26,7 +26,7 @@ def write(name: str, head: dict[str, Any], answers: dict[str, Any]) -> None:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor's value without a checkpoint, seeded by its name. Scales of norms are around 1."""
+    """A tensor's value without a checkpoint, seeded by its name. Scales of norms and of layers are around 1."""
     values = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
-    is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+    is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name) or name.endswith("layer_scalar")
     return np.asarray(values + is_scale, np.float32)

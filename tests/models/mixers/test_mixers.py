@@ -15,7 +15,18 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderConfig, GatedDelta, Lora, Mamba, Mamba2, Moe, RgLru, ShortConv
+from capibara.models.api import (
+    DecoderConfig,
+    EncoderConfig,
+    GatedDelta,
+    KimiDelta,
+    Lora,
+    Mamba,
+    Mamba2,
+    Moe,
+    RgLru,
+    ShortConv,
+)
 from capibara.models.flops import flops_per_token
 from capibara.sharding import Plan
 
@@ -25,6 +36,7 @@ MIXERS |= {"mamba2": Mamba2(heads=6, head_dim=4, groups=2, state_dim=8, bias="al
 MIXERS |= {"mamba": Mamba(inner_dim=24, state_dim=5, step_rank=6, taps=3, bias="all", norms="scaled", norms_eps=1e-5)}
 MIXERS |= {"turning": dataclasses.replace(MIXERS["delta"], most_strength=2.0, norm_eps=1e-3)}
 MIXERS |= {"rg_lru": RgLru(inner_dim=32, blocks=4, taps=3)}
+MIXERS |= {"kimi": KimiDelta(heads=3, head_dim=8, taps=3)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
 OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
@@ -222,6 +234,7 @@ def test_what_contradicts_is_refused(fields, message):
         (lambda: Mamba(step_rank=0), "Mamba.step_rank is 0, must be at least 1"),
         (lambda: Mamba(norms_eps=0.0), "Mamba.norms_eps is 0.0, must be above 0"),
         (lambda: RgLru(inner_dim=25, blocks=4), "RgLru.inner_dim .25. must be a multiple of blocks .4.: try 24"),
+        (lambda: KimiDelta(heads=0), "KimiDelta.heads is 0, must be at least 1"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
         (lambda: GatedDelta(most_strength=3.0), "GatedDelta.most_strength is 3.0, must be above 0 and at most 2"),
         (lambda: GatedDelta(norm_eps=0.0), "GatedDelta.norm_eps is 0.0, must be finite and above 0"),

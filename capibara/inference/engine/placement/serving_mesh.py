@@ -66,11 +66,12 @@ class ServingMesh:
         if tensor * data == _processes(devices) == 1:
             here = SingleDeviceSharding(devices[0])
             return jax.tree.map(lambda _: here, model.abstract_params)
-        if heads := model.config.cached_heads[0] % tensor:
-            raise UserError(
-                f"ServingMesh.tensor ({tensor}) must divide the model's {model.config.cached_heads[0]} heads of keys and values: "
-                f"try {math.gcd(heads, tensor)}"
-            )
+        for count in model.config.cached_head_counts:
+            if count % tensor:
+                raise UserError(
+                    f"ServingMesh.tensor ({tensor}) must divide the model's {count} heads of keys and values: "
+                    f"try {math.gcd(count, tensor)}"
+                )
         used = _of_each_process(devices, tensor * data)
         try:
             mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), used)

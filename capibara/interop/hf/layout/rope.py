@@ -13,7 +13,9 @@ from capibara.models.api import DecoderConfig, EncoderConfig
 Values = Mapping[str, Any]
 
 _FREQUENCIES = 2**14
-_SCALINGS = {"default": "none"} | {name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope")}
+_SCALINGS = {"default": "none"} | {
+    name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
+}
 # Parameters of scalings: our field -> theirs.
 _OF_SCALING = {
     "linear": {"factor": "factor"},
@@ -38,6 +40,7 @@ _OF_SCALING = {
         "short_factors": "short_factor",
         "long_factors": "long_factor",
     },
+    "proportional": {"factor": "factor"},
 }
 # Defaults of transformers for gpt-oss.
 _GPT_OSS = {
@@ -128,6 +131,8 @@ def _kind(full: Values, family: Family) -> str:
 def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
     """The share of a head that is rotated."""
     fraction = full.get("partial_rotary_factor", values.get(family.share, family.fraction))
+    if kind == "proportional":
+        return full.get("partial_rotary_factor", 1.0)
     if not family.partial:
         if kind != "default" and fraction not in (None, 1):  # transformers rotates whole heads by tables of a part
             raise UserError(

@@ -109,8 +109,8 @@ class Tensor:
             at = letters.index(_BESIDE)
             letters, parts = letters.replace(_BESIDE, ""), [part.squeeze(at) for part in parts]
         if _UNIT in letters:
-            at = letters.index(_UNIT)
-            letters, parts = letters.replace(_UNIT, ""), [part.squeeze(at) for part in parts]
+            units = tuple(at for at, letter in enumerate(letters) if letter == _UNIT)
+            letters, parts = letters.replace(_UNIT, ""), [part.squeeze(units) for part in parts]
         order = [letters.index(letter) for letter in self._inner]
         parts = [part.transpose(order) for part in parts]
         if self._groups:
@@ -131,7 +131,8 @@ class Tensor:
         values = [value.transpose(order) for value in values]
         for letter in (_BESIDE, _UNIT):
             if letter in letters and (letter == _UNIT or self.along == _BESIDE):
-                values = [np.expand_dims(value, letters.index(letter)) for value in values]
+                places = tuple(at for at, other in enumerate(letters) if other == letter)
+                values = [np.expand_dims(value, places) for value in values]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=letters.index(self.along))
         return np.ascontiguousarray(value).reshape(self.shape(shapes))
 

@@ -2,160 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
-from capibara.models.adapters import unmerged
-from capibara.models.architectures.decoder import DecoderBase
 from capibara.models.architectures.gemma3n import parts
-from capibara.models.architectures.gemma3n.block import CachedLayer, Gemma3nBlock, KeysValues, LayerInputs
-from capibara.models.architectures.gemma3n.config import Gemma3nConfig, Segment
+from capibara.models.architectures.gemma3n.block import Gemma3nBlock
+from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.architectures.registry import model_of
-from capibara.models.cache import dense
-from capibara.models.layers import layers, stack
-from capibara.models.layers.embedding import lookup
-from capibara.models.layers.layers import Norm
-from capibara.models.layers.stack import LayerLoop
-from capibara.models.parts.kinds import LayerKind
-from capibara.models.parts.transformer import Rows, residual
-from capibara.sharding import RematPolicy, constrain
+from capibara.models.architectures.shared_keys.model import SharedKeysDecoder
+from capibara.models.layers import layers
+from capibara.models.parts.transformer import residual
+from capibara.sharding import constrain
 
 _LEAST_SQUARE = 1e-5  # of a projected stream
-_OfLayer = tuple[jax.Array, jax.Array | None]  # its embedding of every token, and its MLP's width where they differ
-_Beside = tuple[Rows, dict[LayerKind, KeysValues]]
 
 
 @model_of(Gemma3nConfig)
-class Gemma3n(DecoderBase):
-    """Embeddings, layers over several streams, final norm.
-
-    Parameters of `layers` have an axis of all layers, but keys and values one of those that have some
-    (Gemma3nConfig.kv_layers): the first ones.
-    """
+class Gemma3n(SharedKeysDecoder):
+    """Embeddings, layers over several streams, final norm."""
 
     config: Gemma3nConfig
 
     def __init__(self, config: Gemma3nConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        D, P, others = config.embed_dim, config.num_layers * config.per_layer_dim, config.streams - 1
-        shape = (config.per_layer_vocab_size, P)
-        self.per_layer_embedding = layers.param(rngs, shape, ("vocab", "embed"), layers.normal(0.02))
-        self.per_layer_projection = layers.param(rngs, (D, P), ("embed", None), layers.fan_in(0))
-        self.per_layer_norm = Norm(
-            config.per_layer_dim, kind=config.norm, eps=config.norm_eps, rngs=rngs, scale=config.norm_scale
-        )
+        D, others = config.embed_dim, config.streams - 1
         self.stream_projections = layers.param(rngs, (others, D, D), (None, "embed", None), layers.fan_in(1))
         self.stream_unprojections = layers.param(rngs, (others, D, D), (None, "embed", None), layers.fan_in(1))
-        attention = self.layers.attention
-        for owner, name in ((attention, "key"), (attention, "value"), (attention.key_norm, "scale")):
-            whole = getattr(owner, name)
-            setattr(owner, name, nnx.Param(whole[...][: config.kv_layers], axes=whole.axes))
 
-    def _make_layers(self, rngs: nnx.Rngs) -> None:
-        config = self.config
-        self.layers = stack.stacked(lambda rngs: Gemma3nBlock(config, rngs), rngs, config.num_layers)
+    def _block(self, rngs: nnx.Rngs) -> Gemma3nBlock:
+        return Gemma3nBlock(self.config, rngs)
 
-    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The final hidden states [B, T, D], normalised, in the compute dtype; the layers have no statistics."""
-        if sharding.active_pipeline() is not None:
-            raise UserError(
-                "Plan.stage is above 1, and Gemma 3n's last layers read keys and values of earlier stages: set Plan.stage "
-                "to 1, and share out by fsdp, tensor or context"
-            )
-        rows, embedding = self._rows(batch), self._embed(batch)
-        x, per_layer = self._streams(embedding), self._per_layer(embedding, batch["tokens"])
-        of_layers = (per_layer, None if self.config.mlp_dims is None else jnp.asarray(self.config.mlp_dims, jnp.int32))
-        shared: dict[LayerKind, KeysValues] = {}
-        for segment in self.config.segments():
-            x, stored = self._segment(segment, x, rows, of_layers, shared, remat, step, batch.get("row_positions"))
-            shared |= stored
-        return self._normed(self._joined(x)), {}
+    def _entered(self, embedding_BTD: jax.Array) -> jax.Array:
+        return self._streams(embedding_BTD)
 
-    def _segment(
-        self,
-        segment: Segment,
-        x: jax.Array,
-        rows: Rows,
-        of_layers: _OfLayer,
-        shared: dict[LayerKind, KeysValues],
-        remat: RematPolicy,
-        step: jax.Array | None,
-        row_positions_T: jax.Array | None,
-    ) -> tuple[jax.Array, dict[LayerKind, KeysValues]]:
-        """The streams after some layers, and the keys and values that later ones read, by kind of layer."""
-        config, specs = self.config, self._kinds()
-        kinds = config.kinds[segment.start : segment.stop]
-
-        def apply(
-            block: Gemma3nBlock, x: jax.Array, beside: _Beside, kind: LayerKind, own: _OfLayer
-        ) -> tuple[jax.Array, stack.Stats]:
-            rows, shared = beside
-            assert rows.angles is not None, "positions are rotary"
-            inputs = LayerInputs(own[0], segment.sparsity, own[1], training=step is not None)
-            read = shared[kind] if segment.reads else None
-            x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
-            return x, {"key": k, "value": v} if segment.stores else {}
-
-        start = segment.start % len(config.layer_pattern)
-        pattern = config.layer_pattern[start:] + config.layer_pattern[:start]
-        loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
-        own = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
-        span, both = (segment.start, segment.stop), (rows, shared)
-        x, kept = stack.run(
-            self.layers, x, both, apply, pattern, loop, remat, all_trained=config.lora is None, beside=own, span=span
-        )
-        last = {kind: index for index, kind in enumerate(kinds)}
-        return x, {k: (kept["key"][at], kept["value"][at]) for k, at in last.items()} if segment.stores else {}
-
-    def start_cache(
-        self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
-    ) -> dense.Cache:
-        """As of every decoder; of the layers that have keys and values."""
-        cache = super().start_cache(batch, length, dtype, encoder_length, spare)
-        return cache | {"layers": cache["layers"][: self.config.kv_layers]}
-
-    def read(
-        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
-    ) -> tuple[jax.Array, dense.Cache]:
-        """As of every decoder."""
-        config, specs = self.config, self._kinds()
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
-        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
-        rows, embedding = self._rows(whole, self._length(kept)), self._embed(whole)
-        assert rows.angles is not None, "positions are rotary"
-        x, per_layer = self._streams(embedding), self._per_layer(embedding, batch["tokens"])
-        sources: dict[LayerKind, CachedLayer] = {}
-        of_layers: list[dense.LayerCache] = []
-        for index, block in enumerate(stack.each(self.layers, values)):
-            unmerged.attach(block, batch.get("adapters"), index)
-            kind, width = config.kinds[index], None if config.mlp_dims is None else config.mlp_dims[index]
-            inputs = LayerInputs(per_layer[index], config.sparsity(index), width, training=False)
-            own = index < config.kv_layers
-            source = CachedLayer(kept["layers"][index]) if own else sources[kind]
-            x, source = block.cached(x, inputs, source, now, specs[kind], rows.angles[kind])
-            if own:
-                assert source.after is not None, "it is written"
-                sources[kind] = source
-                of_layers.append(source.after)
-        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return self._normed(self._joined(x)), kept
-
-    def _per_layer(self, embedding_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """[L, B, T, P]: the embedding that each layer has of every token."""
-        config, dtype = self.config, embedding_BTD.dtype
-        projected = layers.dense(embedding_BTD, self.per_layer_projection[...]) * config.embed_dim**-0.5
-        shape = (*tokens_BT.shape, config.num_layers, config.per_layer_dim)
-        projected = self.per_layer_norm(projected.reshape(shape))
-        known_BT = jnp.where(tokens_BT < config.per_layer_vocab_size, tokens_BT, 0)
-        looked_up = lookup(self.per_layer_embedding[...], known_BT, dtype).reshape(shape)
-        joined = (projected + looked_up * config.per_layer_dim**0.5) * math.sqrt(0.5)
-        return constrain(jnp.moveaxis(joined, 2, 0), (None, "batch", "act_residual", None))
+    def _left(self, x: jax.Array) -> jax.Array:
+        return self._joined(x)
 
     def _streams(self, x_BTD: jax.Array) -> jax.Array:
         """[S, B, T, D]: the embedding and projections of it, all of its magnitude."""

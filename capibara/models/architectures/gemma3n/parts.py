@@ -1,11 +1,9 @@
-"""What a layer of Gemma 3n has that others have not: AltUp, LAuReL, the per-layer embedding's gate, sparse MLPs.
+"""What a layer of Gemma 3n has that others have not: AltUp and LAuReL.
 
-S streams, B rows, T positions, D embed, R rank, P width of the per-layer embedding, F hidden width of an MLP.
+S streams, B rows, T positions, D embed, R rank.
 """
 
 from __future__ import annotations
-
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +11,11 @@ from flax import nnx
 
 from capibara.core import projections
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
+from capibara.models.architectures.shared_keys.parts import RESIDUAL, dense
 from capibara.models.layers import layers
 from capibara.sharding import constrain
 
-STREAMS = (None, "batch", "act_residual", "act_embed")
-_RESIDUAL = STREAMS[1:]
-_TINY = jnp.finfo(jnp.float32).tiny  # of a root's argument: at zero it has no gradient
+STREAMS = (None, *RESIDUAL)
 
 
 class AltUp(nnx.Module):
@@ -69,49 +66,8 @@ class Laurel(nnx.Module):
         self.config = config
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTR = _dense(self, "left", x_BTD)
-        return x_BTD + self.norm(constrain(_dense(self, "right", h_BTR), _RESIDUAL))
-
-
-class PerLayerInput(nnx.Module):
-    """What a layer adds to all streams but the first: its embedding of the token, gated by the first stream."""
-
-    def __init__(self, config: Gemma3nConfig, rngs: nnx.Rngs):
-        D, P = config.embed_dim, config.per_layer_dim
-        self.input_gate = layers.projection(rngs, projections.INPUT_GATE, (D, P))
-        self.projection = layers.projection(rngs, projections.PER_LAYER, (P, D))
-        self.norm = config.make_norm(rngs)
-        self.config = config
-
-    def __call__(self, x_BTD: jax.Array, embedding_BTP: jax.Array) -> jax.Array:
-        h_BTP = self.config.activation(_dense(self, "input_gate", x_BTD)) * embedding_BTP
-        return self.norm(constrain(_dense(self, "projection", h_BTP), _RESIDUAL))
-
-
-def _dense(module: Laurel | PerLayerInput, name: str, x: jax.Array) -> jax.Array:
-    quantization = module.config.quantization
-    return layers.dense(x, getattr(module, name)[...], 1, quantization, layers.adapter_of(module, name))
-
-
-def gate(sparsity: float, width: jax.Array | int | None, gate_BTF: jax.Array) -> jax.Array:
-    """An MLP's gate before its activation, with zeros for the hidden units that a sparse layer drops.
-
-    Args:
-      sparsity: share that is zeroed, were the units of a token normally distributed.
-      width: units of the layer, those beyond it only fill the stack; None: all.
-      gate_BTF: the gate.
-    """
-    F = gate_BTF.shape[-1]
-    there_F = None if width is None else jnp.arange(F) < width
-    within = lambda x: x if there_F is None else jnp.where(there_F, x, jnp.zeros((), x.dtype))  # noqa: E731
-    if sparsity > 0:
-        x, count = within(gate_BTF.astype(jnp.float32)), F if width is None else jnp.asarray(width, jnp.float32)
-        mean = jnp.sum(x, axis=-1, keepdims=True) / count
-        variance = jnp.sum(within(jnp.square(x - mean)), axis=-1, keepdims=True) / count
-        deviation = jnp.sqrt(jnp.maximum(variance, _TINY))
-        cutoff = mean + deviation * statistics.NormalDist().inv_cdf(sparsity)
-        gate_BTF = jax.nn.relu(gate_BTF - cutoff.astype(gate_BTF.dtype))
-    return within(gate_BTF)  # an activation of zero is zero: the product with the other projection has nothing there
+        h_BTR = dense(self, self.config, "left", x_BTD)
+        return x_BTD + self.norm(constrain(dense(self, self.config, "right", h_BTR), RESIDUAL))
 
 
 def magnitude(x_BTD: jax.Array, least: jax.typing.ArrayLike) -> jax.Array:

@@ -26,7 +26,7 @@ from capibara.interop.hf.layout.rows import (
     without,
 )
 from capibara.interop.hf.tables import FUSED_EXPERTS
-from capibara.models.api import DecoderConfig, LatentAttention, TransformerConfig
+from capibara.models.api import DecoderConfig, Indexer, LatentAttention, TransformerConfig
 
 _SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
 _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -39,7 +39,7 @@ _LAYOUTS = {
     A + "kv_norm/scale": "lk",
     A + "key_up": "lknh",
 }
-_ATTENTION = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
+LATENT_ROWS = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
     [
         (L + "self_attn.q_a_proj.weight", "q d", A + "query_down"),
         (L + "self_attn.q_a_layernorm.weight", "q", A + "query_norm/scale"),
@@ -53,18 +53,24 @@ _ATTENTION = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
 _MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
 
 
-def _read(values: Values) -> dict[str, Any]:
+def read_latent(values: Values, indexer: Indexer | None = None) -> dict[str, Any]:
+    """Our sizes of latent attention; `indexer` chooses its keys.
+
+    Raises:
+      UserError: there are groups of heads.
+    """
     heads = values.get("num_key_value_heads")
     if heads is not None and heads != values["num_attention_heads"]:
         raise UserError(
             f"config.json has num_key_value_heads = {heads}, must be num_attention_heads ({values['num_attention_heads']}): "
             "latent attention has keys for each head"
         )
-    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in LATENT_SIZES.items()})
+    latent = LatentAttention(**{ours: values[theirs] for ours, theirs in LATENT_SIZES.items()}, indexer=indexer)
     return {"head_dim": values["qk_nope_head_dim"] + latent.rotary_dim, "latent": latent}
 
 
-def _write(config: TransformerConfig) -> dict[str, Any]:
+def write_latent(config: TransformerConfig) -> dict[str, Any]:
+    """The way back."""
     if config.latent is None:
         return {}
     sizes = {theirs: getattr(config.latent, ours) for ours, theirs in LATENT_SIZES.items()}
@@ -87,11 +93,11 @@ def _prepare_v2(values: Values) -> Values:
 def _write_v2(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, DecoderConfig), "the family's kind"
     in_groups = config.moe is not None and config.moe.groups > 1
-    return _write(config) | {"topk_method": "group_limited_greedy" if in_groups else "greedy"}
+    return write_latent(config) | {"topk_method": "group_limited_greedy" if in_groups else "greedy"}
 
 
 def _write_lite(config: TransformerConfig) -> dict[str, Any]:
-    return _write(config) | write_mlp_types(config)
+    return write_latent(config) | write_mlp_types(config)
 
 
 def _prepare_sarvam(values: Values) -> Values:
@@ -126,7 +132,7 @@ def _prepare_mistral4(values: Values) -> Values:
 
 
 def _read_mistral4(values: Values) -> dict[str, Any]:
-    return _read(values) | read_growth(values)
+    return read_latent(values) | read_growth(values)
 
 
 def _write_mistral4(config: TransformerConfig) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def _write_mistral4(config: TransformerConfig) -> dict[str, Any]:
         return {}
     written = write_growth(config, MISTRAL4)
     share = {"partial_rotary_factor": config.latent.rotary_dim / config.head_size}
-    return _write(config) | {"rope_parameters": written["rope_parameters"] | share}
+    return write_latent(config) | {"rope_parameters": written["rope_parameters"] | share}
 
 
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours not in ("num_kv_heads", "head_dim")}
@@ -188,12 +194,12 @@ FAMILIES = (
             experts="n_routed_experts",
             moe=DEEPSEEK_MOE,
             moe_keys=DEEPSEEK_KEYS,
-            read=_read,
-            write=_write,
+            read=read_latent,
+            write=write_latent,
             **_COMMON,
         ),
         # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
-        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
+        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
     ),
     (
         Family(
@@ -210,11 +216,11 @@ FAMILIES = (
             moe={"gates": "scores", "group_score": "best"},
             moe_keys=DEEPSEEK_KEYS,
             prepare=_prepare_v2,
-            read=_read,
+            read=read_latent,
             write=_write_v2,
             **_COMMON | {"only": NO_BIAS | {"mlp_bias": (False, None)}},
         ),
-        Names(without(_ATTENTION + DEEPSEEK_EXPERTS, "e_score_correction_bias"), *LLAMA_LIKE),
+        Names(without(LATENT_ROWS + DEEPSEEK_EXPERTS, "e_score_correction_bias"), *LLAMA_LIKE),
     ),
     (
         Family(
@@ -225,11 +231,11 @@ FAMILIES = (
             read_keys=_SIZE_KEYS,
             pairs_key="rope_interleave",
             tied=True,
-            read=_read,
-            write=_write,
+            read=read_latent,
+            write=write_latent,
             **_COMMON,
         ),
-        Names(_ATTENTION + _MLP, *LLAMA_LIKE),
+        Names(LATENT_ROWS + _MLP, *LLAMA_LIKE),
     ),
     (
         # GLM 4.7 Flash (Z.ai 2026).
@@ -249,12 +255,12 @@ FAMILIES = (
             moe=DEEPSEEK_MOE | {"first_dense": 1},
             moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours != "first_dense"},
             read_moe=read_mlp_types,
-            read=_read,
+            read=read_latent,
             write=_write_lite,
             **_COMMON,
         ),
         # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
-        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.47\."),
+        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.47\."),
     ),
     (
         # Sarvam 105B (Sarvam 2026), which transformers computes by DeepSeek-V3's class.
@@ -275,11 +281,11 @@ FAMILIES = (
             moe=DEEPSEEK_MOE,
             moe_keys=DEEPSEEK_KEYS,
             prepare=_prepare_sarvam,
-            read=_read,
-            write=_write,
+            read=read_latent,
+            write=write_latent,
             **_COMMON,
         ),
-        Names(_ATTENTION + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
+        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
     ),
-    (MISTRAL4, Names(_ATTENTION + FIRST_MLP + FUSED_EXPERTS + shared_experts("mlp.shared_experts"), *LLAMA_LIKE)),
+    (MISTRAL4, Names(LATENT_ROWS + FIRST_MLP + FUSED_EXPERTS + shared_experts("mlp.shared_experts"), *LLAMA_LIKE)),
 )

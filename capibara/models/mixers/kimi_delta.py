@@ -1,0 +1,95 @@
+"""Kimi Delta Attention: the delta rule with a decay for each channel of a key (Kimi Linear).
+
+Shape letters: N heads, H size of a head's queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core import projections
+from capibara.kernels.scans import delta
+from capibara.models.cache.dense import STATE, LayerCache
+from capibara.models.layers import layers
+from capibara.models.mixers.gated_delta import unit
+from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes, inverse_of_steps
+from capibara.sharding import constrain
+
+_HEADS = ("kv_heads", "head_dim")
+_CONVOLVED = (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiDelta(Mixer):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692).
+
+    Attributes:
+      heads, head_dim: heads of queries, keys and values, and their size.
+      taps: tokens that the convolution of queries, keys and values sees, the current one included.
+    """
+
+    heads: int = 32
+    head_dim: int = 128
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        self.check("heads", "head_dim")
+
+    def make(self, sizes: Sizes, rngs: nnx.Rngs) -> MixerLayer:
+        return _KimiDelta(self, sizes, rngs)
+
+    def empty_state(self, sizes: Sizes, batch: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        N, H = self.heads, self.head_dim
+        inputs = {f"{STATE}_{by.name}": jnp.zeros((batch, self.taps - 1, N, H), dtype) for by in _CONVOLVED}
+        return inputs | {STATE: jnp.zeros((batch, N, H, H), jnp.float32)}
+
+    def narrower(self, factor: float) -> KimiDelta:
+        return dataclasses.replace(self, head_dim=max(8, round(self.head_dim * factor / 8) * 8))
+
+    def flops_per_token(self, sizes: Sizes) -> float:
+        return 6.0 * self.heads * self.head_dim**2  # reading, replacing, and reading for the query
+
+
+class _KimiDelta(MixerLayer):
+    def __init__(self, config: KimiDelta, sizes: Sizes, rngs: nnx.Rngs):
+        D, N, H = sizes.embed_dim, config.heads, config.head_dim
+        self.config, self.sizes = config, sizes
+        for by in _CONVOLVED:
+            setattr(self, by.name, layers.projection(rngs, by, (D, N, H)))
+            weight = layers.param(rngs, (N, H, config.taps), (*_HEADS, None), layers.fan_in(2))
+            setattr(self, f"{by.name}_conv", weight)
+        for down in (projections.KIMI_DECAY_DOWN, projections.KIMI_GATE_DOWN):
+            setattr(self, down.name, layers.projection(rngs, down, (D, H)))
+        for up in (projections.KIMI_DECAY_UP, projections.KIMI_GATE_UP):
+            setattr(self, up.name, layers.projection(rngs, up, (H, N, H)))
+        self.strength = layers.projection(rngs, projections.DELTA_STRENGTH, (D, N, 1))
+        self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
+        self.decay_bias = layers.param(rngs, (N, H), _HEADS, inverse_of_steps)
+        self.norm = layers.Norm(H, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)
+        self.out = layers.projection(rngs, projections.DELTA_OUT, (N, H, D), 0.5 / sizes.num_layers)
+
+    def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
+        (q, k, v), state = self.convolved(_CONVOLVED, x_BTD, rows)
+        q, k = unit(q) * self.config.head_dim**-0.5, unit(k)
+        q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q, k, v))
+        strength = jax.nn.sigmoid(self.project(projections.DELTA_STRENGTH, x_BTD)[..., 0])
+        decay = self.project(projections.KIMI_DECAY_UP, self.project(projections.KIMI_DECAY_DOWN, x_BTD))
+        decay = jax.nn.softplus(decay.astype(jnp.float32) + self.decay_bias[...])
+        decay = -jnp.exp(self.decay_log[...])[:, None] * decay
+        before = None if rows.state is None else rows.state[STATE]
+        y, after = delta.attend_by_channel(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, before)
+        gate = self.project(projections.KIMI_GATE_UP, self.project(projections.KIMI_GATE_DOWN, x_BTD))
+        y = self.norm(y.astype(x_BTD.dtype)) * jax.nn.sigmoid(gate.astype(jnp.float32))
+        y = self.project(projections.DELTA_OUT, y.astype(x_BTD.dtype))
+        return y, state | ({} if rows.state is None else {STATE: after})
+
+
+def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Logarithms of rates from 1 to 16, as the published models begin."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
