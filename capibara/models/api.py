@@ -51,7 +51,7 @@ from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.rg_lru import RgLru
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
-from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, trains
+from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, longest_encoded, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent_sizes import Indexer, LatentAttention
@@ -96,6 +96,7 @@ __all__ = [
     "configurations",
     "model_of",
     "module_of",
+    "longest_encoded",
     "paged",
     "put_rows",
     "sine_table",

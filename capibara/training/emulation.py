@@ -62,7 +62,7 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
     layers = unit * max(1, _LAYERS // unit)
     values: dict[str, Any] = {
         "embed_dim": _WIDTH,
-        "mlp_dim": width(model.mlp_dim, 64),
+        "mlp_dim": width(model.mlp_dim, 64) if model.mlp_dim else 0,
         "head_dim": width(model.head_size, 8),
         "num_layers": min(model.num_layers, layers),
         "vocab_size": vocabulary,

@@ -6,14 +6,12 @@ import os
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.data.tokenizers.files import GENERATION_FILE, MODEL_FILE, folder_of, read_json
+from capibara.data.tokenizers.files import GENERATION_FILE, MODEL_FILE, START_ID, folder_of, read_json
 from capibara.data.tokenizers.vocabulary import Vocabulary
-
-_KEY = "decoder_start_token_id"
 
 
 def start_id(vocabulary: Vocabulary) -> int:
-    """The token with which decoding begins, as transformers' generate reads it; padding where no file says it.
+    """The token with which decoding begins, of generation_config.json, else of config.json; padding where neither says it.
 
     Raises:
       UserError: a file cannot be read, or has no token's number there.
@@ -23,12 +21,12 @@ def start_id(vocabulary: Vocabulary) -> int:
         return vocabulary.pad_id
     folder = folder_of(path)
     for name in (GENERATION_FILE, MODEL_FILE):
-        stated = (read_json(os.path.join(folder, name)) or {}).get(_KEY)
+        stated = (read_json(os.path.join(folder, name)) or {}).get(START_ID)
         if stated is None:
             continue
         if type(stated) is not int or not 0 <= stated < vocabulary.size:
             raise UserError(
-                f"{os.path.join(folder, name)} has {_KEY} = {limits.shortened(stated)}, must be a token's number below "
+                f"{os.path.join(folder, name)} has {START_ID} = {limits.shortened(stated)}, must be a token's number below "
                 f"{vocabulary.size}: correct it"
             )
         return stated

@@ -20,6 +20,7 @@ ADDED_FILE = "added_tokens.json"  # ids of added tokens of older tokenizers
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # folder of further templates, NAME.jinja
 GENERATION_FILE = "generation_config.json"  # end tokens and sampling options
+START_ID = "decoder_start_token_id"
 MODEL_FILE = "config.json"  # config of a transformers model; its token ids are used if there is no GENERATION_FILE
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # The files of a tokenizer, by its kind.
@@ -103,8 +104,13 @@ def carried(folder: str) -> dict[str, bytes]:
     if several := _named_templates(folder, files):
         files.pop(TEMPLATE_FILE, None)  # it would be the only one
         files |= several
-    if GENERATION_FILE not in files and (made := generation(read_json(os.path.join(folder, MODEL_FILE)) or {})):
+    model = read_json(os.path.join(folder, MODEL_FILE)) or {}
+    if GENERATION_FILE not in files and (made := generation(model)):
         files[GENERATION_FILE] = made
+    elif GENERATION_FILE in files and model.get(START_ID) is not None:
+        stated = limits.parse_json(files[GENERATION_FILE], unlimited=True)
+        if isinstance(stated, dict) and stated.get(START_ID) is None:  # as decoder_start.start_id reads both files
+            files[GENERATION_FILE] = (json.dumps({**stated, START_ID: model[START_ID]}, indent=2) + "\n").encode()
     return files
 
 

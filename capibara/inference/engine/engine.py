@@ -23,7 +23,7 @@ from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.request import LIKELIEST, InputProcessor, Request
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.sampling.sampling import Sampling
-from capibara.models.api import Adapter, Model
+from capibara.models.api import Adapter, Model, longest_encoded
 from capibara.sharding import Rules
 
 __all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
@@ -65,10 +65,9 @@ class Engine:
         adapters: Sequence[Adapter] = (),
     ):
         check_generates(model)
-        longest = model.config.max_length
-        if longest is not None and max(length, encoder_length or 0) > longest:
-            most = max(length, encoder_length or 0)
-            raise UserError(f"the length of rows ({most}) must be at most the model's max_length: try {longest}")
+        for most, longest in ((length, model.config.max_length), (encoder_length or 0, longest_encoded(model.config))):
+            if longest is not None and most > longest:
+                raise UserError(f"the length of rows ({most}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
         self._core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
         self._inputs = InputProcessor(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf import families, tables, wrappers
+from capibara.interop.hf import families, keys, tables, wrappers
 from capibara.interop.hf.layout.family import Kind
 from capibara.interop.hf.layout.rows import Cut
 from capibara.interop.hf.layout.tensors import Shape
@@ -71,7 +71,15 @@ def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.n
     if names is None:
         return {}
     known = {names.canonical(name) for name in stored}
-    return {name: value(config) for name, value in names.absent.items() if name not in known}
+    missing = {name: value for name, value in names.absent.items() if name not in known}
+    if not missing:
+        return {}
+    family = families.FAMILIES[str(config["model_type"])]
+    values = {**family.defaults, **keys.canonical(config, family)}
+    try:
+        return {name: value(values) for name, value in missing.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"config.json cannot be read ({type(error).__name__}: {error}): copy the file again") from error
 
 
 def cuts(config: Mapping[str, Any], shapes: Callable[[], Mapping[str, Shape]]) -> dict[str, Cut]:

@@ -185,9 +185,9 @@ def quantize(
     """
     if not isinstance(model.config, api.DecoderConfig) or model.config.moe is not None:
         raise UserError(f"--quantize={how.method} is for decoders without experts, not for {config['model_type']}")
-    if model.layer is None:
+    if model.layer is None or model.config.mixer is not None or model.config.one_branch:
         raise UserError(
-            f"--quantize={how.method} is for decoders whose layers are independent of each other, not for "
+            f"--quantize={how.method} is for decoders whose layers all have attention and an MLP, not for "
             f"{config['model_type']}: write a GGUF file with --dtype=q4_k_m"
         )
     chosen = grid_of(how, model, q4_0=q4_0)

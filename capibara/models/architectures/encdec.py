@@ -29,6 +29,7 @@ from capibara.models.parts.config import (
     OF_DECODERS,
     EmbeddingNorm,
     EmbeddingScale,
+    FinalNorm,
     Head,
     HeadBias,
     NormPlacement,
@@ -79,6 +80,7 @@ class EncoderDecoderConfig(TransformerConfig):
       relative_tables: whether the layers of a stack share a table.
       encoder_window: number of positions visible to a query of the encoder in each direction, its own included (LongT5's
         local attention); None: all.
+      final_norm: whether the last layers' outputs are normalised (not in BART).
     """
 
     activation: Activation = Activation.GEGLU
@@ -92,6 +94,7 @@ class EncoderDecoderConfig(TransformerConfig):
     relative_distance: int = 128
     relative_tables: RelativeTables = RelativeTables.SHARED
     encoder_window: int | None = None
+    final_norm: FinalNorm = FinalNorm.LAYER
 
     @property
     def data_kind(self) -> str:
@@ -265,7 +268,7 @@ class Stack(nnx.Module):
             return made
 
         self.layers = stack.stacked(make, rngs, num_layers)
-        if config.norm_placement is not NormPlacement.POST:
+        if config.final_norm is not FinalNorm.NONE:
             self.norm = config.make_norm(rngs)
 
     def embed(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
@@ -278,7 +281,7 @@ class Stack(nnx.Module):
 
     def normed(self, x_BTD: jax.Array) -> jax.Array:
         """The layers' output as what follows reads it."""
-        x_BTD = x_BTD if self.config.norm_placement is NormPlacement.POST else self.norm(x_BTD)
+        x_BTD = x_BTD if self.config.final_norm is FinalNorm.NONE else self.norm(x_BTD)
         return constrain(x_BTD, ("batch", "act_time", "act_embed"))
 
     def _distances(self, block: Block | None = None) -> RelativeBias | None:

@@ -66,19 +66,24 @@ def axes(kept: Cache) -> Any:
 
 
 def capacity(kept: Cache) -> int:
-    """The most tokens that a row of a cache, paged or dense, has room for; states have room for any number."""
+    """The most tokens that a row of a cache, paged or dense, has room for; 0: no layer keeps keys."""
 
     def of_layer(layer: LayerCache) -> int:
         if "key_pages" in layer:
             return layer["key_pages"].shape[2] * layer["table"].shape[1]
         return layer["key"].shape[2]
 
-    return max((of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer)), default=2**31 - 1)
+    return max((of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer)), default=0)
 
 
 def shares(rows: Cache, length: int) -> bool:
     """Whether any layer of a `start_cache` result with a capacity of `length` would be paged."""
     return not all(is_short(layer, length) for layer in rows["layers"])
+
+
+def keeps_keys(layer: LayerCache) -> bool:
+    """Whether a layer keeps keys and values of tokens."""
+    return dense.has_keys(layer)
 
 
 def is_short(layer: LayerCache, length: int) -> bool:

@@ -70,7 +70,7 @@ class _KimiDelta(MixerLayer):
             setattr(self, up.name, layers.projection(rngs, up, (H, N, H)))
         self.strength = layers.projection(rngs, projections.DELTA_STRENGTH, (D, N, 1))
         self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
-        self.decay_bias = layers.param(rngs, (N, H), _HEADS, inverse_of_steps)
+        self.decay_bias = layers.param(rngs, (N, H), ("norm", None), inverse_of_steps)
         self.norm = layers.Norm(H, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)
         self.out = layers.projection(rngs, projections.DELTA_OUT, (N, H, D), 0.5 / sizes.num_layers)
 

@@ -92,9 +92,9 @@ class _Mamba(MixerLayer):
         setattr(self, conv, layers.param(rngs, (width, config.taps), ("mlp", None), layers.fan_in(1)))
         if config.bias.of_conv:
             setattr(self, f"{conv}_bias", layers.param(rngs, (width,), ("mlp",), layers.zeros))
-        self.time_bias = layers.param(rngs, (width,), ("mlp",), inverse_of_steps)
-        self.decay_log = layers.param(rngs, (width, K), ("mlp", None), _log_of_rates)
-        self.skip = layers.param(rngs, (width,), ("mlp",), layers.ones)
+        self.time_bias = layers.param(rngs, (width,), ("norm",), inverse_of_steps)
+        self.decay_log = layers.param(rngs, (width, K), ("norm", None), _log_of_rates)
+        self.skip = layers.param(rngs, (width,), ("norm",), layers.ones)
         if config.norms is not StateNorms.NONE:
             for by, size in zip(projections.SSM_NORMED, (R, K, K), strict=True):
                 norm = layers.Norm(

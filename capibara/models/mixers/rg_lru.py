@@ -77,7 +77,7 @@ class _RgLru(MixerLayer):
         for name in _GATES:
             setattr(self, name, layers.param(rngs, (N, W, W), ("mlp", None, None), layers.fan_in(1)))
             setattr(self, f"{name}_bias", layers.param(rngs, (N, W), ("mlp", None), layers.zeros))
-        self.rate = layers.param(rngs, (width,), ("mlp",), _inverse_of_decays)
+        self.rate = layers.param(rngs, (width,), ("norm",), _inverse_of_decays)
         self.out = layers.projection(rngs, projections.SSM_OUT, (width, D), 0.5 / sizes.num_layers)
         self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
 

@@ -390,6 +390,11 @@ def trains(config: TransformerConfig) -> Callable[[str], bool] | None:
     return lambda name: name not in config.untrained and (config.lora is None or config.lora.trains(name))
 
 
+def longest_encoded(config: TransformerConfig) -> int | None:
+    """The longest row of an encoder beside a decoder; None: no limit. Positions that are added have a table for it."""
+    return config.max_length if getattr(config, "positions", Positions.NONE).added else None
+
+
 def _check_numbers(config: TransformerConfig) -> None:
     own = type(config).__name__
     if not 0 <= config.dropout_rate < 1:

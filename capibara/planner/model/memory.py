@@ -13,7 +13,7 @@ import jax
 
 from capibara.core import projections
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
-from capibara.models.cache import dense
+from capibara.models.api import paged
 from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat, RematPolicy
@@ -188,7 +188,7 @@ def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
         return 0.0
     cache = jax.eval_shape(lambda: model.start_cache(rows, work.length, encoder_length=work.encoder_length))
     total = 0.0
-    for layer, axes in zip(cache["layers"], dense.axes(cache)["layers"], strict=True):
+    for layer, axes in zip(cache["layers"], paged.axes(cache)["layers"], strict=True):
         for name, array in layer.items():
             heads_are_shared_out = "act_kv_heads" in axes[name] and array.shape[1] % tensor == 0
             total += array.size * array.dtype.itemsize / (tensor if heads_are_shared_out else 1)

@@ -14,7 +14,7 @@ from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Dataset
-from capibara.models.api import TransformerConfig
+from capibara.models.api import TransformerConfig, longest_encoded
 from capibara.objectives.base import Normalization
 from capibara.objectives.cross_entropy import CrossEntropy
 from capibara.objectives.loss import CrossEntropyOptions, Loss
@@ -172,8 +172,7 @@ class RunOptions:
                 f"Hints.domains {hints.domains} must be Dataset.domains {self.dataset.domains}, in the same order: set "
                 f"Dataset.domains = {hints.domains}"
             )
-        longest = self.model.max_length
-        for name in ("length", "encoder_length"):
+        for name, longest in (("length", self.model.max_length), ("encoder_length", longest_encoded(self.model))):
             length = getattr(self.dataset, name)
             if longest is not None and length is not None and length > longest:
                 raise UserError(

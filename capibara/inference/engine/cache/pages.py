@@ -110,6 +110,10 @@ def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: in
             f"EngineConfig.page_size is {config.page_size}, but pages are for decoders, not for encoder-decoders: {leave_out}"
         )
     rows = jax.eval_shape(lambda: model.start_cache(1, length, spare=config.spare))
+    if not any(map(paged.keeps_keys, rows["layers"])):
+        raise UserError(
+            f"EngineConfig.page_size is {config.page_size}, but no layer of the model keeps keys and values: {leave_out}"
+        )
     if not paged.shares(rows, length):
         raise UserError(
             f"EngineConfig.page_size is {config.page_size}, but every layer of the model has a window "

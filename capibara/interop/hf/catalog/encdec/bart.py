@@ -137,7 +137,7 @@ _NAMES = Names(
 _ADDED = {"embedding_norm": "layer", "positions": "learned", "position_offset": 2}
 
 FAMILIES = (
-    (_family("bart", "Bart", norm_placement="post", **_ADDED), _NAMES),
+    (_family("bart", "Bart", norm_placement="post", final_norm="none", **_ADDED), _NAMES),
     (_family("mbart", "MBart", norm_placement="pre", **_ADDED), _NAMES),
     (
         # Its sines are tensors of a checkpoint, which older ones leave out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
 from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE, read_mlp_types, write_mlp_types
@@ -20,12 +21,13 @@ from capibara.interop.hf.layout.family import (
 from capibara.interop.hf.layout.rows import DEEPSEEK_EXPERTS, LLAMA_LIKE, L, Names, renamed, rows
 from capibara.models.api import DecoderConfig, KimiDelta, TransformerConfig
 
+_CONVOLVED = (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE)
 _X, _SELF = "layers/mixer/", L + "self_attn."
 _LAYOUTS = {
     **dict.fromkeys((_X + "query", _X + "key", _X + "value", _X + "strength"), "ldnh"),
     **dict.fromkeys((_X + "query_conv", _X + "key_conv", _X + "value_conv"), "lnhk"),
-    **dict.fromkeys((_X + "decay_down", _X + "gate_down"), "ldr"),
-    **dict.fromkeys((_X + "decay_up", _X + "gate_up"), "lrnh"),
+    **dict.fromkeys((_X + "decay_down", _X + "gate_down"), "ldg"),
+    **dict.fromkeys((_X + "decay_up", _X + "gate_up"), "lgnh"),
     _X + "decay_log": "ln",
     _X + "decay_bias": "lnh",
     _X + "norm/scale": "lh",
@@ -33,13 +35,13 @@ _LAYOUTS = {
 }
 _MIXER = rows(
     [
-        *((f"{_SELF}{name[0]}_proj.weight", "nh d", _X + name) for name in ("query", "key", "value")),
-        *((f"{_SELF}{name[0]}_conv1d.weight", "nh u k", f"{_X}{name}_conv") for name in ("query", "key", "value")),
+        *((f"{_SELF}{by.name[0]}_proj.weight", "nh d", _X + by.name) for by in _CONVOLVED),
+        *((f"{_SELF}{by.name[0]}_conv1d.weight", "nh u k", f"{_X}{by.name}_conv") for by in _CONVOLVED),
         (_SELF + "b_proj.weight", "nh d", _X + "strength"),
-        (_SELF + "f_a_proj.weight", "r d", _X + "decay_down"),
-        (_SELF + "f_b_proj.weight", "nh r", _X + "decay_up"),
-        (_SELF + "g_a_proj.weight", "r d", _X + "gate_down"),
-        (_SELF + "g_b_proj.weight", "nh r", _X + "gate_up"),
+        (_SELF + "f_a_proj.weight", "g d", _X + "decay_down"),
+        (_SELF + "f_b_proj.weight", "nh g", _X + "decay_up"),
+        (_SELF + "g_a_proj.weight", "g d", _X + "gate_down"),
+        (_SELF + "g_b_proj.weight", "nh g", _X + "gate_up"),
         (_SELF + "A_log", "u u n u", _X + "decay_log"),
         (_SELF + "dt_bias", "nh", _X + "decay_bias"),
         (_SELF + "o_norm.weight", "h", _X + "norm/scale"),

@@ -106,7 +106,6 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return written | {"norm_topk_prob": moe.gates == "normalized"}
 
 
-_EXPERT = "mixer.experts.{e}."
 _ROWS = (
     AROUND
     + renamed(mixer_rows("mixer"), BACKBONE)
