@@ -228,7 +228,7 @@ def test_token_ids_and_the_like_are_kept():
 
 
 REFUSED = {
-    "model_type 'mamba', must be one of llama, mistral": dict(model_type="mamba"),
+    "model_type 'rwkv', must be one of llama, mistral": dict(model_type="rwkv"),
     "the head of LlamaForSequenceClassification is not read, take the folder of the language model": PUBLISHED[
         "llama2_7b"
     ]
