@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
 from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE, read_mlp_types, write_mlp_types
@@ -31,10 +32,11 @@ _LAYOUTS = {
     _X + "norm/scale": "lh",
     _X + "out": "lnhd",
 }
+_CONVOLVED = tuple(one.name for one in (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE))
 _MIXER = rows(
     [
-        *((f"{_SELF}{name[0]}_proj.weight", "nh d", _X + name) for name in ("query", "key", "value")),
-        *((f"{_SELF}{name[0]}_conv1d.weight", "nh u k", f"{_X}{name}_conv") for name in ("query", "key", "value")),
+        *((f"{_SELF}{name[0]}_proj.weight", "nh d", _X + name) for name in _CONVOLVED),
+        *((f"{_SELF}{name[0]}_conv1d.weight", "nh u k", f"{_X}{name}_conv") for name in _CONVOLVED),
         (_SELF + "b_proj.weight", "nh d", _X + "strength"),
         (_SELF + "f_a_proj.weight", "r d", _X + "decay_down"),
         (_SELF + "f_b_proj.weight", "nh r", _X + "decay_up"),
@@ -48,7 +50,11 @@ _MIXER = rows(
     _LAYOUTS,
 )
 # As transformers 5.24 writes them, the MLP of the first layer, too.
-_NAMES = ((".mlp.", ".block_sparse_moe."), ("gate_proj.weight", "w1.weight"), ("up_proj.weight", "w3.weight"))
+_NAMES: tuple[tuple[str, str], ...] = (
+    (".mlp.", ".block_sparse_moe."),
+    ("gate_proj.weight", "w1.weight"),
+    ("up_proj.weight", "w3.weight"),
+)
 _NAMES += (("down_proj.weight", "w2.weight"),)
 _EXPERTS = tuple(renamed((row,), *(_NAMES if "{e}" in row.name else _NAMES[:1]))[0] for row in DEEPSEEK_EXPERTS)
 _SIZES = {"heads": "linear_num_heads", "head_dim": "linear_head_dim", "taps": "linear_conv_kernel_dim"}
