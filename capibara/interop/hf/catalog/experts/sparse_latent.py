@@ -7,7 +7,13 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
-from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE, read_mlp_types, write_mlp_types
+from capibara.interop.hf.catalog.experts.glm import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_MOE,
+    read_mlp_types,
+    with_mlp_types,
+    write_mlp_types,
+)
 from capibara.interop.hf.layout.family import LATENT_SIZES, NO_BIAS, SILU, WITHOUT_GROUPS, Family, Values
 from capibara.interop.hf.layout.rows import DEEPSEEK_EXPERTS, LLAMA_LIKE, A, L, Names, rows
 from capibara.kernels.rotary import Pairs
@@ -37,11 +43,7 @@ def _prepare(values: Values) -> Values:
     """With a kind of MLP for each layer: the first ones are dense."""
     if values.get("q_lora_rank") is None:
         raise UserError("config.json has q_lora_rank = None, must be at least 1: the indexer reads these latents")
-    if values.get("mlp_layer_types") is not None:
-        return values
-    count = values["num_hidden_layers"]
-    first = min(values["first_k_dense_replace"], count)
-    return {**values, "mlp_layer_types": ["dense"] * first + ["sparse"] * (count - first)}
+    return with_mlp_types(values)
 
 
 def _prepare_glm(values: Values) -> Values:
