@@ -198,6 +198,7 @@ ALL = (
     + EXPERTS
     + SHARED
     + LATENT
+    + INDEX
     + GEMMA3N
     + CONV
     + DELTA

@@ -63,6 +63,22 @@ def read_mlp_types(values: Values) -> dict[str, Any]:
     return expert_layers([kind == "sparse" for kind in types], of)
 
 
+def with_mlp_types(values: Values) -> Values:
+    """The values with mlp_layer_types, whose first ones are dense where a file has none.
+
+    Raises:
+      UserError: no layer has experts.
+    """
+    if values.get("mlp_layer_types") is not None:
+        return values
+    first, count = values["first_k_dense_replace"], values["num_hidden_layers"]
+    if first >= count:
+        raise UserError(
+            f"config.json has first_k_dense_replace = {first}, must be below num_hidden_layers = {count}: take another model"
+        )
+    return {**values, "mlp_layer_types": ["dense"] * first + ["sparse"] * (count - first)}
+
+
 def write_mlp_types(config: TransformerConfig) -> dict[str, Any]:
     """The mlp_layer_types of a model."""
     kinds = ["dense" if layer in config.dense_layers else "sparse" for layer in range(config.num_layers)]

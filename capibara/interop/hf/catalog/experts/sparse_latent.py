@@ -7,9 +7,16 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
-from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE, read_mlp_types, write_mlp_types
+from capibara.interop.hf.catalog.experts.glm import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_MOE,
+    read_mlp_types,
+    with_mlp_types,
+    write_mlp_types,
+)
 from capibara.interop.hf.layout.family import LATENT_SIZES, NO_BIAS, SILU, WITHOUT_GROUPS, Family, Values
 from capibara.interop.hf.layout.rows import DEEPSEEK_EXPERTS, LLAMA_LIKE, A, L, Names, rows
+from capibara.kernels.rotary import Pairs
 from capibara.models.api import Indexer, TransformerConfig
 
 _I = A + "indexer/"
@@ -36,11 +43,7 @@ def _prepare(values: Values) -> Values:
     """With a kind of MLP for each layer: the first ones are dense."""
     if values.get("q_lora_rank") is None:
         raise UserError("config.json has q_lora_rank = None, must be at least 1: the indexer reads these latents")
-    if values.get("mlp_layer_types") is not None:
-        return values
-    count = values["num_hidden_layers"]
-    first = min(values["first_k_dense_replace"], count)
-    return {**values, "mlp_layer_types": ["dense"] * first + ["sparse"] * (count - first)}
+    return with_mlp_types(values)
 
 
 def _prepare_glm(values: Values) -> Values:
@@ -66,7 +69,7 @@ def _prepare_glm(values: Values) -> Values:
     return _prepare(values)
 
 
-def _read(pairs: str) -> Callable[[Values], dict[str, Any]]:
+def _read(pairs: Pairs) -> Callable[[Values], dict[str, Any]]:
     def read(values: Values) -> dict[str, Any]:
         fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in _SIZES.items()} | {"pairs": pairs}
         return read_latent(values, Indexer(**fields))
@@ -111,7 +114,7 @@ FAMILIES = (
             | {"index_n_heads": 64},
             read_keys=(*_READ_KEYS, "first_k_dense_replace"),
             prepare=_prepare,
-            read=_read("halves"),
+            read=_read(Pairs.HALVES),
             write=_write,
             **_COMMON,
         ),
@@ -126,7 +129,7 @@ FAMILIES = (
             | {"topk_group": 1, "index_n_heads": 32, "index_topk_freq": 1, "index_skip_topk_offset": 2},
             read_keys=(*_READ_KEYS, "first_k_dense_replace", "indexer_types", "index_topk_pattern"),
             prepare=_prepare_glm,
-            read=_read("adjacent"),
+            read=_read(Pairs.ADJACENT),
             write=_write_glm,
             **_COMMON,
         ),

@@ -7,7 +7,13 @@ from typing import Any
 from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
-from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_KEYS, DEEPSEEK_MOE, read_mlp_types, write_mlp_types
+from capibara.interop.hf.catalog.experts.glm import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_MOE,
+    read_mlp_types,
+    with_mlp_types,
+    write_mlp_types,
+)
 from capibara.interop.hf.layout.family import (
     LATENT_SIZES,
     NO_BIAS,
@@ -33,6 +39,7 @@ _LAYOUTS = {
     _X + "norm/scale": "lh",
     _X + "out": "lnhd",
 }
+_CONVOLVED = tuple(one.name for one in (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE))
 _MIXER = rows(
     [
         *((f"{_SELF}{by.name[0]}_proj.weight", "nh d", _X + by.name) for by in _CONVOLVED),
@@ -76,12 +83,9 @@ def _prepare(values: Values) -> Values:
         types = [kinds.get(layer + 1) for layer in range(count)]
     elif types is None:
         types = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(count)]
-    mlps = values.get("mlp_layer_types")
-    if mlps is None:
-        first = values["first_k_dense_replace"]
-        mlps = ["dense" if layer < first else "sparse" for layer in range(count)]
+    values = with_mlp_types(values)
     heads = values.get("num_key_value_heads") or values["num_attention_heads"]
-    return {**values, **sizes, "layer_types": types, "mlp_layer_types": mlps, "num_key_value_heads": heads}
+    return {**values, **sizes, "layer_types": types, "num_key_value_heads": heads}
 
 
 def _read(values: Values) -> dict[str, Any]:
