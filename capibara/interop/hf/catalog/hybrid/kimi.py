@@ -39,7 +39,6 @@ _LAYOUTS = {
     _X + "norm/scale": "lh",
     _X + "out": "lnhd",
 }
-_CONVOLVED = tuple(one.name for one in (projections.DELTA_QUERY, projections.DELTA_KEY, projections.DELTA_VALUE))
 _MIXER = rows(
     [
         *((f"{_SELF}{by.name[0]}_proj.weight", "nh d", _X + by.name) for by in _CONVOLVED),
