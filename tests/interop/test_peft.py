@@ -252,3 +252,16 @@ def test_existing_targets_and_missing_sources_are_refused(tmp_path):
     model = api.build(dataclasses.replace(plain.config, lora=Lora(rank=2)))
     with pytest.raises(UserError, match="must be a new folder"):
         peft.write_peft(str(tmp_path), base, model, "llama")
+
+
+def test_adapters_of_recurrent_layers_are_refused(tmp_path):
+    mixer = api.Mamba(inner_dim=32, state_dim=5, step_rank=6)
+    sizes = dict(vocab_size=96, embed_dim=16, num_layers=2, num_heads=1, mlp_dim=0, positions="none")
+    config = DecoderConfig(
+        **sizes, mixer=mixer, layer_pattern=("recurrent",), lora=Lora(rank=2, targets=("all-linear",))
+    )
+    model = api.build(config)
+    with pytest.raises(
+        UserError, match="a model of recurrent layers, which PEFT's adapters cannot have here: merge them"
+    ):
+        peft.write_peft(str(tmp_path / "adapter"), model.abstract_params, model, "mamba")

@@ -17,6 +17,7 @@ import gguf_cases as cases  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from capibara.cli import convert
+from capibara.core.types import UserError  # noqa: E402
 from capibara.data.tokenizers.vocabulary import ByteVocabulary  # noqa: E402
 from capibara.interop import conversion, open_model
 from capibara.interop.gguf.read import open_gguf  # noqa: E402
@@ -436,3 +437,19 @@ def test_llama_cpp_answers_as_the_model_that_was_made(text, tmp_path):
         ours_of = logits - np.log(np.sum(np.exp(logits)))
         told[name] = np.sqrt(np.mean([np.square(ours_of[token] - theirs) for token, theirs in best]))
     assert told["made"] < 0.2 * told["before"], told
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        dict(mixer=api.Mamba(inner_dim=32, step_rank=4), layer_pattern=("recurrent",), mlp_dim=0, positions="none"),
+        dict(mlp_dim=0),
+    ],
+    ids=["recurrent", "attention alone"],
+)
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_layers_of_one_branch_are_refused(layers, method, text):
+    config = api.DecoderConfig(**dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64) | layers)
+    model, source = api.build(config), Source("llama")
+    with pytest.raises(UserError, match="decoders whose layers all have attention and an MLP, not for llama"):
+        quantization.quantize(model, {}, source.config, source.tokenizer, asked(method, text), q4_0=False)

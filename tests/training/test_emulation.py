@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from capibara import config
+from capibara.models import api
 from capibara.training import emulation
 from capibara.training.trainer import Trainer
 
@@ -118,3 +119,11 @@ def test_both_rows_and_both_stacks_of_an_encoder_decoder_shrink():
     shrunk = emulation.shrunk(trainer, 8)
     assert trainer.dataset.encoder_length > shrunk.dataset.encoder_length == 128
     assert (shrunk.model.num_layers, shrunk.model.encoder_layers, shrunk.model.mlp_dim) == (4, 4, 320)
+
+
+def test_layers_without_an_mlp_stay_without():
+    mixer = api.Mamba(inner_dim=1024, step_rank=32)
+    alone = dict(mixer=mixer, layer_pattern=("recurrent",), mlp_dim=0, positions="none", num_heads=1)
+    model = api.DecoderConfig(vocab_size=512, embed_dim=512, num_layers=8, **alone)
+    shrunk = emulation.shrunk(dataclasses.replace(base(), model=model), 8).model
+    assert shrunk.embed_dim == 128 and shrunk.mlp_dim == 0 and shrunk.one_branch and shrunk.mixer.inner_dim == 256

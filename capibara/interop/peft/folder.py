@@ -253,6 +253,11 @@ def _check_widths(model: Model, folder: str) -> None:
             f"{folder} is for a model whose layers differ ({lacking}), which PEFT's adapters cannot have here: merge them, and "
             "write the whole model"
         )
+    if model.config.mixer is not None:  # its projections are fused along dimensions of several widths
+        raise UserError(
+            f"{folder} is for a model of recurrent layers, which PEFT's adapters cannot have here: merge them, and write the "
+            "whole model"
+        )
 
 
 def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str, weight: Weight | None) -> Adapted:

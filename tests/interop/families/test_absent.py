@@ -13,6 +13,7 @@ import safetensors.numpy
 from jax.sharding import SingleDeviceSharding
 
 from capibara.core.types import UserError
+from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.interop import open_model
@@ -128,6 +129,11 @@ def test_a_decoder_begins_with_what_the_files_beside_its_tokenizer_say(files, wa
         (tmp_path / name).write_text(json.dumps(values))
     vocabulary = TokenizerJsonVocabulary(path=str(tmp_path))
     assert start_id(vocabulary) == (wanted if files else vocabulary.pad_id)
+    copy = tmp_path / "copy"  # as a run keeps it, without the model's file
+    copy.mkdir()
+    for name, content in tokenizer_files.carried(str(tmp_path)).items():
+        (copy / name).write_bytes(content)
+    assert start_id(TokenizerJsonVocabulary(path=str(copy))) == start_id(vocabulary)
 
 
 def test_a_start_that_the_tokenizer_does_not_have_is_refused(tmp_path):
@@ -147,3 +153,20 @@ def test_convolutions_that_are_cut_elsewhere_are_read_as_they_were(tmp_path):
     foreign = open_model.open_model(str(tmp_path))
     assert [foreign.shapes()[name] for name in names] == [(16, 1, 3)] * 3
     np.testing.assert_array_equal(np.concatenate([foreign.read(name) for name in names]), whole)
+
+
+@pytest.mark.parametrize(
+    "name, change, says",
+    [("bart", {"vocab_size": None}, "config.json"), ("pegasus", {"d_model": None, "hidden_size": 32}, None)],
+)
+def test_what_a_file_lacks_is_made_of_its_values_as_they_are_read(name, change, says, tmp_path):
+    lacking = {"final_logits_bias", *(f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder"))}
+    write(tmp_path, name, lambda tensors: {key: x for key, x in tensors.items() if key not in lacking})
+    path = tmp_path / "config.json"
+    values = {key: value for key, value in (json.loads(path.read_text()) | change).items() if value is not None}
+    path.write_text(json.dumps(values))
+    if says is None:
+        assert loaded(tmp_path)
+        return
+    with pytest.raises(UserError, match=says):
+        loaded(tmp_path)

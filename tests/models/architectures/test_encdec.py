@@ -18,7 +18,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
 from capibara.models import api
-from capibara.models.api import EncoderDecoderConfig
+from capibara.models.api import EncoderDecoderConfig, longest_encoded
 from capibara.models.layers.relative import RelativeBias, buckets
 from capibara.optim import Optimizer
 from capibara.sharding import Plan, Remat
@@ -48,7 +48,7 @@ TINY = EncoderDecoderConfig(
 )
 ADDED = EncoderDecoderConfig(
     vocab_size=96, embed_dim=32, num_layers=2, num_encoder_layers=3, num_heads=4, mlp_dim=48, max_length=40, dtype="float32",
-    positions="learned", position_offset=2, norm="layer", norm_placement="post", bias="all", activation="gelu",
+    positions="learned", position_offset=2, norm="layer", norm_placement="post", final_norm="none", bias="all", activation="gelu",
     embedding_norm="layer", embedding_scale="tokens", attention_scale=None, head="tied", head_scale="none", head_bias="vocab",
 )  # fmt: skip
 LOCAL = dataclasses.replace(TINY, encoder_window=4)
@@ -337,3 +337,15 @@ def test_impossible_positions_are_refused(change, message):
 def test_impossible_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+def test_norms_behind_the_layers_are_a_choice_of_their_own():
+    """Runs of earlier versions with norms behind the branches have final norms."""
+    with_norms = api.build(dataclasses.replace(ADDED, final_norm="layer")).abstract_params
+    without = api.build(ADDED).abstract_params
+    for side in ("encoder", "decoder"):
+        assert "norm" in with_norms[side] and "norm" not in without[side]
+
+
+def test_only_added_positions_limit_the_encoders_rows():
+    assert longest_encoded(ADDED) == 40 and longest_encoded(dataclasses.replace(TINY, max_length=16)) is None

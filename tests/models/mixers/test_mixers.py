@@ -28,6 +28,7 @@ from capibara.models.api import (
     ShortConv,
 )
 from capibara.models.flops import flops_per_token
+from capibara.optim.matrices import sides
 from capibara.sharding import Plan
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=5, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
@@ -253,3 +254,14 @@ def test_layers_without_an_mlp_are_of_decoders():
         EncoderConfig(**sizes, max_length=64)
     attends_alone = api.build(DecoderConfig(**sizes))
     assert set(attends_alone.abstract_params["layers"]) == {"attention", "branch_norm"}
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "delta", "kimi", "rg_lru"])
+def test_rates_are_kept_whole_and_not_drawn_to_zero(name):
+    """Rounded to bfloat16, rates and steps would be others in generation than in training."""
+    model = api.build(dataclasses.replace(config_of(name), dtype="bfloat16"))
+    axes = model.axes["layers"]["mixer"]
+    rates = [own for own in axes if own.startswith(("decay_log", "decay_bias", "time_bias", "rate", "skip"))]
+    assert rates
+    for own in rates:
+        assert sides(axes[own]) is None and "norm" in axes[own], own

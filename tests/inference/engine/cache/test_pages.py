@@ -24,7 +24,7 @@ from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, ShortConv
 from capibara.models.cache import dense, paged
 from capibara.sharding import Plan
 
@@ -323,6 +323,9 @@ def test_models_that_have_nothing_to_share():
     windowed = api.build(dataclasses.replace(CONFIG, layer_pattern=("local",), window=16))
     with pytest.raises(UserError, match="page_size is 8, but every layer of the model has a window .16. shorter"):
         Engine(windowed, {}, VOCABULARY, LENGTH, settings)
+    states = dict(mixer=ShortConv(), layer_pattern=("recurrent",), positions="none")
+    with pytest.raises(UserError, match="page_size is 8, but no layer of the model keeps keys and values"):
+        Engine(api.build(dataclasses.replace(CONFIG, **states)), {}, VOCABULARY, LENGTH, settings)
     sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=48)
     with pytest.raises(UserError, match="page_size is 8, but pages are for decoders"):
         Engine(api.build(EncoderDecoderConfig(**sizes)), {}, VOCABULARY, LENGTH, settings, 16)
