@@ -71,7 +71,7 @@ def _weights_per_token(
         ("bias", "magnitude", "_lora/rows", "_norm/scale")
     )
     of_distances = name.rpartition("/")[2] in _OF_DISTANCES  # projected once in a step
-    if not matrix or of_distances or {"vocab", "position", "norm"} & {*names}:
+    if not matrix or of_distances or "vocab" in names or "position" in names or {*names} <= {"layers", "norm", None}:
         return 0.0
     size = leaf.size * _share(config, name)
     if "experts" not in names:

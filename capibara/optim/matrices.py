@@ -33,7 +33,7 @@ def sides(axes: Axes) -> tuple[Dims, Dims] | None:
     outputs are the last space. Along stack axes there are independent matrices.
     """
     found = spaces(axes)
-    if len(found) < 2 or "norm" in axes:  # of norms, and rates of decay
+    if len(found) < 2 or {*axes} <= {"layers", "norm", None}:  # the latter are rates of decay
         return None
     back = axes[-1] == "embed" and axes[found[0][0]] != "embed"
     inputs, outputs = (found[:-1], found[-1:]) if back else (found[:1], found[1:])

@@ -233,8 +233,8 @@ REFUSED = {
         "llama2_7b"
     ]
     | dict(architectures=["LlamaForSequenceClassification"]),
-    "rope_type 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED["llama2_7b"]
-    | dict(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
+    "rope_type 'spiral', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED["llama2_7b"]
+    | dict(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
     "short_factor = None, must be a list of numbers": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
     "long_factor = ['x'], must be a list of numbers": PUBLISHED["phi3_mini"]

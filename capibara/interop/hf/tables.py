@@ -265,11 +265,13 @@ NAMES = {
     "qwen2": Names(QWEN2, *LLAMA_LIKE),
     "qwen3": Names(QWEN3, *LLAMA_LIKE),
     "gemma2": Names(GEMMA2, *LLAMA_LIKE),
-    "gemma3_text": Names(GEMMA3, *LLAMA_LIKE),
+    # Folders of the text model may hold what was beside it.
+    "gemma3_text": Names(GEMMA3, *LLAMA_LIKE, r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."),
     "gemma3n_text": Names(
         GEMMA3N,
         (BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
         BUFFERS,
+        r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.",
     ),
     "phi3": Names(PHI3, *LLAMA_LIKE),
     "mixtral": Names(MIXTRAL, *LLAMA_LIKE),

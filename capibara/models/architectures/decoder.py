@@ -131,6 +131,8 @@ class DecoderConfig(Patterned, TransformerConfig):
         return self.window_kind is WindowKind.BLOCK
 
     def __post_init__(self) -> None:
+        if not self.layer_pattern:
+            raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
         super().__post_init__()
         _check_relative(self)
         self._check_blocks()
@@ -156,8 +158,6 @@ class DecoderConfig(Patterned, TransformerConfig):
             raise UserError(
                 "DecoderConfig.max_length has no value, learned positions need one: set it to the row length"
             )
-        if not self.layer_pattern:
-            raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
         if self.window is not None and not 1 <= self.window < 2**31:
             raise UserError(
                 f"DecoderConfig.window is {self.window}, must be at least 1 and below 2**31, or None: try 4096"
