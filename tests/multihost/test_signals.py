@@ -47,6 +47,15 @@ def test_a_second_ctrl_c_interrupts_at_once():
         assert signals.number == signal.SIGTERM
 
 
+def test_the_first_signal_says_how_it_ends():
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signals.pause(60.0)
+
+
 def test_another_thread_has_no_handlers():
     before, seen = signal.getsignal(signal.SIGINT), []
 

@@ -225,9 +225,15 @@ def write_drawn(folder, recorded):
 
 
 # Every third of them in `make test`; all in `make test-families`.
+OF_MIXERS = ("kimi_linear", "lfm2", "mamba", "mamba2", "olmo_hybrid", "recurrent_gemma")  # one of each
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if at % 3 == 0 else pytest.mark.heavy) for at, name in enumerate(sorted(CASES))],
+    [
+        pytest.param(name, marks=() if at % 3 == 0 or name in OF_MIXERS else pytest.mark.heavy)
+        for at, name in enumerate(sorted(CASES))
+    ],
 )
 def test_a_family_answers_as_recorded(name, tmp_path):
     recorded = json.loads((RECORDED / f"{name}.json").read_text())

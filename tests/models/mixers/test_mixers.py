@@ -265,3 +265,9 @@ def test_rates_are_kept_whole_and_not_drawn_to_zero(name):
     assert rates
     for own in rates:
         assert sides(axes[own]) is None and "norm" in axes[own], own
+
+
+def test_only_layers_with_experts_have_statistics():
+    model, params = made(config_of("branches", num_layers=8, moe=Moe(num_experts=4, top_k=2)))
+    _, stats = jax.jit(model.hidden)(params, row(np.arange(20, dtype=np.int32), np.ones(20)))
+    assert stats and {value.shape[0] for value in stats.values()} == {3}  # layers 1, 4 and 7

@@ -183,6 +183,9 @@ def test_the_cache_of_a_hybrid_row_is_its_keys_and_its_states():
     assert memory.kv_cache_bytes(work, choice_of()) == keys + states + convolved == 3_298_492_416
     halves = memory.kv_cache_bytes(work, choice_of(tensor=2))
     assert halves == keys / 2 + states + convolved
+    assert (
+        memory.kv_cache_bytes(work, choice_of(tensor=4)) == keys + states + convolved
+    )  # two heads are not cut in four
 
 
 def test_layers_with_a_window_cache_the_window():
