@@ -184,6 +184,13 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             {"rope_parameters": {"rope_theta": 5e5}},
             "rope_theta = 10000.0 in attn_config and 500000.0 outside of it",
         ),
+        (
+            "qwen3_next",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type 'proportional', which is for models",
+        ),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu', capibara's qwen3_next has 'silu'"),
+        ("qwen3_5", {"hidden_act": "relu"}, "hidden_act = 'relu', capibara's qwen3_5_text has 'silu'"),
         ("mamba", {"state_size": 0}, r"Mamba.state_dim is 0.* \(in transformers' words state_dim is state_size\)"),
         ("falcon_mamba", {"conv_kernel": 1}, "taps is conv_kernel"),
         ("mamba", {"time_step_rank": "many"}, "time_step_rank = many, must be a number above 0 or 'auto'"),

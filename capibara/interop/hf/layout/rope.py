@@ -131,6 +131,11 @@ def _kind(full: Values, family: Family) -> str:
 def _fraction(values: Values, family: Family, full: Values, kind: str) -> float:
     """The share of a head that is rotated."""
     fraction = full.get("partial_rotary_factor", values.get(family.share, family.fraction))
+    if kind == "proportional" and family.partial:  # these have tables of a part of a head
+        raise UserError(
+            f"config.json has rope_type 'proportional', which is for models that rotate whole heads, not for {family.model_type}: "
+            "take another model"
+        )
     if kind == "proportional":
         return full.get("partial_rotary_factor", 1.0)
     if not family.partial:

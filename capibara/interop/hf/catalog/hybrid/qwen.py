@@ -91,7 +91,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
 
 _COMMON: dict[str, Any] = dict(
     fixed={"norm_scale": "offset", "qk_norm": "head", "attention_gate": "sigmoid"},
-    only={"attention_bias": (False, None)},
+    only={"attention_bias": (False, None), "hidden_act": ("silu", "swish")},  # of the mixers, too
     fraction=0.25,
     partial=True,
     mixer_keys=SIZES,
