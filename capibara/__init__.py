@@ -7,7 +7,6 @@ In Python `import capibara as cb` gives what a Gin file can name, under the same
 import functools as _functools
 import importlib as _importlib
 import pathlib as _pathlib
-import re as _re
 import sys as _sys
 import types as _types
 
@@ -20,10 +19,8 @@ _user_modules.without_working_directory()  # before anything else is imported
 class _Package(_types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if (found := _listed().get(name)) is None:
-            # Python's own traceback adds "Did you mean" from these.
-            raise AttributeError(f"module 'capibara' has no attribute {name!r}", name=name, obj=self)
-        value = self.__dict__[name] = getattr(_importlib.import_module(found[0]), found[1])
-        return value
+            raise AttributeError(f"module 'capibara' has no attribute {name!r}", name=name, obj=self)  # "Did you mean"
+        return self.__dict__.setdefault(name, getattr(_importlib.import_module(found[0]), found[1]))
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, _types.ModuleType) and name in _listed()):  # the module of `python -m capibara.train`
@@ -36,8 +33,8 @@ class _Package(_types.ModuleType):
 @_functools.cache
 def _listed() -> dict[str, tuple[str, str]]:
     """Name -> its module, and its name there."""
-    text = _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-    return {row[2]: row[:2] for row in _re.findall(r"^from (capibara\S*) import (\w+) as (\w+)$", text, _re.MULTILINE)}
+    rows = map(str.split, _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8").splitlines())
+    return {row[5]: (row[1], row[3]) for row in rows if len(row) == 6 and row[1].startswith("capibara")}
 
 
 _sys.modules[__name__].__class__ = _Package

@@ -19,7 +19,7 @@ from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense
-from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
+from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs, has_keys
 
 _NAMES = ("key", "value", "key_scale", "value_scale")
 
@@ -73,7 +73,7 @@ def capacity(kept: Cache) -> int:
             return layer["key_pages"].shape[2] * layer["table"].shape[1]
         return layer["key"].shape[2]
 
-    return max((of_layer(layer) for layer in kept["layers"] if dense.has_keys(layer)), default=0)
+    return max((of_layer(layer) for layer in kept["layers"] if has_keys(layer)), default=0)
 
 
 def shares(rows: Cache, length: int) -> bool:
@@ -81,14 +81,9 @@ def shares(rows: Cache, length: int) -> bool:
     return not all(is_short(layer, length) for layer in rows["layers"])
 
 
-def keeps_keys(layer: LayerCache) -> bool:
-    """Whether a layer keeps keys and values of tokens."""
-    return dense.has_keys(layer)
-
-
 def is_short(layer: LayerCache, length: int) -> bool:
     """Whether a layer's memory does not grow to `length`: it has a window, or a state. Such a layer is not paged."""
-    return not dense.has_keys(layer) or layer["key"].shape[2] < length
+    return not has_keys(layer) or layer["key"].shape[2] < length
 
 
 def is_paged(layer: LayerCache) -> bool:
@@ -140,7 +135,7 @@ def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> C
         return x[:, :, :length] if x.ndim > 2 else x
 
     def of_layer(layer: LayerCache) -> LayerCache:
-        if not dense.has_keys(layer):
+        if not has_keys(layer):
             return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), layer)
         if not is_paged(layer):
             return jax.tree.map(of_slot, layer)

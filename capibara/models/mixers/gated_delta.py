@@ -18,7 +18,7 @@ from capibara.core.types import UserError
 from capibara.kernels.scans import delta
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
-from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes
+from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes, log_of_rates
 from capibara.sharding import constrain
 
 _HEADS = ("kv_heads", "head_dim")
@@ -88,7 +88,7 @@ class _GatedDelta(MixerLayer):
         for by, size in zip(_CONVOLVED, (K, K, each * config.value_dim), strict=True):
             weight = layers.param(rngs, (G, size, taps), (*_HEADS, None), layers.fan_in(2))
             setattr(self, f"{by.name}_conv", weight)
-        self.decay_log = layers.param(rngs, (G * each,), ("norm",), _log_of_rates)
+        self.decay_log = layers.param(rngs, (G * each,), ("norm",), log_of_rates(0.01))
         self.decay_bias = layers.param(rngs, (G * each,), ("norm",), layers.ones)
         eps = sizes.norm_eps if config.norm_eps is None else config.norm_eps
         self.norm = layers.Norm(config.value_dim, kind=layers.NormKind.RMS, eps=eps, rngs=rngs)
@@ -105,12 +105,11 @@ class _GatedDelta(MixerLayer):
         q, k = (jnp.repeat(unit(x), each, axis=2) for x in (q, k))
         v = v.reshape(*v.shape[:2], -1, self.config.value_dim)
         q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q * self.config.key_dim**-0.5, k, v))
-        before = None if rows.state is None else rows.state[STATE]
-        y, after = delta.attend(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, before)
+        y, after = delta.attend(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, rows.before)
         gate = self.project(projections.DELTA_GATE, x_BTD)
         y = self.norm(y.astype(x_BTD.dtype)) * jax.nn.silu(gate.reshape(y.shape).astype(jnp.float32))
         y = self.project(projections.DELTA_OUT, y.astype(x_BTD.dtype).reshape(gate.shape))
-        return y, state | ({} if rows.state is None else {STATE: after})
+        return y, rows.after(state, after)
 
     def _flat(self, x_BTGn: jax.Array) -> jax.Array:
         return x_BTGn.reshape(*x_BTGn.shape[:2], -1)
@@ -120,8 +119,3 @@ def unit(x: jax.Array) -> jax.Array:
     """Vectors of length 1 along the last axis, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _LENGTH_EPS)
-
-
-def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Logarithms of rates from 0.01 to 16, as the published models begin."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))

@@ -17,7 +17,7 @@ from capibara.kernels.scans import delta
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
 from capibara.models.mixers.gated_delta import unit
-from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes, inverse_of_steps
+from capibara.models.mixers.mixer import Mixer, MixerLayer, Rows, Sizes, inverse_of_steps, log_of_rates
 from capibara.sharding import constrain
 
 _HEADS = ("kv_heads", "head_dim")
@@ -69,7 +69,7 @@ class _KimiDelta(MixerLayer):
         for up in (projections.KIMI_DECAY_UP, projections.KIMI_GATE_UP):
             setattr(self, up.name, layers.projection(rngs, up, (H, N, H)))
         self.strength = layers.projection(rngs, projections.DELTA_STRENGTH, (D, N, 1))
-        self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
+        self.decay_log = layers.param(rngs, (N,), ("norm",), log_of_rates(1.0))
         self.decay_bias = layers.param(rngs, (N, H), ("norm", None), inverse_of_steps)
         self.norm = layers.Norm(H, kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs)
         self.out = layers.projection(rngs, projections.DELTA_OUT, (N, H, D), 0.5 / sizes.num_layers)
@@ -82,14 +82,10 @@ class _KimiDelta(MixerLayer):
         decay = self.project(projections.KIMI_DECAY_UP, self.project(projections.KIMI_DECAY_DOWN, x_BTD))
         decay = jax.nn.softplus(decay.astype(jnp.float32) + self.decay_bias[...])
         decay = -jnp.exp(self.decay_log[...])[:, None] * decay
-        before = None if rows.state is None else rows.state[STATE]
-        y, after = delta.attend_by_channel(q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, before)
+        y, after = delta.attend_by_channel(
+            q, k, v, rows.real(decay), rows.real(strength), rows.segment_ids, rows.before
+        )
         gate = self.project(projections.KIMI_GATE_UP, self.project(projections.KIMI_GATE_DOWN, x_BTD))
         y = self.norm(y.astype(x_BTD.dtype)) * jax.nn.sigmoid(gate.astype(jnp.float32))
         y = self.project(projections.DELTA_OUT, y.astype(x_BTD.dtype))
-        return y, state | ({} if rows.state is None else {STATE: after})
-
-
-def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Logarithms of rates from 1 to 16, as the published models begin."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+        return y, rows.after(state, after)

@@ -110,12 +110,11 @@ class _Mamba(MixerLayer):
         step = self.project(projections.SSM_STEP_UP, step).astype(jnp.float32)
         step = constrain(jax.nn.softplus(step + self.time_bias[...]), ("batch", None, "act_mlp"))
         rates = jnp.exp(self.decay_log[...].astype(jnp.float32)).T
-        before = None if rows.state is None else rows.state[STATE]
-        y, after = selective.attend(x, rows.real(step), rates, k, q, rows.segment_ids, before)
+        y, after = selective.attend(x, rows.real(step), rates, k, q, rows.segment_ids, rows.before)
         y = y + self.skip[...] * x.astype(jnp.float32)
         y = y * jax.nn.silu(self.project(projections.SSM_GATE, x_BTD).astype(jnp.float32))
         y = self.project(projections.SSM_OUT, y.astype(x_BTD.dtype))
-        return y, state | ({} if rows.state is None else {STATE: after})
+        return y, rows.after(state, after)
 
     def _normed(self, name: str, x: jax.Array) -> jax.Array:
         return x if self.config.norms is StateNorms.NONE else getattr(self, f"{name}_norm")(x)

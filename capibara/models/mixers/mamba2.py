@@ -18,7 +18,7 @@ from capibara.core.types import UserError
 from capibara.kernels.scans import linear
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
-from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes, inverse_of_steps
+from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes, inverse_of_steps, log_of_rates
 from capibara.sharding import constrain
 
 
@@ -85,7 +85,7 @@ class _Mamba2(MixerLayer):
             setattr(self, f"{by.name}_conv", layers.param(rngs, shape, (*by.out_axes, None), layers.fan_in(2)))
             if config.bias.of_conv:
                 setattr(self, f"{by.name}_conv_bias", layers.param(rngs, shapes[by.name], by.out_axes, layers.zeros))
-        self.decay_log = layers.param(rngs, (N,), ("norm",), _log_of_rates)
+        self.decay_log = layers.param(rngs, (N,), ("norm",), log_of_rates(1.0))
         self.time_bias = layers.param(rngs, (N,), ("norm",), inverse_of_steps)
         self.skip = layers.param(rngs, (N,), ("norm",), layers.ones)
         self.out_norm = layers.Norm(
@@ -103,21 +103,15 @@ class _Mamba2(MixerLayer):
         decay = -jnp.exp(self.decay_log[...]) * step
         q, k = (jnp.repeat(x, config.heads // config.groups, axis=2) for x in (q, k))
         q, k, v = (constrain(x, ("batch", None, "act_heads", None)) for x in (q, k, v))
-        before = None if rows.state is None else rows.state[STATE]
         written = v.astype(jnp.float32) * step[..., None]
-        y, after = linear.attend(q, rows.real(k), written, rows.real(decay), rows.segment_ids, before)
+        y, after = linear.attend(q, rows.real(k), written, rows.real(decay), rows.segment_ids, rows.before)
         y = y + self.skip[...][:, None] * v.astype(jnp.float32)
         y = y * jax.nn.silu(self.project(projections.MAMBA_GATE, x_BTD).astype(jnp.float32))
         y = self.project(projections.MAMBA_OUT, self._normed(y).astype(x_BTD.dtype))
-        return y, state | ({} if rows.state is None else {STATE: after})
+        return y, rows.after(state, after)
 
     def _normed(self, y_BTNV: jax.Array) -> jax.Array:
         """Normalised over the heads of each group."""
         y = y_BTNV.reshape(*y_BTNV.shape[:2], self.config.groups, -1)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.out_norm.eps)
         return y.reshape(y_BTNV.shape) * self.out_norm.scale[...]
-
-
-def _log_of_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Logarithms of rates from 1 to 16, as the published models begin."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))

@@ -68,6 +68,15 @@ class Rows(NamedTuple):
     state: LayerCache | None = None
     counts: jax.Array | None = None
 
+    @property
+    def before(self) -> jax.Array | None:
+        """The recurrence's own state; None: nothing was read before."""
+        return None if self.state is None else self.state[STATE]
+
+    def after(self, state: LayerCache, recurrent: jax.Array) -> LayerCache:
+        """The state of the layer with this of its recurrence; {} where none is wanted."""
+        return state if self.state is None else state | {STATE: recurrent}
+
     def real(self, x_BTx: jax.Array) -> jax.Array:
         """Replaces what is at tokens that are not real by 0."""
         if self.counts is None:
@@ -186,6 +195,15 @@ class Mixer(abc.ABC):
     @abc.abstractmethod
     def flops_per_token(self, sizes: Sizes) -> float:
         """FLOPs of a forward pass for each token beside those of the weights."""
+
+
+def log_of_rates(least: float) -> layers.Initializer:
+    """Logarithms of rates from this one to 16, as the published models begin."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jnp.log(jax.random.uniform(key, shape, dtype, least, 16.0))
+
+    return init
 
 
 def inverse_of_steps(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

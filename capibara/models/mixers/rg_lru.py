@@ -89,8 +89,7 @@ class _RgLru(MixerLayer):
         share = _root(-jnp.expm1(2 * log_decay))
         share = jnp.where(self._is_first(x, rows)[..., None], 1, share)  # a document's first token is written whole
         written = x.astype(jnp.float32) * write * share
-        before = None if rows.state is None else rows.state[STATE]
-        y, after = diagonal.recur(rows.real(written), rows.real(log_decay), rows.segment_ids, before)
+        y, after = diagonal.recur(rows.real(written), rows.real(log_decay), rows.segment_ids, rows.before)
         y = y * jax.nn.gelu(self.project(projections.SSM_GATE, x_BTD).astype(jnp.float32))
         y = self.project(projections.SSM_OUT, y.astype(x_BTD.dtype))
         if rows.state is None or rows.counts is None:

@@ -110,7 +110,7 @@ def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: in
             f"EngineConfig.page_size is {config.page_size}, but pages are for decoders, not for encoder-decoders: {leave_out}"
         )
     rows = jax.eval_shape(lambda: model.start_cache(1, length, spare=config.spare))
-    if not any(map(paged.keeps_keys, rows["layers"])):
+    if not any(map(paged.has_keys, rows["layers"])):
         raise UserError(
             f"EngineConfig.page_size is {config.page_size}, but no layer of the model keeps keys and values: {leave_out}"
         )
