@@ -100,7 +100,7 @@ def read(folder: epath.Path) -> RunManifest | None:
             raise Corrupted(f"{path} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Corrupted(f"{path} is of format {values['format']}, this version of capibara reads {_FORMAT}")
-        entries = [_entry(one) for one in values["files"]]
+        entries = [_entry(value) for value in values["files"]]
         if not all(type(step) is int for step in values["steps"]):
             raise ValueError("its steps are no numbers")
         if not isinstance(data := values.get("data", {}), dict):
@@ -109,8 +109,8 @@ def read(folder: epath.Path) -> RunManifest | None:
     except limits.Refused as error:
         raise Corrupted(f"{path} has {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-        if (told := bucket_faults.explained([error])) is not None:  # nothing is wrong with the file
-            raise told from error
+        if (cause := bucket_faults.explained([error])) is not None:  # nothing is wrong with the file
+            raise cause from error
         raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
@@ -148,54 +148,54 @@ def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
 def begin(folder: epath.Path, data: Mapping[str, Any]) -> None:
     """Records that a run starts writing, and the counts of its data: previous outputs are no longer valid."""
     with _LOCK:
-        found = _read_or_empty(folder)
-        entries = {path: entry for path, entry in found.entries.items() if entry.role is not Role.OUTPUT}
-        _write(folder, dataclasses.replace(found, entries=entries, data=data))
+        recorded = _read_or_empty(folder)
+        entries = {path: entry for path, entry in recorded.entries.items() if entry.role is not Role.OUTPUT}
+        _write(folder, dataclasses.replace(recorded, entries=entries, data=data))
 
 
 def seal_logs(folder: epath.Path) -> None:
     """Seals the logs as they are now."""
-    found = _entries_of(folder, [path for path in _present(folder) if _role(path) is Role.LOG])
-    _change(folder, lambda m: {**m.entries, **found})
+    entries = _entries_of(folder, [path for path in _present(folder) if _role(path) is Role.LOG])
+    _change(folder, lambda m: {**m.entries, **entries})
 
 
 def seal(folder: epath.Path) -> list[str]:
     """Seals every file of the folder and the list of its steps as they are now; returns the paths."""
-    found = _entries_of(folder, _present(folder))
+    entries = _entries_of(folder, _present(folder))
     steps = _committed(folder)
     with _LOCK:
-        _write(folder, RunManifest(found, frozenset(steps), _data(folder)))
-    return list(found)
+        _write(folder, RunManifest(entries, frozenset(steps), _data(folder)))
+    return list(entries)
 
 
 def _data(folder: epath.Path) -> Mapping[str, Any]:
     """The counts of the data that are recorded; of a manifest that was modified none."""
     try:
-        found = read(folder)
+        recorded = read(folder)
     except Corrupted:
-        found = None
-    return {} if found is None else found.data
+        recorded = None
+    return {} if recorded is None else recorded.data
 
 
 def seal_outputs(folder: epath.Path) -> None:
     """Seals logs and outputs as they are now, at the end of a run."""
-    found = _entries_of(folder, [path for path in _present(folder) if _role(path) is not Role.CONFIG])
-    _change(folder, lambda m: {**m.entries, **found})
+    entries = _entries_of(folder, [path for path in _present(folder) if _role(path) is not Role.CONFIG])
+    _change(folder, lambda m: {**m.entries, **entries})
 
 
 def add_step(folder: epath.Path, step: int) -> None:
     """Records a committed step."""
     with _LOCK:
-        found = _read_or_empty(folder)
-        _write(folder, dataclasses.replace(found, steps=found.steps | {step}))
+        recorded = _read_or_empty(folder)
+        _write(folder, dataclasses.replace(recorded, steps=recorded.steps | {step}))
 
 
 def forget_step(folder: epath.Path, step: int) -> None:
     """Records that a step is about to be removed or renamed, so that it does not count as lost."""
     with _LOCK:
-        found = _read_or_empty(folder)
-        if step in found.steps:
-            _write(folder, dataclasses.replace(found, steps=found.steps - {step}))
+        recorded = _read_or_empty(folder)
+        if step in recorded.steps:
+            _write(folder, dataclasses.replace(recorded, steps=recorded.steps - {step}))
 
 
 def hashes(folder: epath.Path) -> dict[str, str]:
@@ -211,15 +211,15 @@ def check(folder: epath.Path) -> None:
     check_own(folder, *_OWN)
     check_own_steps(folder)
     try:
-        found = read(folder)
+        recorded = read(folder)
     except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
-    if found is None:
+    if recorded is None:
         for name in known:
             if (folder / name).exists():
                 raise UserError(f"{folder / NAME} is gone, which has the hash of {name}: {_mend(folder)}")
         return
-    if wrong := faults(folder, found, Role.CONFIG):
+    if wrong := faults(folder, recorded, Role.CONFIG):
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UserError(f"{folder}: {wrong[0]}{more}: {_mend(folder)}")
 
@@ -260,23 +260,23 @@ def check_own_steps(folder: epath.Path) -> None:
         check_own(folder, *(f"{CHECKPOINTS}/{name}/{inner}" for inner in ("", manifest.NAME, manifest.RUN)))
 
 
-def faults(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
+def faults(folder: epath.Path, recorded: RunManifest, *roles: Role) -> list[str]:
     """Faults of a run's files, one per line.
 
     Args:
       folder: of the run.
-      found: its manifest.
+      recorded: its manifest.
       roles: of the files to check; none: all.
     """
-    entries = [entry for entry in found.entries.values() if not roles or entry.role in roles]
+    entries = [entry for entry in recorded.entries.values() if not roles or entry.role in roles]
     lines = [_fault(folder, entry) for entry in entries]
-    added = [] if roles and Role.CONFIG not in roles else unknown(folder, found, Role.CONFIG)
+    added = [] if roles and Role.CONFIG not in roles else unknown(folder, recorded, Role.CONFIG)
     return [line for line in lines if line] + [f"{path} was added since, and would be read" for path in added]
 
 
-def unknown(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
+def unknown(folder: epath.Path, recorded: RunManifest, *roles: Role) -> list[str]:
     """Files of the folder that its manifest does not name."""
-    return [path for path in _present(folder) if path not in found.entries and (not roles or _role(path) in roles)]
+    return [path for path in _present(folder) if path not in recorded.entries and (not roles or _role(path) in roles)]
 
 
 def recorded_steps(folder: epath.Path) -> frozenset[int]:
@@ -286,10 +286,10 @@ def recorded_steps(folder: epath.Path) -> frozenset[int]:
       UserError: the manifest was modified.
     """
     try:
-        found = read(folder)
+        recorded = read(folder)
     except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
-    return _steps_of_metrics(folder) if found is None else found.steps
+    return _steps_of_metrics(folder) if recorded is None else recorded.steps
 
 
 def lost_steps(folder: epath.Path) -> list[int]:
@@ -335,13 +335,13 @@ def _present(folder: epath.Path) -> list[str]:
     try:
         return _present_or_raise(folder)
     except OSError as error:
-        if (told := bucket_faults.refused([error])) is not None:
-            raise told from error
+        if (cause := bucket_faults.refused([error])) is not None:
+            raise cause from error
         raise UserError(f"{folder} cannot be read ({manifest.one_line(error)}): copy it again") from None
 
 
 def _present_or_raise(folder: epath.Path) -> list[str]:
-    found = []
+    names = []
     for path in sorted(folder.iterdir()):
         if path.name in (CHECKPOINTS, TRACKERS, NAME):
             continue
@@ -349,8 +349,8 @@ def _present_or_raise(folder: epath.Path) -> list[str]:
             inner = [path.name] * path.exists()
         else:
             inner = [f"{path.name}/{name}" for name in stores.of(path).list(path)] if path.is_dir() else [path.name]
-        found += [name for name in inner if not name.endswith(PARTIAL)]
-    return found
+        names += [name for name in inner if not name.endswith(PARTIAL)]
+    return names
 
 
 def _role(path: str) -> Role:
@@ -365,15 +365,15 @@ def _role(path: str) -> Role:
 
 
 def _entries_of(folder: epath.Path, paths: Iterable[str]) -> dict[str, Entry]:
-    found = {}
+    entries = {}
     for path in paths:
         if (folder / path).is_dir():
             if _role(path) is Role.CONFIG:
                 raise UserError(f"{folder / path} is a link to a folder: put a copy in its place")
             continue
         size, digest = hashing.first_hash(folder / path, stores.of(folder).size(folder / path))
-        found[path] = Entry(path, size, digest, _role(path))
-    return found
+        entries[path] = Entry(path, size, digest, _role(path))
+    return entries
 
 
 def _hash_or_nothing(path: epath.Path) -> str:
@@ -400,31 +400,31 @@ def _fault(folder: epath.Path, entry: Entry) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None if entry.before == "" else f"{entry.path} is gone"
     except OSError as error:
-        if (told := bucket_faults.refused([error])) is not None:  # nothing is known of the file
-            raise told from error
+        if (cause := bucket_faults.refused([error])) is not None:  # nothing is known of the file
+            raise cause from error
         return f"{entry.path} cannot be read ({manifest.one_line(error)})"
     return None if digest == entry.xxh128 else f"{entry.path} has changed since it was written"
 
 
 def _change(folder: epath.Path, entries: Callable[[RunManifest], Mapping[str, Entry]]) -> None:
     with _LOCK:
-        found = _read_or_empty(folder)
-        _write(folder, dataclasses.replace(found, entries=entries(found)))
+        recorded = _read_or_empty(folder)
+        _write(folder, dataclasses.replace(recorded, entries=entries(recorded)))
 
 
 def _read_or_empty(folder: epath.Path) -> RunManifest:
     """The manifest to change; a folder without one starts with its existing steps."""
     try:
-        found = read(folder)
+        recorded = read(folder)
     except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
-    return RunManifest(steps=frozenset(_committed(folder))) if found is None else found
+    return RunManifest(steps=frozenset(_committed(folder))) if recorded is None else recorded
 
 
-def _write(folder: epath.Path, found: RunManifest) -> None:
-    entries = [found.entries[path] for path in sorted(found.entries)]
+def _write(folder: epath.Path, recorded: RunManifest) -> None:
+    entries = [recorded.entries[path] for path in sorted(recorded.entries)]
     files = [{k: v for k, v in dataclasses.asdict(entry).items() if v is not None} for entry in entries]
-    values = {"format": _FORMAT, "steps": sorted(found.steps), "files": files, "data": found.data}
+    values = {"format": _FORMAT, "steps": sorted(recorded.steps), "files": files, "data": recorded.data}
     stores.of(folder).make_folder(folder)
     stores.of(folder).write_atomic(folder / NAME, json.dumps(values | {"xxh128": _digest(values)}, indent=1).encode())
 
