@@ -169,22 +169,22 @@ class CachedBlocks:
 
     def _blocks(self, stream: int, group: int) -> list[int]:
         size, seed = len(self._index.blocks), self._seed if self._shuffles else None
-        found = positions_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
-        return [position_in_epoch(size, at, seed)[1] for at in found]
+        positions = positions_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
+        return [position_in_epoch(size, at, seed)[1] for at in positions]
 
     def _made(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
         """Reads and preprocesses a group in the background."""
         reading = [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
 
         def make() -> list[dict[str, Any]]:
-            return self._preprocessed([record for one in reading for record in one.result()], stream, group)
+            return self._preprocessed([record for future in reading for record in future.result()], stream, group)
 
         return self._pool.submit(make)
 
     def _records(self, block: int) -> list[bytes]:
         file, start, stop = map(int, self._index.blocks[block])
-        found = self._format.records(self._index.shards[file], start, stop)
-        return [record for _, record in found if isinstance(record, bytes)]
+        records = self._format.records(self._index.shards[file], start, stop)
+        return [record for _, record in records if isinstance(record, bytes)]
 
     def _preprocessed(self, records: list[bytes], stream: int, group: int) -> list[dict[str, Any]]:
         """Applies the preprocessors after the cache to a group's examples."""
@@ -194,9 +194,9 @@ class CachedBlocks:
 
         seed = int(bits(1, self._seed, stream, group)[0] >> np.uint64(33))
         data = tf.data.Dataset.from_tensor_slices(records).map(self._parse, num_parallel_calls=tf.data.AUTOTUNE)
-        kept = (*self._task.output_features, "domain")
+        features = (*self._task.output_features, "domain")
         return [
-            {name: example[name] for name in kept if name in example}
+            {name: example[name] for name in features if name in example}
             for example in self._after_cache(data, seed).as_numpy_iterator()
         ]
 
@@ -237,10 +237,10 @@ def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Ma
                 f"SeqIO task {task.name!r} has no feature {name!r} after its preprocessors (it has: "
                 f"{', '.join(data.element_spec)}): {again}"
             )
-        found = data.element_spec.get(name)
-        if isinstance(found, tf.TensorSpec) and found.dtype != feature.dtype:
+        spec = data.element_spec.get(name)
+        if isinstance(spec, tf.TensorSpec) and spec.dtype != feature.dtype:
             raise UserError(
-                f"SeqIO task {task.name!r}: the feature {name!r} of its cache is {found.dtype.name}, must be "
+                f"SeqIO task {task.name!r}: the feature {name!r} of its cache is {spec.dtype.name}, must be "
                 f"{tf.as_dtype(feature.dtype).name}: {again}"
             )
     return data
@@ -249,16 +249,16 @@ def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Ma
 def _files(task: Any, split: str, about: Mapping[str, Any]) -> list[Entry]:
     """All files of a split; raises UserError if one is missing."""
     prefix, count = tasks.load().get_cached_tfrecord_prefix(task.cache_dir, split), about["num_shards"]
-    found = indexes.listed(f"the cache of SeqIO task {task.name!r}", [f"{prefix}-*-of-{count:05}"])
-    if len(found) != count:
-        there = {os.path.basename(file.url) for file in found}
+    files = indexes.listed(f"the cache of SeqIO task {task.name!r}", [f"{prefix}-*-of-{count:05}"])
+    if len(files) != count:
+        there = {os.path.basename(file.url) for file in files}
         names = (f"{os.path.basename(prefix)}-{number:05}-of-{count:05}" for number in range(count))
         missing = next((name for name in names if name not in there), "a file")
         raise UserError(
-            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, which has {len(found)} of {count} files: "
+            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, which has {len(files)} of {count} files: "
             "copy it again"
         )
-    return found
+    return files
 
 
 def _info(task: Any, split: str) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _info(task: Any, split: str) -> dict[str, Any]:
             return about
         reason = "no shards or no features"
     except tf.errors.NotFoundError:
-        found = tf.io.gfile.glob(tasks.load().get_cached_info_path(task.cache_dir, "*"))
-        splits = sorted(os.path.basename(one).removeprefix("info.").removesuffix(".json") for one in found)
+        paths = tf.io.gfile.glob(tasks.load().get_cached_info_path(task.cache_dir, "*"))
+        splits = sorted(os.path.basename(path).removeprefix("info.").removesuffix(".json") for path in paths)
         raise UserError(
             f"the cache of SeqIO task {task.name!r} in {task.cache_dir} has no split {split!r} (it has: "
             f"{', '.join(splits) or 'none'}): write it again with seqio_cache_tasks"
@@ -302,8 +302,8 @@ def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
 
     def parse(serialized: Any) -> dict[str, Any]:
-        found = tf.io.parse_single_example(serialized, features)
-        return {_renamed(name): tf.cast(value, types[name]) for name, value in found.items()}
+        example = tf.io.parse_single_example(serialized, features)
+        return {_renamed(name): tf.cast(value, types[name]) for name, value in example.items()}
 
     return parse
 

@@ -118,7 +118,7 @@ class _Api:
 
     def items(self, resource: str, **arguments: object) -> list[Document]:
         """All objects of a kind, whatever the number of answers they take."""
-        found: list[Document] = []
+        objects: list[Document] = []
         token = ""
         while True:
             more = {"_continue": token} if token else {}
@@ -131,22 +131,22 @@ class _Api:
             items = _items(page)
             if items is None:
                 raise self._unreadable("list", resource)
-            found += items
+            objects += items
             token = _text(_at(page, "metadata", "continue"))
             if not token:
-                return found
+                return objects
 
     def answer(self, verb: str, resource: str, **arguments: object) -> Document:
         """The object that answers a call."""
         data = self.call(verb, resource, **arguments)
         try:
-            found = json.loads(data)
+            answer = json.loads(data)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+            answer = None
+        if not isinstance(answer, dict) or not isinstance(answer.get("kind"), str):
             raise self._unreadable(verb, resource)
         self._has_job_sets = self._has_job_sets or resource == _JOB_SETS
-        return found
+        return answer
 
     def call(self, verb: str, resource: str, **arguments: object) -> bytes:
         """What answers a call, undecoded: the client's models refuse what a newer cluster may send.
@@ -221,11 +221,11 @@ class Cluster(System):
 
     def submit(self, spec: JobSpec) -> None:
         *services, main = self._backend.render(spec).documents
-        made = [self._create_service(spec, service) for service in services]
+        created = [self._create_service(spec, service) for service in services]
         try:
             self._create(main)
         except UserError:
-            if any(made):  # nobody would delete it
+            if any(created):  # nobody would delete it
                 with contextlib.suppress(Busy, UserError):
                     self._delete_service(spec.name, spec.name)
             raise
@@ -246,12 +246,12 @@ class Cluster(System):
             return True
         except Exists:
             try:
-                found = self._api.answer("get", _SERVICES, name=spec.name)
+                service = self._api.answer("get", _SERVICES, name=spec.name)
             except _Gone:
-                found = {}
-            if not found or _at(found, "metadata", "deletionTimestamp"):
+                service = {}
+            if not service or _at(service, "metadata", "deletionTimestamp"):
                 raise Busy(f"Service {spec.name} in namespace {self._api.namespace} is being deleted") from None
-            if _labels(found).get("capibara-job") != spec.name:
+            if _labels(service).get("capibara-job") != spec.name:
                 raise UserError(
                     f"--name={spec.name}: namespace {self._api.namespace} has a Service of that name which is not the job's: "
                     "choose another --name"
@@ -260,14 +260,16 @@ class Cluster(System):
 
     def resources(self) -> list[Resource]:
         selector = {"label_selector": "capibara-job"}
-        found = [_resource("JobSet", item) for item in self._api.items(_JOB_SETS, **selector)]
+        resources = [_resource("JobSet", item) for item in self._api.items(_JOB_SETS, **selector)]
         for item in self._api.items(_JOBS, **selector):
             if "jobset.sigs.k8s.io/jobset-name" not in _labels(item):
-                found.append(_resource("Job", item))
-        reasons = self._reasons() if any(_is_unclear(one) for one in found) else {}
+                resources.append(_resource("Job", item))
+        reasons = self._reasons() if any(_is_unclear(resource) for resource in resources) else {}
         return [
-            dataclasses.replace(one, reason=reasons.get(_key(one.labels), "")) if _is_unclear(one) else one
-            for one in found
+            dataclasses.replace(resource, reason=reasons.get(_key(resource.labels), ""))
+            if _is_unclear(resource)
+            else resource
+            for resource in resources
         ]
 
     def _reasons(self) -> dict[tuple[str, ...], str]:
@@ -291,17 +293,17 @@ class Cluster(System):
 
     def _delete_service(self, name: str, job: str) -> None:
         with contextlib.suppress(_Gone):
-            found = self._api.answer("get", _SERVICES, name=name)
-            if _labels(found).get("capibara-job") == job:
-                self._delete(_SERVICES, name, _text(_at(found, "metadata", "uid")), "Background")
+            service = self._api.answer("get", _SERVICES, name=name)
+            if _labels(service).get("capibara-job") == job:
+                self._delete(_SERVICES, name, _text(_at(service, "metadata", "uid")), "Background")
 
     def _delete(self, resource: str, name: str, uid: str, policy: str) -> None:
         options = {"propagationPolicy": policy, "preconditions": {"uid": uid}}
         self._api.answer("delete", resource, name=name, body={"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
     def log(self, spec: JobSpec, resource: Resource) -> Iterator[str]:
-        own = {"capibara-job": spec.name, **resource.labels}
-        selector = ",".join(f"{label}={own[label]}" for label in _OWN if label in own)
+        labels = {"capibara-job": spec.name, **resource.labels}
+        selector = ",".join(f"{label}={labels[label]}" for label in _OWN if label in labels)
         pods = self._api.items(_PODS, label_selector=selector)
         if not pods:
             return iter([f"job {spec.name} has no pods yet"])
@@ -373,18 +375,20 @@ def _phase(kind: str, item: Document) -> tuple[Phase, str]:
 
 def _conditions(item: Document) -> dict[str, str]:
     """The conditions that are true, each with its reason and message."""
-    found = {}
-    for one in _maps(_at(item, "status", "conditions")):
-        if one.get("status") == "True":
-            reason = ": ".join(part for part in (_text(one.get("reason")), _text(one.get("message"))) if part)
-            found[_text(one.get("type"))] = _line(reason)
-    return found
+    messages = {}
+    for condition in _maps(_at(item, "status", "conditions")):
+        if condition.get("status") == "True":
+            reason = ": ".join(
+                part for part in (_text(condition.get("reason")), _text(condition.get("message"))) if part
+            )
+            messages[_text(condition.get("type"))] = _line(reason)
+    return messages
 
 
 def _job_set_runs(item: Document) -> bool:
-    wanted = sum(_count(one.get("replicas", 1)) for one in _maps(_at(item, "spec", "replicatedJobs")))
+    wanted = sum(_count(replicas.get("replicas", 1)) for replicas in _maps(_at(item, "spec", "replicatedJobs")))
     slices = _maps(_at(item, "status", "replicatedJobsStatus"))
-    return 0 < wanted <= sum(_count(one.get("ready")) + _count(one.get("succeeded")) for one in slices)
+    return 0 < wanted <= sum(_count(status.get("ready")) + _count(status.get("succeeded")) for status in slices)
 
 
 def _job_runs(item: Document) -> bool:
@@ -433,16 +437,16 @@ def _items(page: Document) -> list[Document] | None:
     items = page.get("items") or []
     if not _text(page["kind"]).endswith("List") or not isinstance(items, list):
         return None
-    return items if all(isinstance(one, Mapping) for one in items) else None
+    return items if all(isinstance(item, Mapping) for item in items) else None
 
 
 def _maps(value: object) -> list[Document]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
 
 
 def _labels(item: Document) -> dict[str, str]:
-    found = _at(item, "metadata", "labels")
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, Mapping) else {}
+    labels = _at(item, "metadata", "labels")
+    return {str(key): str(value) for key, value in labels.items()} if isinstance(labels, Mapping) else {}
 
 
 def _text(value: object) -> str:

@@ -82,8 +82,8 @@ class Election:
         """Waits until enough nodes have approved, or too few can; also returns those that approve, sorted."""
         begin_s, quorum_s = time.monotonic(), math.inf
         while True:
-            found = {name: self._ballot(proposal, name) for name in nodes}
-            ballots = {name: ballot for name, ballot in found.items() if ballot is not None}
+            answers = {name: self._ballot(proposal, name) for name in nodes}
+            ballots = {name: ballot for name, ballot in answers.items() if ballot is not None}
             verdict = self.rule.decide([ballots])
             approve = sorted(verdict.votes.get(proposal.digest, ()))
             now_s = time.monotonic()
@@ -92,16 +92,16 @@ class Election:
             is_decided = len(approve) >= verdict.quorum or len(approve) + len(nodes) - len(ballots) < verdict.quorum
             if is_decided or now_s - begin_s >= most_s or now_s - quorum_s >= self.grace_s:
                 return verdict, approve
-            said = f"{len(approve)} of {verdict.quorum} votes after {now_s - begin_s:.0f} s"
-            self.wait(f"round {proposal.round_}", said)
+            progress = f"{len(approve)} of {verdict.quorum} votes after {now_s - begin_s:.0f} s"
+            self.wait(f"round {proposal.round_}", progress)
 
     def _ballot(self, proposal: Agreed, node: str) -> Ballot | None:
         """A node's vote on this proposal; None: it has none that can be read."""
         with contextlib.suppress(ValueError, OverflowError, OSError, TryAgain, limits.Refused):
             if data := self.exchange.small(_ballot(proposal.round_, node)):
-                found = Ballot(**fields_of(data, Ballot))
-                found = dataclasses.replace(found, score=float(found.score))  # JSON has whole numbers of any size
-                return found if found.digest == proposal.digest else None
+                ballot = Ballot(**fields_of(data, Ballot))
+                ballot = dataclasses.replace(ballot, score=float(ballot.score))  # JSON has whole numbers of any size
+                return ballot if ballot.digest == proposal.digest else None
         return None
 
 
@@ -141,20 +141,20 @@ class Voter:
         Raises:
           Interrupted: the run must stop.
         """
-        found = hosts.of_first(lambda: self._look(round_))
-        proposal = None if found is None else Agreed(**found)
+        fields = hosts.of_first(lambda: self._look(round_))
+        proposal = None if fields is None else Agreed(**fields)
         if proposal is None or (round_, proposal.digest) == self._voted:
             return
         quality = math.nan
         if score is not None:
             models: list[Arrays] = []
             try:
-                hosts.each(lambda: models.extend(self._read(one) for one in (agreed, proposal)))
+                hosts.each(lambda: models.extend(self._read(model) for model in (agreed, proposal)))
             except UserError:
                 return
-            for one, model in zip((agreed, proposal), models, strict=True):
-                if one.digest not in self._losses:
-                    self._losses[one.digest] = score(self._on_mesh(model))
+            for agreement, model in zip((agreed, proposal), models, strict=True):
+                if agreement.digest not in self._losses:
+                    self._losses[agreement.digest] = score(self._on_mesh(model))
             old, new = self._losses[agreed.digest], self._losses[proposal.digest]
             self._losses = {agreed.digest: old, proposal.digest: new}
             gain = (old if math.isfinite(old) else math.inf) - new
@@ -162,15 +162,15 @@ class Voter:
         if not hosts.of_first(lambda: self._cast(round_, Ballot(digest=proposal.digest, score=quality))):
             return
         self._voted = (round_, proposal.digest)
-        said = f"the proposed model has the score {quality:.3f}"
+        status = f"the proposed model has the score {quality:.3f}"
         if score is None:
-            said = "this node abstains from the vote: it has no validation data (Evaluation.every is 0)"
-        self._reporter.status(f"round {round_}: {said}")
+            status = "this node abstains from the vote: it has no validation data (Evaluation.every is 0)"
+        self._reporter.status(f"round {round_}: {status}")
 
     def _look(self, round_: int) -> dict[str, Any] | None:
         with contextlib.suppress(TryAgain, OSError, UserError):
-            found = self._exchange.record(_proposal(round_))
-            return None if found is None else dataclasses.asdict(found)
+            record = self._exchange.record(_proposal(round_))
+            return None if record is None else dataclasses.asdict(record)
         return None
 
     def _cast(self, round_: int, ballot: Ballot) -> bool:
