@@ -112,6 +112,7 @@ from capibara.evaluation.tasks import EvalTask as EvalTask
 from capibara.inference.engine.cache.batching import EngineConfig as EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh as ServingMesh
 from capibara.inference.sample import SampleText as SampleText
+from capibara.inference.sampling.grammar import Grammar as Grammar
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch
 from capibara.inference.sampling.sampling import Sampling as Sampling
 from capibara.inference.server.service import ServerConfig as ServerConfig

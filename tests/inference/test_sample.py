@@ -14,7 +14,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.engine import Engine
 from capibara.inference.sample import Generator, SampleText, Sampling, beyond_length, sampler
-from capibara.inference.sampling.sampler import Settings, choose, settings_of
+from capibara.inference.sampling.sampler import History, Settings, choose, settings_of
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 
@@ -131,8 +131,9 @@ def test_a_repeated_token_loses_by_its_sign():
     logits = jnp.asarray([[2.0, 1.5, -1.0], [-1.0, -1.5, -3.0]])
     rows = settings_of([Sampling(temperature=0, repetition_penalty=2.0)] * 2)
     seen = jnp.asarray([[True, False, True], [True, False, False]])
-    assert choose(logits, rows, jnp.zeros(2, jnp.int32), seen)[0].tolist() == [1, 1]
-    assert choose(logits, rows, jnp.zeros(2, jnp.int32), ~seen)[0].tolist() == [0, 0]
+    history = History(seen, jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3)))
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), history)[0].tolist() == [1, 1]
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), history._replace(seen=~seen))[0].tolist() == [0, 0]
 
 
 def test_limits_of_one_token_are_greedy():

@@ -19,7 +19,7 @@ from capibara.inference.engine import beam_requests, beam_search
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import footprint, lowering
 from capibara.inference.engine.programs import programs
-from capibara.inference.sampling.sampler import GREEDY, Settings
+from capibara.inference.sampling.sampler import GREEDY, History, Settings
 from capibara.models import api
 from capibara.models.api import Adapter, BatchAdapters, Lora, unmerged
 from capibara.planner.compiler import compile as compiler
@@ -129,6 +129,10 @@ class Abstract:
     def settings(self, rows: int) -> Settings:
         return Settings(*(self.here(rows, *np.shape(x)[1:], dtype=np.asarray(x).dtype) for x in GREEDY))
 
+    def next_tokens(self, rows: int) -> programs.NextTokens:
+        words = programs.allowed_words(self.model.config.vocab_size)
+        return programs.NextTokens(self.here(rows), self.here(rows), self.here(rows, words, dtype=jnp.uint32))
+
     def batch(self, rows: int) -> dict:
         read = 1 if self.encoder_length else READ
         batch = {"tokens": self.here(rows, read), "counts": self.here(rows), "adapters": self.beside(rows)}
@@ -178,19 +182,18 @@ class Abstract:
         if not self.encoder_length and not self.reads_whole:
             logits, row = self.run("resume", served, self.batch(1), row, LENGTH)
         one = self.settings(1)
-        seen = self.here(1, vocab, dtype=jnp.bool_)
+        history = History(*(self.here(1, vocab, dtype=dtype) for dtype in (jnp.bool_, jnp.int32, jnp.float32)))
         admitted = (
             self.here(1, vocab, dtype=jnp.float32),
             self.here(),
             one,
-            self.here(1),
-            self.here(1),
-            seen,
+            self.next_tokens(1),
+            history,
             table,
             0,
         )
         state, _ = self.run("admit", state, row, *admitted)
-        of_all = (self.settings(self.slots), self.here(self.slots), self.here(self.slots))
+        of_all = (self.settings(self.slots), self.next_tokens(self.slots))
         if self.config.draft_tokens:
             guesses = (self.here(self.slots, self.config.draft_tokens), self.here(self.slots))
             state, _ = self.run("verify", served, state, *of_all, *guesses, table, 0, self.beside(self.slots))

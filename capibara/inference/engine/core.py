@@ -115,7 +115,7 @@ class EngineCore:
         self.scheduler.admit()
         read = self._read_prompts()
         if self._draft_tokens or any(
-            request.requested in request.forced or request.row_length > self._length
+            request.requested in request.forced or request.restricted or request.row_length > self._length
             for _, request in self.scheduler.active
         ):
             # All of these depend on the previous tokens.
@@ -123,7 +123,8 @@ class EngineCore:
             read |= self._refill()
         active = [(slot, one) for slot, one in self.scheduler.active if one.row_length <= self._length]
         allowed = self.schedule.allowed() if allowed is None else allowed
-        count = 1 if self.prefill.pending else self.schedule.tokens((one for _, one in active), allowed)
+        one_by_one = self.prefill.pending or any(request.restricted for _, request in active)
+        count = 1 if one_by_one else self.schedule.tokens((one for _, one in active), allowed)
         active, count = self.scheduler.reserve(active, count)
         if active:
             self._decode(active, count)
@@ -178,6 +179,8 @@ class EngineCore:
 
     def _guess(self, request: Request) -> list[int]:
         """Guesses for a request's next tokens except the last, within its limit and its slot, without forced tokens."""
+        if request.restricted:  # what is allowed depends on each token
+            return []
         most = min(self._draft_tokens, request.limit - request.requested - 1, self._length - request.row_length)
         if request.sampling.thinking_tokens is not None:  # a thought that begins in the guess must not end in it
             most = min(most, request.sampling.thinking_tokens, *(f - request.requested - 1 for f in request.forced))

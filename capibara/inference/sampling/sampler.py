@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ class Settings(NamedTuple):
       temperature: [B] float32; 0: greedy.
       top_k: [B] int32; 0: all tokens.
       top_p, min_p, penalty: [B] float32; 1, 0 and 1: off.
+      presence, frequency: [B] float32; 0: off.
+      biased: [B] bool, whether `History.bias` has other numbers than 0.
       key: [B, 2] uint32, the words of a PRNG key.
     """
 
@@ -27,7 +29,30 @@ class Settings(NamedTuple):
     top_p: np.ndarray
     min_p: np.ndarray
     penalty: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+    biased: np.ndarray
     key: np.ndarray
+
+
+class History(NamedTuple):
+    """What changes the logits of B rows.
+
+    Attributes:
+      seen: [B, V] bool, the tokens of prompt and text that the row's repetition penalty applies to.
+      counts: [B, V] int32, how often the text has each token.
+      bias: [B, V] float32, added to the logits.
+    """
+
+    seen: Any
+    counts: Any
+    bias: Any
+
+    def with_tokens(self, tokens_B: jax.Array) -> History:
+        """With one more token in each row's text."""
+        rows = jnp.arange(len(tokens_B), dtype=jnp.int32)
+        seen, counts = self.seen.at[rows, tokens_B].set(True), self.counts.at[rows, tokens_B].add(1)
+        return History(seen, counts, self.bias)
 
 
 GREEDY = Settings(
@@ -36,6 +61,9 @@ GREEDY = Settings(
     top_p=np.ones(1, np.float32),
     min_p=np.zeros(1, np.float32),
     penalty=np.ones(1, np.float32),
+    presence=np.zeros(1, np.float32),
+    frequency=np.zeros(1, np.float32),
+    biased=np.zeros(1, bool),
     key=np.zeros((1, 2), np.uint32),
 )
 
@@ -50,7 +78,7 @@ def with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
 def settings_of(samplings: Sequence[Sampling]) -> Settings:
     """The settings of one row per sampling."""
 
-    def column(dtype: type[np.number], values: Iterable[float]) -> np.ndarray:
+    def column(dtype: type[np.generic], values: Iterable[float]) -> np.ndarray:
         return np.array([*values], dtype)
 
     return Settings(
@@ -59,16 +87,19 @@ def settings_of(samplings: Sequence[Sampling]) -> Settings:
         top_p=column(np.float32, (1.0 if s.top_p is None else s.top_p for s in samplings)),
         min_p=column(np.float32, (s.min_p or 0.0 for s in samplings)),
         penalty=column(np.float32, (s.repetition_penalty for s in samplings)),
+        presence=column(np.float32, (s.presence_penalty for s in samplings)),
+        frequency=column(np.float32, (s.frequency_penalty for s in samplings)),
+        biased=column(np.bool_, (bool(s.logit_bias) for s in samplings)),
         key=np.stack([np.asarray(jax.random.key_data(jax.random.key(s.seed))) for s in samplings]),
     )
 
 
 def choose(
-    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV: jax.Array | None = None
+    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, history: History | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses a token id for every row, int32 [B]; also returns its log probability, float32 [B].
 
-    The log probability is taken after temperature, limits and penalty; it is 0 for greedy choices.
+    The log probability is taken after temperature, limits, bias and penalties; it is 0 for greedy choices.
 
     A row's token depends only on its own logits, settings and index, not on other rows.
 
@@ -76,15 +107,10 @@ def choose(
       logits_BV: float32; -inf: excluded.
       settings: of the rows.
       index_B: index of the token in its text: equal keys and indices draw equal tokens.
-      seen_BV: bool, the tokens that the row's penalty applies to; None: no row has one.
+      history: of the rows; None: no row has a bias or a penalty.
     """
-    if seen_BV is not None:
-
-        def penalised() -> jax.Array:
-            penalty_B1 = jnp.where(seen_BV, settings.penalty[:, None], 1.0)
-            return jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-
-        logits_BV = jax.lax.cond(jnp.any(settings.penalty != 1), penalised, lambda: logits_BV)
+    if history is not None:
+        logits_BV = _penalised(logits_BV, settings, history)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     draws_B = jnp.asarray(settings.temperature) > 0
 
@@ -102,6 +128,29 @@ def choose(
     certain_B = jnp.zeros_like(logits_BV[:, 0])
     tokens_B, log_p_B = jax.lax.cond(jnp.any(draws_B), drawn, lambda: (greedy_B, certain_B))
     return jnp.where(draws_B, tokens_B, greedy_B), jnp.where(draws_B, log_p_B, certain_B)
+
+
+def _penalised(logits_BV: jax.Array, settings: Settings, history: History) -> jax.Array:
+    """The logits with the rows' bias and penalties."""
+    additive_B = (jnp.asarray(settings.presence) != 0) | (jnp.asarray(settings.frequency) != 0)
+
+    def repeated(logits_BV: jax.Array) -> jax.Array:
+        penalty_B1 = jnp.where(history.seen, settings.penalty[:, None], 1.0)
+        return jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+
+    def counted(logits_BV: jax.Array) -> jax.Array:
+        counts_BV = history.counts.astype(jnp.float32)
+        present_BV = (history.counts > 0).astype(jnp.float32)
+        return logits_BV - settings.frequency[:, None] * counts_BV - settings.presence[:, None] * present_BV
+
+    steps = (
+        (settings.biased, lambda logits_BV: logits_BV + history.bias),
+        (settings.penalty != 1, repeated),
+        (additive_B, counted),
+    )
+    for rows_B, change in steps:  # most rows have none of them: then nothing of [B, V] is read
+        logits_BV = jax.lax.cond(jnp.any(rows_B), change, lambda unchanged_BV: unchanged_BV, logits_BV)
+    return logits_BV
 
 
 def log_probability(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

@@ -10,8 +10,13 @@ from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.inference.sampling.grammar import Grammar
 
-_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_tokens", "num_decodes", "num_return")
+_NOT_WITH_BEAMS = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "min_new_tokens", "grammar", "thinking_tokens", "num_decodes", "num_return",
+)  # fmt: skip
+_LARGEST_BIAS = 1e4
 
 
 @configurable
@@ -62,6 +67,11 @@ class Sampling:
         arXiv:2407.01082); None: all.
       repetition_penalty: divides positive logits of tokens that occur in the prompt or the text, and multiplies
         negative ones (Keskar et al. 2019, arXiv:1909.05858); 1: off.
+      presence_penalty: subtracted from the logit of each token that the text has; the prompt does not count.
+      frequency_penalty: the same, for each time that the text has the token.
+      logit_bias: token id -> number that is added to its logit, before the penalties; None: none.
+      min_new_tokens: least tokens to generate before an end token.
+      grammar: what the text must match; None: anything.
       seed: equal seeds draw equal texts.
       stop: strings that end the text; it does not contain them.
       thinking_tokens: most tokens between the tags of a thought, after which the closing tag is inserted; None: no
@@ -79,6 +89,11 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_new_tokens: int = 0
+    grammar: Grammar | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     thinking_tokens: int | None = None
@@ -100,6 +115,7 @@ class Sampling:
             raise UserError(f"Sampling.min_p is {self.min_p}, must be from 0 to 1, or None for all tokens")
         if not self.repetition_penalty > 0:
             raise UserError(f"Sampling.repetition_penalty is {self.repetition_penalty}, must be above 0 (1: off)")
+        self._check_changes()
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"Sampling.seed is {self.seed}, must be from -2**63 to 2**63 - 1")
         if isinstance(self.stop, str) or not all(self.stop):
@@ -125,6 +141,23 @@ class Sampling:
                     f"Sampling.{name} is {value}, which beam search does not support: leave it or Sampling.beams out"
                 )
 
+    def _check_changes(self) -> None:
+        """Checks what changes logits beside temperature and limits."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= 100:
+                raise UserError(f"Sampling.{name} is {getattr(self, name)}, must be from -100 to 100 (0: off)")
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or token < 0 or not abs(bias) <= _LARGEST_BIAS:
+                raise UserError(
+                    f"Sampling.logit_bias has {token!r}: {bias}, must have token ids from 0 on, and numbers from "
+                    f"-{_LARGEST_BIAS:.0f} to {_LARGEST_BIAS:.0f}"
+                )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"Sampling.min_new_tokens is {self.min_new_tokens}, must be from 0 to Sampling.max_new_tokens "
+                f"({self.max_new_tokens})"
+            )
+
 
 def changed(sampling: Sampling) -> dict[str, Any]:
     """The fields that differ from the defaults, as JSON values."""
@@ -144,4 +177,8 @@ def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampl
     }
     if values.get("beams") is not None:
         values["beams"] = BeamSearch(**values["beams"])
+    if values.get("grammar") is not None:
+        values["grammar"] = Grammar(**values["grammar"])
+    if values.get("logit_bias") is not None:  # JSON's keys are texts
+        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
     return dataclasses.replace(others, **values)

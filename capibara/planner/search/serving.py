@@ -29,6 +29,7 @@ _COMPILED_INT8 = 1.58
 _MATMUL = 0.6  # share of the peak FLOP/s; matters only for hundreds of slots
 _ROOMY = ("v6e", "v5p")  # chips to suggest if the requested ones are too small in any number
 _HOP_S = 1e-6  # assumed, neither measured nor published: time of an all-reduce per device of its ring
+_HISTORY_BYTES = 1 + 4 + 4  # of a token: whether the text has it, how often, its bias
 _MOST_SLOTS = 1024  # of all devices: more would wait for prefill
 
 
@@ -190,10 +191,10 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
 
 
 def _row_bytes(model: Model, engine: Engine, tensor: int) -> float:
-    """Bytes of a slot on its devices: keys and values, and the mask of seen tokens."""
+    """Bytes of a slot on its devices: keys and values, and what its text has, for the penalties (`sampler.History`)."""
     encoder, dtype = None if model.encode is None else engine.length, engine.cache_dtype
     row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=dtype, encoder_length=encoder))
-    return (tree.byte_count(row["layers"]) + model.config.vocab_size) / tensor
+    return (tree.byte_count(row["layers"]) + _HISTORY_BYTES * model.config.vocab_size) / tensor
 
 
 def _working_bytes(model: Model, engine: Engine, tensor: int) -> float:

@@ -21,6 +21,7 @@ from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import Piece
 from capibara.inference.engine.runner import decode, decode_schedule
+from capibara.inference.engine.runner.next_tokens import next_tokens
 from capibara.inference.interactive import files
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
@@ -102,7 +103,7 @@ def test_a_program_gives_no_row_more_than_its_last_token():
     given = []
     step = one._core.runner._programs.step
     one._core.runner._programs = one._core.runner._programs._replace(
-        step=lambda *a: given.append(int(a[5])) or step(*a)
+        step=lambda *a: given.append(int(a[4])) or step(*a)
     )
     long = one.submit("a" * (LENGTH - 14), dataclasses.replace(GREEDY, max_new_tokens=30))  # its slot ends first
     short = one.submit("b", dataclasses.replace(GREEDY, max_new_tokens=6))
@@ -127,7 +128,7 @@ def test_what_is_done_together_does_not_depend_on_the_clock_unless_somebody_read
         step, one._core.schedule.streaming = one._core.runner._programs.step, streaming
 
         def slowly(*args):
-            given.append(int(args[5]))
+            given.append(int(args[4]))
             now_s[0] += 0.06 * given[-1]
             return step(*args)
 
@@ -148,13 +149,11 @@ def test_weights_are_not_converted_in_front_of_the_steps():
     """For all parameters at once: a second copy, of four bytes per element."""
     model = api.build(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     one = Engine(model, params(), VOCABULARY, LENGTH, EngineConfig(slots=1, decode_steps=4))
-    zeros = np.zeros(1, np.int32)
     given = (
         one._core.params.current,
         one._core.runner._state,
         one._core.runner._settings,
-        zeros,
-        zeros,
+        next_tokens([], 1, 384)[0],
         np.int32(1),
         None,
         0,
@@ -168,7 +167,7 @@ def test_a_row_waits_for_no_more_than_one_token_while_a_prompt_is_read():
     given = []
     step = one._core.runner._programs.step
     one._core.runner._programs = one._core.runner._programs._replace(
-        step=lambda *a: given.append(int(a[5])) or step(*a)
+        step=lambda *a: given.append(int(a[4])) or step(*a)
     )
     one.submit("x", dataclasses.replace(GREEDY, max_new_tokens=40))
     one.step()

@@ -85,8 +85,8 @@ def in_prompt(_, batch, *__):
     return any(BAD in np.asarray(batch[name]) for name in ("tokens", "encoder_tokens") if name in batch)
 
 
-def at_token(count, _, __, settings, index, *___):
-    return ((settings.top_k == MARK) & (np.asarray(index) >= count)).any()
+def at_token(count, _, __, settings, next_, *___):
+    return ((settings.top_k == MARK) & (np.asarray(next_.index) >= count)).any()
 
 
 # Where it fails -> the programs that do, and for which arguments.
@@ -172,9 +172,9 @@ def test_a_fault_on_the_devices_is_found_when_tokens_arrive(monkeypatch, at):
 
     real = programs._next
 
-    def planted(model, usable, params, state, settings, index, *rest):
-        zero = jax.pure_callback(fails, jax.ShapeDtypeStruct((), jnp.int32), state["seen"][:, BAD], index)
-        return real(model, usable, params, state | {"tokens": state["tokens"] + zero}, settings, index, *rest)
+    def planted(model, usable, params, state, settings, next_, *rest):
+        zero = jax.pure_callback(fails, jax.ShapeDtypeStruct((), jnp.int32), state["history"].seen[:, BAD], next_.index)
+        return real(model, usable, params, state | {"tokens": state["tokens"] + zero}, settings, next_, *rest)
 
     monkeypatch.setattr(programs, "_next", planted)
     one = engine(slots=5 + (at > 0))  # programs of their own

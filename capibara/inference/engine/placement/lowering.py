@@ -40,6 +40,7 @@ class Step:
         self._mesh, self._slots = mesh, config.slots
         with sharding.activate(mesh, rules):  # choose kernels for these devices, not for the local ones
             self._sizes = footprint.sizes_of(model, config, length, None)
+        self._words = programs.allowed_words(model.config.vocab_size)
         self._programs = programs.build(model, model.config.vocab_size, self._sizes, mesh, rules)
         served = jax.eval_shape(self._programs.serving, model.abstract_params)
         state = jax.eval_shape(self._programs.start)
@@ -53,7 +54,8 @@ class Step:
         settings = jax.tree.map(lambda x: self._replicated((B, *x.shape[1:]), x.dtype), GREEDY)
         table = None if pool is None else self._replicated((B, pool.of_slot(length)), jnp.int32)
         rows, count = self._replicated((B,), jnp.int32), self._replicated((), jnp.int32)
-        return self._programs.step.lower(self.params, self.state, settings, rows, rows, count, table, 0)
+        next_ = programs.NextTokens(rows, rows, self._replicated((B, self._words), jnp.uint32))
+        return self._programs.step.lower(self.params, self.state, settings, next_, count, table, 0)
 
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))

@@ -15,11 +15,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree
-from capibara.inference.sampling.sampler import Settings, choose, log_probability
+from capibara.inference.sampling.sampler import History, Settings, choose, log_probability
 from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows
 
+_WORD_BITS = 32
 State = dict[str, Any]
-"""On the devices, for B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
+"""On the devices, for B slots: `cache`; `tokens` [B], the last of each; `history`, a `History` of their texts."""
+
+
+class NextTokens(NamedTuple):
+    """What the host says about the next token of B rows.
+
+    Attributes:
+      index: [B] int32, its index in the text.
+      forced: [B] int32, the token; -1: it is chosen.
+      allowed: [B, words] uint32, one bit for each token that may be chosen, the lowest bit of a word first. With several
+        tokens in one program it holds for all of them.
+    """
+
+    index: Any
+    forced: Any
+    allowed: Any
+
+
+def allowed_words(vocab_size: int) -> int:
+    """Words of a row of `NextTokens.allowed`."""
+    return -(-vocab_size // _WORD_BITS)
 
 
 class SampledTokens(NamedTuple):
@@ -71,14 +92,13 @@ class Programs(NamedTuple):
       prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       one: (rows of any tree, index) -> the tree of that row alone.
-      admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
-        slot, and its next token.
-      step: (params, state, settings, index, forced, count, table, alternatives, beside) -> state, and every slot's next
-        `count` tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as
+      admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
+        its next token; `next` and `history` are of one row.
+      step: (params, state, settings, next, count, table, alternatives, beside) -> state, and every slot's next `count` tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as
         `adapters` of a batch; None: no adapters.
-      verify: (params, state, settings, index, forced, guesses, counts, table, alternatives, beside) -> state, and every
-        slot's next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first
-        one.
+      verify: (params, state, settings, next, guesses, counts, table, alternatives, beside) -> state, and every slot's next
+        tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row with
+        guesses may choose any token.
       row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.
     """
 
@@ -143,31 +163,31 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
     def admit(
-        state: State, row: Cache, logits: Array, slot: Array, settings: Settings, index: Array, forced: Array,
-        seen: Array, table: Array | None, alternatives: int,
+        state: State, row: Cache, logits: Array, slot: Array, settings: Settings, next_: NextTokens, history: History,
+        table: Array | None, alternatives: int,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
-        sampled = _pick(logits, usable, settings, index, forced, seen, alternatives)
-        return _laid_out(_with_row(state, row, slot, seen, table, sampled.tokens[0, 0])), replicated(sampled)
+        sampled = _pick(logits, usable, settings, next_, history, alternatives)
+        return _laid_out(_with_row(state, row, slot, history, table, sampled.tokens[:, 0])), replicated(sampled)
 
     def step(
-        params: Params, state: State, settings: Settings, index: Array, forced: Array, count: Array,
-        table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
+        params: Params, state: State, settings: Settings, next_: NextTokens, count: Array, table: Array | None,
+        alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
-            weights, put = _unconverted(params, sizes, done), jnp.where(done == 0, forced, -1)
-            return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
+            forced = jnp.where(done == 0, next_.forced, -1)
+            later = NextTokens(next_.index + done, forced, next_.allowed)
+            weights = _unconverted(params, sizes, done)
+            return _next(model, usable, weights, state, settings, later, table, alternatives, beside)
 
         state, sampled = _repeated(next_of, state, count, sizes, alternatives)
         return _laid_out(state), replicated(sampled)
 
     def verify(
-        params: Params, state: State, settings: Settings, index: Array, forced: Array, guesses: Array, counts: Array,
+        params: Params, state: State, settings: Settings, next_: NextTokens, guesses: Array, counts: Array,
         table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         state = state | {"cache": paged.with_table(state["cache"], table)}
-        new, sampled = _verify(
-            model, usable, params, state, settings, index, forced, guesses, counts, alternatives, beside
-        )
+        new, sampled = _verify(model, usable, params, state, settings, next_, guesses, counts, alternatives, beside)
         return _laid_out(new | {"cache": paged.without_table(new["cache"])}), replicated(sampled)
 
     def start() -> State:
@@ -183,9 +203,9 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         prefill=jit(prefill),
         resume=jit(resume, static_argnums=3),
         one=jit(_one),
-        admit=jit(admit, donate_argnums=0, static_argnums=9),
-        step=jit(step, donate_argnums=1, static_argnums=7),
-        verify=jit(verify, donate_argnums=1, static_argnums=8),
+        admit=jit(admit, donate_argnums=0, static_argnums=8),
+        step=jit(step, donate_argnums=1, static_argnums=6),
+        verify=jit(verify, donate_argnums=1, static_argnums=7),
         row=jit(_row, static_argnums=3),
     )
 
@@ -221,7 +241,11 @@ def _laid_out(state: State) -> State:
 
 def state_axes(state: State) -> Any:
     """The logical axes of every array of a state."""
-    return {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
+    return {
+        "cache": paged.axes(state["cache"]),
+        "tokens": ("batch",),
+        "history": History(*[("batch", "act_vocab")] * 3),
+    }
 
 
 def _constrained(arrays: PyTree, axes: PyTree) -> PyTree:
@@ -234,17 +258,17 @@ def _next(
     params: Params,
     state: State,
     settings: Settings,
-    index_B: jax.Array,
-    forced_B: jax.Array,
+    next_: NextTokens,
     table: jax.Array | None,
     alternatives: int,
     adapters: BatchAdapters | None,
 ) -> tuple[State, SampledTokens]:
     """State, and the next token of every row."""
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
-    sampled = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
+    history = state["history"]
+    sampled = _pick(logits, usable, settings, next_, history, alternatives)
     tokens_B = sampled.tokens[:, 0]
-    new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
+    new = {"cache": paged.without_table(cache), "tokens": tokens_B, "history": history.with_tokens(tokens_B)}
     return new, sampled
 
 
@@ -273,7 +297,7 @@ def _repeated(
         tokens, log_probabilities, drawn, likeliest, theirs = map(put, sampled[:-1], one[:-1])
         return state, SampledTokens(tokens, log_probabilities, drawn, likeliest, theirs, sampled.counts + 1)
 
-    B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
+    B, T, n = sizes.slots, sizes.steps, min(alternatives, state["history"].seen.shape[1])
     nothing = SampledTokens(
         tokens=jnp.zeros((B, T), jnp.int32),
         log_probabilities=jnp.zeros((B, T)),
@@ -289,22 +313,23 @@ def _empty_state(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cach
     """A state with caches made by `empty`."""
     B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
     kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
-    return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "seen": jnp.zeros((B, vocab_size), bool)}
+    history = History(*(jnp.zeros((B, vocab_size), dtype) for dtype in (jnp.bool_, jnp.int32, jnp.float32)))
+    return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "history": history}
 
 
 def _pick(
     logits_BV: jax.Array,
     usable: int,
     settings: Settings,
-    index_B: jax.Array,
-    forced_B: jax.Array,
-    seen_BV: jax.Array,
+    next_: NextTokens,
+    history: History,
     alternatives: int,
 ) -> SampledTokens:
     """The next token of every row."""
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
-    tokens_B, drawn_B = choose(logits_BV, settings, index_B, seen_BV)
-    tokens_B, drawn_B = jnp.where(forced_B >= 0, forced_B, tokens_B), jnp.where(forced_B >= 0, 0.0, drawn_B)
+    tokens_B, drawn_B = choose(_restricted(logits_BV, next_.allowed), settings, next_.index, history)
+    is_forced = next_.forced >= 0
+    tokens_B, drawn_B = jnp.where(is_forced, next_.forced, tokens_B), jnp.where(is_forced, 0.0, drawn_B)
     likeliest = jax.lax.top_k(logits_BV, min(alternatives, logits_BV.shape[-1]))
     normaliser_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     log_probability_B = log_probability(logits_BV, tokens_B)
@@ -320,17 +345,26 @@ def _pick(
     )
 
 
-def _with_row(state: State, row: Cache, slot: Array, seen: Array, table: Array | None, token: Array) -> State:
+def _restricted(logits_BV: jax.Array, allowed_BW: jax.Array) -> jax.Array:
+    """The logits of the tokens whose bits are set; -inf for the others."""
+    every = jnp.uint32(2**_WORD_BITS - 1)
+
+    def masked() -> jax.Array:
+        ids = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
+        words_BV = jnp.repeat(allowed_BW, _WORD_BITS, axis=1)[:, : logits_BV.shape[-1]]
+        return jnp.where((words_BV >> (ids % _WORD_BITS)) & 1 == 1, logits_BV, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(allowed_BW != every), masked, lambda: logits_BV)
+
+
+def _with_row(state: State, row: Cache, slot: Array, history: History, table: Array | None, token_1: Array) -> State:
     """The state with a row in a slot, and that row's next token."""
+    put = lambda all_, one: all_.at[slot].set(one[0])  # noqa: E731
     return {
         "cache": paged.put_row(state["cache"], row, slot, table),
-        "tokens": state["tokens"].at[slot].set(token),
-        "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
+        "tokens": state["tokens"].at[slot].set(token_1[0]),
+        "history": History(*map(put, state["history"], history.with_tokens(token_1))),
     }
-
-
-def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
 
 
 def _verify(
@@ -339,28 +373,28 @@ def _verify(
     params: Params,
     state: State,
     settings: Settings,
-    index_B: jax.Array,
-    forced_B: jax.Array,
+    next_: NextTokens,
     guesses: jax.Array,
     counts_B: jax.Array,
     alternatives: int,
     adapters: BatchAdapters | None,
 ) -> tuple[State, SampledTokens]:
     """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess."""
-    B, T = len(forced_B), 1 + guesses.shape[1]
-    forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
+    B, T = len(guesses), 1 + guesses.shape[1]
+    forced_BT = jnp.pad(next_.forced[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
     given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)
     read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
     logits_BTV, cache = model.extend(params, read, state["cache"])
-    seen = [state["seen"]]
+    histories = [state["history"]]
     for before in range(T - 1):
-        seen.append(_with_seen(seen[-1], guesses[:, before]))
-    seen_BTV = jnp.stack(seen, axis=1)
-    index_BT = index_B[:, None] + jnp.arange(T, dtype=jnp.int32)
-    of_tokens = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), T, axis=0), settings)
-    together = [x.reshape(B * T, *x.shape[2:]) for x in (logits_BTV, index_BT, forced_BT, seen_BTV)]
-    logits, index, forced, seen_NV = together
-    sampled = _pick(logits, usable, of_tokens, index, forced, seen_NV, alternatives)
+        histories.append(histories[-1].with_tokens(guesses[:, before]))
+    history_BT = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *histories)
+    index_BT = next_.index[:, None] + jnp.arange(T, dtype=jnp.int32)
+    repeated = lambda x: jnp.repeat(jnp.asarray(x), T, axis=0)  # noqa: E731
+    rows = lambda x: x.reshape(B * T, *x.shape[2:])  # noqa: E731
+    each_next = NextTokens(rows(index_BT), rows(forced_BT), repeated(next_.allowed))
+    settings, history = jax.tree.map(repeated, settings), jax.tree.map(rows, history_BT)
+    sampled = _pick(rows(logits_BTV), usable, settings, each_next, history, alternatives)
     tokens_BT, log_probabilities, drawn, likeliest, theirs = (x.reshape(B, T, *x.shape[2:]) for x in sampled[:-1])
     right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
     accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
@@ -369,6 +403,6 @@ def _verify(
     new = {
         "cache": cache | {"lengths": state["cache"]["lengths"] + 1 + accepted_B},
         "tokens": tokens_B,
-        "seen": _with_seen(at_end(seen_BTV), tokens_B),
+        "history": jax.tree.map(at_end, history_BT).with_tokens(tokens_B),
     }
     return new, SampledTokens(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from capibara.core.types import Batch, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.decoder_start import start_id
@@ -16,6 +18,7 @@ from capibara.inference.engine.programs.speculative import Drafter
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
+from capibara.inference.grammars.matcher import Grammars, Matcher
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
@@ -50,6 +53,7 @@ class Request:
       cancelled: whether the engine has dropped it.
       finished: whether its stream has ended.
       ends: token ids that end its text.
+      matcher: follows its text through its grammar; None: it has none.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Request:
         names: Mapping[int, str] | None = None,
         submission: Submission,
         adapter: int = 0,
+        matcher: Matcher | None = None,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
@@ -82,12 +87,13 @@ class Request:
         self._of_text = vocabulary, sampling.stop, names
         self._text = self.text_stream()
         self._has_text = False
+        self.matcher, self._thinks = matcher, False
         self._tags: tuple[list[int], list[int]] = ([], [])
-        if sampling.thinking_tokens is not None:
+        if matcher is not None or sampling.thinking_tokens is not None:
             opened, closed = map(vocabulary.encode, sampling.thinking_tags)
             self._tags = opened, closed
-            self._thinks = False
-            if self._open_in_prompt():
+            self._thinks = self._open_in_prompt()
+            if self._thinks and sampling.thinking_tokens is not None:
                 self._think(0, sampling.thinking_tokens)
 
     def text_stream(self) -> TextStream:
@@ -98,6 +104,23 @@ class Request:
     def row_length(self) -> int:
         """Length of its row: tokens to be read before the next one is chosen."""
         return self.prompt_tokens + self.requested
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only the tokens before the next one tell which are allowed: any token may end a thought, too."""
+        return not self.finished and (self.matcher is not None or self.requested < self.sampling.min_new_tokens)
+
+    def allow(self, row: np.ndarray) -> None:
+        """Writes which tokens may come next, as a row of `NextTokens.allowed`; all tokens so far must be received.
+
+        Raises:
+          UserError: no token can follow in the grammar.
+        """
+        if self.matcher is not None and not self._thinks:
+            self.matcher.allow(row, self.ends)
+        if self.requested < self.sampling.min_new_tokens:
+            for token in self.ends:
+                row[token // 32] &= ~np.uint32(1 << token % 32)
 
     def receive(
         self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
@@ -111,12 +134,14 @@ class Request:
         self.tokens.append(token)
         self.received += 1
         self._put(Piece(self._text.feed(token), token, log_probability, likeliest, drawn))
-        if self._text.stopped:
+        if self.matcher is not None and not self._thinks:
+            self.matcher.accept(token)
+        if self._text.stopped or (self.matcher is not None and self.matcher.complete):
             self.finish(Finish.STOP)
         elif self.received == self.limit:
             self.finish(Finish.LENGTH)
-        elif self.sampling.thinking_tokens is not None:
-            self._follow_thought(self.sampling.thinking_tokens)
+        elif self._tags[0]:
+            self._follow_thought()
 
     def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
         """Ends the stream; `end` is the token that ended the text, `drawn` its log probability."""
@@ -147,9 +172,9 @@ class Request:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)
         return opened > closed
 
-    def _follow_thought(self, most: int) -> None:
-        opened, closed = self._tags
-        if not self._thinks and self.tokens[-len(opened) :] == opened:
+    def _follow_thought(self) -> None:
+        (opened, closed), most = self._tags, self.sampling.thinking_tokens
+        if not self._thinks and most is not None and self.tokens[-len(opened) :] == opened:
             self._think(self.received, most)
         elif self._thinks and self.tokens[-len(closed) :] == closed:
             self._thinks, self.forced = False, {}
@@ -178,6 +203,9 @@ class InputProcessor:
       pages: shared by the slots; None: each slot has memory for its whole length.
       adapters: that requests may use.
       rows: of the model's embedding.
+
+    Attributes:
+      grammars: compiles those of requests.
     """
 
     def __init__(
@@ -193,6 +221,7 @@ class InputProcessor:
         self._rows = rows
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._encoder_length, self._pages, self._adapters = encoder_length, pages, adapters
+        self.grammars = Grammars(vocabulary)
         self._names = None if encoder_length is None else sentinels.names(vocabulary)
         self._start = vocabulary.pad_id if encoder_length is None else start_id(vocabulary)
 
@@ -247,6 +276,8 @@ class InputProcessor:
         if sampling.thinking_tokens is not None:
             for tag in sampling.thinking_tags:
                 model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
+        model_rows.check_ids(list(sampling.logit_bias or ()), self._rows, vocabulary, "Sampling.logit_bias")
+        matcher = None if sampling.grammar is None else self.grammars.matcher(sampling.grammar)
         submission = Submission(read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled))
         names = (self._names or {}) | {token: vocabulary.spelling(token) for token in spelled}
         if encoder is None:
@@ -255,7 +286,7 @@ class InputProcessor:
         return Request(
             ids, sampling, vocabulary, stream,
             limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
-            names=names, submission=submission, adapter=self._adapters.number(adapter),
+            names=names, submission=submission, adapter=self._adapters.number(adapter), matcher=matcher,
         )  # fmt: skip
 
     def _beyond(self, prompt_tokens: int, most: int) -> int:

@@ -13,12 +13,13 @@ import numpy as np
 from capibara.core.types import Params
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.programs.programs import Programs, SampledTokens, State
+from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
 from capibara.inference.engine.requests.following import TokenChecksum
-from capibara.inference.engine.requests.request import LIKELIEST, Request
+from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
+from capibara.inference.engine.runner.next_tokens import history_of, next_tokens
 from capibara.inference.engine.runner.prefill import Prefilled
 from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
 from capibara.models.api import BatchAdapters, Cache
@@ -123,24 +124,24 @@ class DecodeRunner:
         """Moves a row that was read into its slot, and requests a token."""
         request, slot = prefilled.request, prefilled.request.slot
         assert slot is not None, "it was assigned one"
-        forced = np.array([request.forced.get(request.requested, -1)], np.int32)
         settings = Settings(*(x[slot : slot + 1] for x in self._settings))
-        requested, seen = np.array([request.requested], np.int32), self._seen(request)
+        next_, alternatives = next_tokens([(0, request)], 1, self._vocab_size)
+        history = history_of(request, self._vocab_size)
         with program_of(prefilled.group):
             self._state, sampled = self._programs.admit(
-                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, requested, forced, seen,
-                self._table, LIKELIEST if request.likeliest else 0,
+                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, next_, history, self._table,
+                alternatives,
             )  # fmt: skip
         request.written = True
         return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
-        index, forced, alternatives = _next_of(active, self._slots)
+        next_, alternatives = next_tokens(active, self._slots, self._vocab_size)
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._step(params, index, forced, count, alternatives)
+            self._state, sampled = self._step(params, next_, count, alternatives)
         self.statistics.steps += 1
         return self._request(sampled, active, np.full(self._slots, count), group, at_s)
 
@@ -151,14 +152,14 @@ class DecodeRunner:
 
         Waits for the devices, to know how many these are.
         """
-        index, forced, alternatives = _next_of(active, self._slots)
+        next_, alternatives = next_tokens(active, self._slots, self._vocab_size)
         guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
         counts = np.zeros(self._slots, np.int32)
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._verify(params, index, forced, guessed, counts, alternatives)
+            self._state, sampled = self._verify(params, next_, guessed, counts, alternatives)
             held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
@@ -185,29 +186,26 @@ class DecodeRunner:
 
     def warm_up(self, params: Params, alternatives: int) -> None:
         """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
-        zeros = np.zeros(self._slots, np.int32)
-        self._state, sampled = self._step(params, zeros, zeros, 1, alternatives)
+        zeros, (next_, _) = np.zeros(self._slots, np.int32), next_tokens([], self._slots, self._vocab_size)
+        self._state, sampled = self._step(params, next_, 1, alternatives)
         if self._draft_tokens:
             guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
-            self._state, sampled = self._verify(params, zeros, zeros, guessed, zeros, alternatives)
+            self._state, sampled = self._verify(params, next_, guessed, zeros, alternatives)
         jax.block_until_ready(sampled)
 
-    def _step(
-        self, params: Params, index: np.ndarray, forced: np.ndarray, count: int, alternatives: int
-    ) -> tuple[State, SampledTokens]:
-        """Runs the program that decodes `count` tokens; index, forced: [slots]."""
+    def _step(self, params: Params, next_: NextTokens, count: int, alternatives: int) -> tuple[State, SampledTokens]:
+        """Runs the program that decodes `count` tokens."""
         return self._programs.step(
-            params, self._slots_state, self._settings, index, forced, np.int32(count), self._table, alternatives,
+            params, self._slots_state, self._settings, next_, np.int32(count), self._table, alternatives,
             self._batch_adapters,
         )  # fmt: skip
 
     def _verify(
-        self, params: Params, index: np.ndarray, forced: np.ndarray, guesses: np.ndarray, counts: np.ndarray,
-        alternatives: int,
-    ) -> tuple[State, SampledTokens]:  # fmt: skip
+        self, params: Params, next_: NextTokens, guesses: np.ndarray, counts: np.ndarray, alternatives: int
+    ) -> tuple[State, SampledTokens]:
         """Runs the program that verifies guesses [slots, draft tokens], of which `counts` [slots] are given."""
         return self._programs.verify(
-            params, self._slots_state, self._settings, index, forced, guesses, counts, self._table, alternatives,
+            params, self._slots_state, self._settings, next_, guesses, counts, self._table, alternatives,
             self._batch_adapters,
         )  # fmt: skip
 
@@ -226,12 +224,6 @@ class DecodeRunner:
             self.statistics.tokens += int(counts[row])
         return [request for _, request in rows if request.requested == request.limit]
 
-    def _seen(self, request: Request) -> np.ndarray:
-        """The tokens [1, V] that the request's penalty applies to."""
-        seen = np.zeros((1, self._vocab_size), bool)
-        seen[0, request.tokens] = request.sampling.repetition_penalty != 1
-        return seen
-
     @property
     def _batch_adapters(self) -> BatchAdapters | None:
         """The adapters, and each slot's."""
@@ -245,14 +237,6 @@ class DecodeRunner:
 def _idle(slots: int) -> tuple[Settings, list[int]]:
     """The settings and the adapters' numbers of free slots."""
     return Settings(*(np.repeat(x, slots, axis=0) for x in GREEDY)), [0] * slots
-
-
-def _next_of(active: Sequence[tuple[int, Request]], slots: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """For each slot: the index of its next token in the text, its forced token, and the likeliest to return."""
-    index, forced = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
-    for slot, request in active:
-        index[slot], forced[slot] = request.requested, request.forced.get(request.requested, -1)
-    return index, forced, LIKELIEST if any(request.likeliest for _, request in active) else 0
 
 
 def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:

@@ -19,6 +19,8 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import footprint
+from capibara.inference.engine.runner.next_tokens import next_tokens
+from capibara.inference.sampling.sampler import History
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service
@@ -374,13 +376,11 @@ def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtyp
 @pytest.mark.parametrize("program", ["step", "admit"])
 def test_the_pool_is_updated_in_place(program):
     one = engine(slots=4, page_size=32, pages=400)
-    zeros = np.zeros(4, np.int32)
     given = (
         one._core.params.current,
         one._core.runner._state,
         one._core.runner._settings,
-        zeros,
-        zeros,
+        next_tokens([], 4, 384)[0],
         np.int32(1),
         one._core.runner._table,
         0,
@@ -395,9 +395,8 @@ def test_the_pool_is_updated_in_place(program):
             logits,
             np.int32(1),
             of_one,
-            zeros[:1],
-            zeros[:1],
-            np.zeros((1, 384), bool),
+            next_tokens([], 1, 384)[0],
+            History(*(np.zeros((1, 384), dtype) for dtype in (bool, np.int32, np.float32))),
             one._core.runner._table,
             0,
         )

@@ -68,7 +68,7 @@ FAULTS = {
     "prefill": (prefill, "batch_of", lambda requests, *_: any(map(is_bad, requests)), {}),
     "prefill of one that is read in parts": (PrefillQueue, "extend", lambda *a: is_bad(a[2]), {"prefill_tokens": 4}),
     "sampling": (decode, "settings_of", lambda samplings: STOP in samplings[0].stop, {}),
-    "penalties": (decode.DecodeRunner, "_seen", lambda _, request: is_bad(request), {}),
+    "penalties": (decode, "history_of", lambda request, _: is_bad(request), {}),
     "decoding": (Request, "receive", lambda request, *_: is_bad(request) and request.received == 3, {}),
     "detokenizing": (TextStream, "feed", lambda stream, *_: STOP in stream._stop, {}),
     "the rest of a text": (TextStream, "close", lambda stream: STOP in stream._stop, {}),

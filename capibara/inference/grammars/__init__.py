@@ -1,0 +1,1 @@
+"""Structured output: grammars as masks of the tokens that may come next."""
