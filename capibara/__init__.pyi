@@ -115,7 +115,7 @@ from capibara.inference.sample import SampleText as SampleText
 from capibara.inference.sampling.grammar import Grammar as Grammar
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch
 from capibara.inference.sampling.sampling import Sampling as Sampling
-from capibara.inference.server.service import ServerConfig as ServerConfig
+from capibara.inference.server.service.service import ServerConfig as ServerConfig
 from capibara.jobs.backends.gce import Gce as Gce
 from capibara.jobs.backends.gke import Gke as Gke
 from capibara.jobs.backends.slurm import Slurm as Slurm

@@ -12,7 +12,7 @@ from capibara.core.types import UserError
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
     from capibara.inference.sampling.sampling import Sampling
-    from capibara.inference.server.service import ServerConfig
+    from capibara.inference.server.service.service import ServerConfig
 
 _KEY = "CAPIBARA_API_KEY"
 
@@ -51,7 +51,7 @@ def serve(
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server import server
-    from capibara.inference.server.service import Served, ServerConfig, check_streams
+    from capibara.inference.server.service.service import Served, ServerConfig, check_streams
 
     used = Sampling() if sampling is None else sampling
     check_streams(used)

@@ -11,7 +11,7 @@ from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:
-    from capibara.inference.server.service import Served, ServerConfig
+    from capibara.inference.server.service.service import Served, ServerConfig
 
 _KEY = "CAPIBARA_API_KEY"
 _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both can stream),
@@ -80,7 +80,7 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
-    from capibara.inference.server.service import Served, ServerConfig, check_streams
+    from capibara.inference.server.service.service import Served, ServerConfig, check_streams
     from capibara.monitoring.status import StatusLine
 
     path = os.path.normpath(args.model_dir or args.model)

@@ -22,7 +22,7 @@ from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Loader, check_task_shards
 from capibara.data.text.counts import Counts
-from capibara.data.tokenizers import vocabulary as vocabularies
+from capibara.data.tokenizers import user_vocabularies
 from capibara.models.api import Model
 from capibara.training import run_folder
 from capibara.training.base.state import TrainState
@@ -63,7 +63,7 @@ def options(trainer: Trainer, mesh: Mesh) -> None:
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported
-        vocabularies.check(trainer.dataset.vocabulary)
+        user_vocabularies.check(trainer.dataset.vocabulary)
         check_vocabulary(trainer)
 
 

@@ -29,10 +29,10 @@ from capibara.data.tokenizers.vocabulary import GUARD, ByteVocabulary, Tokenizer
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import bounds, server
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.openai_app import app_of
+from capibara.inference.server.app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import Served, ServerConfig, Service
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Served, ServerConfig, Service
 from capibara.inference.server.visitors import visitors_of
 
 TALK = Conversation([{"role": "user", "content": "Hello"}])

@@ -68,7 +68,7 @@ def served(run):
     from capibara.inference.engine.engine import Engine, EngineConfig
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
-    from capibara.inference.server.service import Served
+    from capibara.inference.server.service.service import Served
 
     vocabulary, batching = run.tokenizer, EngineConfig(slots=2, prefix_cache_mib=1)
     engine = Engine(run.model, run.params, vocabulary, LENGTH, batching)

@@ -8,7 +8,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
 from capibara.inference.sampling.text import TextStream
-from capibara.inference.server.openai_replies import _named
+from capibara.inference.server.openai.replies import _named
 from tests.data.tokenizers import kinds
 
 

@@ -154,7 +154,7 @@ class ChatTemplate:
         shared = {**self._files.token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
         each = [{"messages": one.messages, "add_generation_prompt": prompt} for one, prompt in conversations]
         try:
-            texts = template_process.render(*self._compiled(name), shared, each)
+            texts = template_process.render(*self._compiled(name)[:2], shared, each)
         except TemplateError as error:
             raise self._failure(error, name, where) from None
         marked = self.has_generation_blocks(name)
@@ -177,18 +177,7 @@ class ChatTemplate:
         Raises:
           UserError: it is nested too deeply.
         """
-        return Conversation(*(self._guarded(part, _DEEPEST) for part in conversation))
-
-    def _guarded(self, value: object, deepest: int) -> Any:
-        if isinstance(value, str):
-            return self._spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:] if found[1] else "", value)
-        if not isinstance(value, (Mapping, list)):
-            return value
-        if not deepest:
-            raise UserError(f"a message or tool nests lists and objects more than {_DEEPEST} deep: write it flatter")
-        if isinstance(value, list):
-            return [self._guarded(item, deepest - 1) for item in value]
-        return {self._guarded(key, 0): self._guarded(item, deepest - 1) for key, item in value.items()}
+        return Conversation(*(_guarded(part, self._spelled, _DEEPEST) for part in conversation))
 
     @functools.cached_property
     def _spelled(self) -> re.Pattern:
@@ -206,6 +195,18 @@ class ChatTemplate:
     def mentions(self, text: str) -> bool:
         """Whether this text is in one of the tokenizer's templates."""
         return any(text in template for _, template in self._files.sources.values())
+
+    @property
+    def variable_names(self) -> frozenset[str]:
+        """The variables that its templates ask for, with those that `render` sets."""
+        names = [name for name in (self.name, "default", "tool_use") if name in self._files.sources]
+        return frozenset().union(*(self._compiled(name)[2] for name in names))
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same template, with more variables; its files are not read again."""
+        changed = dataclasses.replace(self, variables={**self.variables, **variables})
+        changed.__dict__.update(_files=self._files, _checked=self._checked)
+        return changed
 
     def has_generation_blocks(self, name: str) -> bool:
         """Whether the template of this name marks what the assistant says."""
@@ -252,8 +253,8 @@ class ChatTemplate:
     def _where(self, name: str) -> str:
         return self._files.sources[name][0]
 
-    def _compiled(self, name: str) -> tuple[Template, str]:
-        """The template of this name, which is known to be one, and its key."""
+    def _compiled(self, name: str) -> tuple[Template, str, frozenset[str]]:
+        """The template of this name, which is known to be one, its key, and the variables that it asks for."""
         if name not in self._checked:
             template = Template(self._files.sources[name][1], self.date)
             try:
@@ -263,7 +264,7 @@ class ChatTemplate:
                 what = "is no Jinja template" if error.is_syntax else "is no template that can be used"
                 raise UserError(f"{place} {what}: {one_line(error)}") from None
             self._check_tokens(set(variables), name)
-            self._checked[name] = template, template.key
+            self._checked[name] = template, template.key, frozenset(variables)
         return self._checked[name]
 
     def _check_tokens(self, names: set[str], name: str) -> None:
@@ -276,8 +277,21 @@ class ChatTemplate:
             )
 
     @functools.cached_property
-    def _checked(self) -> dict[str, tuple[Template, str]]:
+    def _checked(self) -> dict[str, tuple[Template, str, frozenset[str]]]:
         return {}
+
+
+def _guarded(value: object, spelled: re.Pattern[str], deepest: int) -> Any:
+    """A part of a conversation with guards in the special tokens that it spells."""
+    if isinstance(value, str):
+        return spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:] if found[1] else "", value)
+    if not isinstance(value, (Mapping, list)):
+        return value
+    if not deepest:
+        raise UserError(f"a message or tool nests lists and objects more than {_DEEPEST} deep: write it flatter")
+    if isinstance(value, list):
+        return [_guarded(item, spelled, deepest - 1) for item in value]
+    return {_guarded(key, spelled, 0): _guarded(item, spelled, deepest - 1) for key, item in value.items()}
 
 
 def _without_marks(text: str) -> Rendered:

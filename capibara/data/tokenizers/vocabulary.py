@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -83,29 +83,6 @@ def _check_ids(ids: object, size: int, name: str) -> None:
         )
 
 
-def check(vocabulary: Vocabulary) -> None:
-    """Checks what a vocabulary of the user's declares.
-
-    Raises:
-      UserError: an attribute is missing or of a wrong type, or an id is outside of the vocabulary.
-    """
-    if (own := user_modules.own_class(vocabulary)) is None:
-        return
-    for name in ("size_multiple", "extra_ids", "pad_id", "eos_id", "bos_id"):
-        value = getattr(vocabulary, name, None)
-        if not isinstance(value, (int, np.integer)):
-            raise UserError(f"{own}.{name} is {short(value)}, must be an int: see Vocabulary")
-    pieces = vocabulary.pieces
-    if not isinstance(pieces, Sequence) or not all(isinstance(piece, bytes) for piece in pieces):
-        raise UserError(
-            f"{own}.pieces is {short(pieces)}, must be a sequence with the bytes of every id: see Vocabulary"
-        )
-    for name in ("pad_id", "eos_id", "bos_id"):
-        if not 0 <= getattr(vocabulary, name) < vocabulary.size:
-            top = vocabulary.size - 1
-            raise UserError(f"{own}.{name} is {getattr(vocabulary, name)}, must be from 0 to {top} (its size less 1)")
-
-
 class Vocabulary(abc.ABC):
     """The interface of a tokenizer for the loader, the metrics and the sampler.
 
@@ -139,6 +116,11 @@ class Vocabulary(abc.ABC):
     def begin_ids(self) -> tuple[int, ...]:
         """The ids before every text that a decoder reads; none if the tokenizer adds none."""
         return (self.bos_id,)
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        """The ids after a text that is read as a whole, such as one that is embedded; none if the tokenizer adds none."""
+        return ()
 
     @property
     def added_ids(self) -> frozenset[int]:
@@ -288,6 +270,19 @@ class Vocabulary(abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _ids_around(
+    encode: Callable[[str], list[int]], encode_whole: Callable[[str], list[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer's post-processor puts before and after a text."""
+    for text in ("a", "0", "."):
+        if plain := encode(text):
+            whole = encode_whole(text)
+            starts = range(len(whole) - len(plain) + 1)
+            start = next((i for i in starts if whole[i : i + len(plain)] == plain), None)
+            return ((), ()) if start is None else (tuple(whole[:start]), tuple(whole[start + len(plain) :]))
+    return (), ()
 
 
 @functools.cache
@@ -531,15 +526,15 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        if self.add_bos_token is not None:
-            return (self.bos_id,) * self.add_bos_token
-        for text in ("a", "0", "."):
-            if plain := self.encode(text):
-                whole = self.tokenizer.encode(text).ids
-                starts = range(len(whole) - len(plain) + 1)
-                start = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
-                return tuple(whole[:start])
-        return ()
+        return self._around[0] if self.add_bos_token is None else (self.bos_id,) * self.add_bos_token
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        return self._around[1]
+
+    @functools.cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _ids_around(self.encode, lambda text: self.tokenizer.encode(text).ids)
 
     @functools.cached_property
     def pad_id(self) -> int:

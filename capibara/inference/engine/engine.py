@@ -12,16 +12,18 @@ from typing import Any
 
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.cache import batching
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.loop import EngineLoop
+from capibara.inference.engine.reading import Reader
 from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.requests import best_of
 from capibara.inference.engine.requests.best_of import BestOf
 from capibara.inference.engine.requests.following import Submission
-from capibara.inference.engine.requests.request import LIKELIEST, InputProcessor, Request
+from capibara.inference.engine.requests.request import InputProcessor
 from capibara.inference.engine.requests.stream import Stream
+from capibara.inference.engine.warm_up import warm_up
+from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Adapter, Model, longest_encoded
 from capibara.sharding import Rules
@@ -46,6 +48,9 @@ class Engine:
       rules: how slots, keys and values are sharded on the parameters' mesh, if they have one.
       donate: whether to give `params` to the engine: its copy replaces them array by array, and they are deleted.
       adapters: unmerged adapters that requests may use.
+
+    Attributes:
+      reader: reads texts without continuing them.
 
     Raises:
       UserError: the model does not generate, has no positions for such long rows, the slots do not fit in memory, or an
@@ -73,7 +78,9 @@ class Engine:
         self._inputs = InputProcessor(
             vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters, model.config.vocab_size
         )
-        self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._probe))
+        self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._inputs.probe))
+        sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens}
+        self.reader = Reader(model, self._core.params, rules, lambda: self._loop.leads, **sizes)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 
@@ -125,22 +132,15 @@ class Engine:
         Args:
           show: called with the numbers of compiled programs and of all programs.
         """
-        core, pages = self._core, self._core.pages
-        prefixes, core.prefill.prefixes = core.prefill.prefixes, None
-        sampling = Sampling(temperature=0.0, max_new_tokens=1)
-        shapes = batching.prompt_shapes(self._config, self._length, self._encodes)
-        prompts = [one for one in shapes if not pages or pages.fits(one[0], one[1])]
-        for done, (rows, size, likeliest) in enumerate(prompts):
-            show(done, len(prompts) + 2)
-            tokens = [[(row + 1) % self._vocab_size] * size for row in range(rows)]
-            for stream in [self.submit(prompt, sampling, likeliest=likeliest) for prompt in tokens]:
-                stream.result()
-        core.prefill.prefixes = prefixes
-        self.statistics.clear()
-        for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
-            show(done, len(prompts) + 2)
-            core.runner.warm_up(core.params.current, alternatives)
-        show(len(prompts) + 2, len(prompts) + 2)
+        warm_up(self._core, self._config, self._length, self._encodes, self.submit, self._vocab_size, show)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, so that a request that has it is submitted at once; thread-safe.
+
+        Raises:
+          UserError: the grammar is malformed, too complex, or has something that llguidance does not support.
+        """
+        self._inputs.grammars.matcher(grammar)
 
     def submit(
         self,
@@ -163,7 +163,7 @@ class Engine:
           spelled: ids of special tokens that are part of the text, as the tokenizer spells them.
 
         Raises:
-          UserError: the prompt does not fit in a slot, or the adapter does not exist.
+          UserError: the prompt does not fit in a slot, the adapter does not exist, or the grammar cannot be used.
         """
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
@@ -175,11 +175,6 @@ class Engine:
         )
         self._loop.submit(request)
         return request.stream
-
-    def _probe(self) -> Request:
-        """A request that works on working devices."""
-        prompt, sampling = [1 % self._vocab_size] * min(2, self._length), Sampling(temperature=0.0, max_new_tokens=2)
-        return self._inputs.request(prompt, sampling, lambda: False, ends=(), likeliest=0, adapter=None)
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
         """Leads the other processes' engines from the next step on: they `follow` the messages that `send` sends.

@@ -40,6 +40,11 @@ class EngineLoop:
         """Whether it has its own thread."""
         return self._thread is not None
 
+    @property
+    def leads(self) -> bool:
+        """Whether other processes make the same steps."""
+        return self._send is not None
+
     def submit(self, request: Request) -> None:
         """Adds a request to the next step.
 

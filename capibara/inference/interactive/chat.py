@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,12 @@ class Chat:
     def ids_of(self, text: str) -> list[int]:
         """The token ids of a rendered prompt."""
         return self.vocabulary.encode_rendered(text)[0].tolist()
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Chat:
+        """The same chat, with more variables of its template."""
+        changed = Chat(self.vocabulary, self.template.with_variables(variables))
+        changed.__dict__["ends"] = self.ends  # which no variable changes
+        return changed
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

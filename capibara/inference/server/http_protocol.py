@@ -19,8 +19,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.service import Service
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Service
 
 # Most bytes of a header fed to h11 at once: it checks its limit only between calls.
 _FED = 8192

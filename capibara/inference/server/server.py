@@ -25,9 +25,9 @@ from capibara.core import allocator
 from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import ProcessLost
 from capibara.inference.server import http_protocol
-from capibara.inference.server.openai_app import app_of
+from capibara.inference.server.app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import Served, ServerConfig, Service, State
+from capibara.inference.server.service.service import Served, ServerConfig, Service, State
 from capibara.inference.server.visitors import visitors_of
 from capibara.multihost import peers
 from capibara.multihost.channel import Leader

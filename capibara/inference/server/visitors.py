@@ -16,8 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.service import ServerConfig, Service
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import ServerConfig, Service
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{0,5}))?", re.ASCII)

@@ -21,7 +21,7 @@ from capibara.inference.engine.requests.following import Orders, Submission
 from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.interactive import files
 from capibara.inference.sampling.sampling import BeamSearch, Sampling, changed, of_values
-from capibara.inference.server.service import check_streams
+from capibara.inference.server.service.service import check_streams
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.strategies.grpo import Grpo

@@ -19,7 +19,7 @@ from capibara.cli import infer, serve
 from capibara.cli.composition import models
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
-from capibara.inference.server.service import Service, State
+from capibara.inference.server.service.service import Service, State
 from capibara.multihost import exits
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]

@@ -23,10 +23,10 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import ProcessLost, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.openai_app import app_of
+from capibara.inference.server.app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import Answers, ServerConfig, Service
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Answers, ServerConfig, Service
 
 SLOTS, LENGTH = 2, 256
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -239,14 +239,22 @@ REFUSED = {
     "a string for a number": ({"prompt": "a", "temperature": "0.5"}, "temperature", "should be a valid number"),
     "a truth for a number": ({"prompt": "a", "n": True}, "n", "should be a valid integer"),
     "too hot": ({"prompt": "a", "temperature": 2.5}, "temperature", "less than or equal to 2"),
-    "a penalty": ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    "a bias": ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    "a penalty": ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    "a bias of a word": ({"prompt": "a", "logit_bias": {"the": 1}}, "logit_bias", "token 'the', must have ids from 0 to 259"),
+    "a bias of no row": ({"prompt": "a", "logit_bias": {"260": 1}}, "logit_bias", "ids from 0 to 259"),
+    "a large bias": ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "logit_bias of 5 is 101.0, must be from -100 to 100"),
+    "many biases": ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "has 1025 tokens"),
+    "an end of no row": ({"prompt": "a", "stop_token_ids": [260]}, "stop_token_ids", "must be from 0 to 259"),
+    "a minimum above the limit": ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens", r"min_tokens is 9, must be at most max_tokens \(8\)"),
+    "fewer drawn than returned": ({"prompt": "a", "n": 3, "best_of": 2}, "best_of", r"best_of is 2, must be at least n \(3\)"),
+    "the best of a stream": ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "stream has texts before the best is known"),
+    "too many drawn": ({"prompt": "a", "best_of": 17}, "best_of", "best_of is 17: at most 16"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     "too many texts": ({"prompt": ["a"] * 5, "n": 4}, "n", "5 prompts, n = 4: at most 16"),
     "too many stops": ({"prompt": "a", "stop": ["a"] * 5}, "stop", "at most 4"),
     "a stop of zero": ({"prompt": "a", "stop": 0}, "stop", "stop is 0, must be a string or a list"),
     "a stop of no kind": ({"prompt": "a", "stop": {}}, "stop", "must be a string or a list"),
     "an empty stop": ({"prompt": "a", "stop": [""]}, "stop", "1 to 1000 characters"),
-    "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
     "too many likely": ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
     "no top_p": ({"prompt": "a", "top_p": -0.1}, "top_p", "greater than or equal to 0"),
     "half a thought": ({"prompt": "a", "thinking_tokens": 0}, "thinking_tokens", "greater than or equal to 1"),
@@ -262,7 +270,16 @@ REFUSED = {
     "likely without logprobs": (CHAT | {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     "a tool that must be": (CHAT | {"tool_choice": "required"}, "tool_choice", "must be 'auto' or 'none'"),
     "tools that are none": (CHAT | {"tools": [5]}, "messages", "tools must be a list of functions"),
-    "JSON only": (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "a format of no kind": (CHAT | {"response_format": {"type": "xml"}}, "response_format", "must have the type 'text', 'json_object' or"),
+    "a format without a schema": (CHAT | {"response_format": {"type": "json_schema"}}, "response_format", "must have a schema"),
+    "a schema that cannot be": (CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "response_format", r'Unimplemented keys: \["not"\]'),
+    "two grammars": (CHAT | {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice are set"),
+    "a pattern that does not end": ({"prompt": "a", "guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    "a choice of numbers": ({"prompt": "a", "guided_choice": [1]}, "guided_choice", "must be a list of strings"),
+    "a grammar of no text": ({"prompt": "a", "structured_outputs": {"grammar": 5}}, "guided_grammar", "must be a string"),
+    "an output of no kind": ({"prompt": "a", "structured_outputs": {"xml": ""}}, "structured_outputs", "must be an object with one of json, regex"),
+    "a variable that nobody reads": (CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "'enable_thinking', and the template asks for none"),
+    "an effort": (CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "nothing that the chat template asks for"),
     "two limits": (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_completion_tokens is 4: .* leave one out"),
     "a limit of many digits": (CHAT | {"max_tokens": 10**3000}, "max_tokens", r" - max_tokens is 1\d{,99}\.\.\., must"),
     "texts of many digits": (CHAT | {"n": 10**3000}, "n", r" - n is 1\d{,99}\.\.\.: at most"),

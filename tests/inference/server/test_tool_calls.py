@@ -13,15 +13,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.inference.calls import tool_calls
+from capibara.inference.calls.tool_calls import CallForm
 from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.text import TextStream
-from capibara.inference.server import tool_calls
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.openai_api import ChatRequest, chat_texts
-from capibara.inference.server.service import ServerConfig
-from capibara.inference.server.tool_calls import CallForm
+from capibara.inference.server.openai.requests import ChatRequest
+from capibara.inference.server.openai.texts import chat_texts
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import ServerConfig
 from tests.inference.server.test_server import GREEDY, HELLO, Running
 
 F, G = ("f", {"x": 1, "y": "é"}), ("g", {})

@@ -108,7 +108,7 @@ class Request:
     @property
     def restricted(self) -> bool:
         """Whether only the tokens before the next one tell which are allowed: any token may end a thought, too."""
-        return not self.finished and (self.matcher is not None or self.requested < self.sampling.min_new_tokens)
+        return not self.finished and self.matcher is not None
 
     def allow(self, row: np.ndarray) -> None:
         """Writes which tokens may come next, as a row of `NextTokens.allowed`; all tokens so far must be received.
@@ -288,6 +288,11 @@ class InputProcessor:
             limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
             names=names, submission=submission, adapter=self._adapters.number(adapter), matcher=matcher,
         )  # fmt: skip
+
+    def probe(self) -> Request:
+        """A request that works on working devices."""
+        prompt, sampling = [1 % self._rows] * min(2, self._length), Sampling(temperature=0.0, max_new_tokens=2)
+        return self.request(prompt, sampling, lambda: False, ends=(), likeliest=0, adapter=None)
 
     def _beyond(self, prompt_tokens: int, most: int) -> int:
         """How many tokens of a prompt are not read; raises UserError if rows do not slide."""

@@ -46,6 +46,8 @@ class DecodeSchedule:
         most = allowed
         for one in requests:
             most = min(most, one.limit - one.requested, self._length - one.row_length + 1)
+            if one.requested < one.sampling.min_new_tokens:  # until then no end token may be chosen
+                most = min(most, one.sampling.min_new_tokens - one.requested)
             if one.sampling.thinking_tokens is not None:  # a thought that begins in the program must not end in it
                 ahead = (index - one.requested for index in one.forced if index >= one.requested)
                 most = min(most, one.sampling.thinking_tokens, *ahead)

@@ -23,7 +23,7 @@ def next_tokens(active: Sequence[tuple[int, Request]], rows: int, vocab_size: in
     allowed = np.full((rows, allowed_words(vocab_size)), _EVERY)
     for row, request in active:
         index[row], forced[row] = request.requested, request.forced.get(request.requested, -1)
-        if request.restricted:
+        if request.restricted or request.requested < request.sampling.min_new_tokens:
             with contained(request):
                 request.allow(allowed[row])
     alternatives = LIKELIEST if any(request.likeliest for _, request in active) else 0

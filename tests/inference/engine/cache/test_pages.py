@@ -23,7 +23,7 @@ from capibara.inference.engine.runner.next_tokens import next_tokens
 from capibara.inference.sampling.sampler import History
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import Served, ServerConfig, Service
+from capibara.inference.server.service.service import Served, ServerConfig, Service
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, ShortConv

@@ -15,18 +15,20 @@ from typing import Protocol
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.calls import tool_calls
+from capibara.inference.calls.tool_calls import CallTokens
 from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.reading import Pooling, TokenScores
 from capibara.inference.engine.requests.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.inference.server import tool_calls
-from capibara.inference.server.http_errors import Refusal, lost_process
-from capibara.inference.server.tool_calls import CallTokens
+from capibara.inference.server.service.http_errors import Refusal, lost_process
 
 _SOON = {"Retry-After": "1"}
 _LEAST = {
     **dict.fromkeys(("queue", "max_stops", "grace_s"), 0),
     **dict.fromkeys(("max_tokens", "max_prompt_tokens", "max_prompt_chars", "max_texts", "max_messages"), 1),
+    "max_embeddings": 1,
     **dict.fromkeys(("max_body_kib", "max_bodies_mib", "max_header_kib"), 1),
     "max_connections": 8,
 }
@@ -45,6 +47,8 @@ class ServerConfig:
       max_prompt_tokens: longest prompt; None: the slot's capacity.
       max_texts: most texts of one request: prompts times n.
       max_stops: most stop strings of one request.
+      max_embeddings: most texts of one request for embeddings.
+      pooling: which hidden states of a text are its embedding.
       max_prompt_chars: characters of the longest prompt; None: what the longest prompt's tokens can spell, up to 16 per
         token, or fewer if the tokenizer's longest token is shorter. Longer prompts are refused before tokenisation.
       max_messages: most messages of a conversation.
@@ -69,6 +73,8 @@ class ServerConfig:
     max_prompt_tokens: int | None = None
     max_texts: int = 16
     max_stops: int = 4
+    max_embeddings: int = 256
+    pooling: Pooling = Pooling.LAST
     max_prompt_chars: int | None = None
     max_messages: int = 1024
     max_body_kib: int = 1536
@@ -155,7 +161,8 @@ class RequestedText:
     """One requested text.
 
     It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, the adapter,
-    None for the model alone, and the ids of special tokens that are spelled in the text.
+    None for the model alone, the ids of special tokens that are spelled in the text, and the scores of the prompt's
+    tokens, None if they are not asked for.
     """
 
     ids: Sequence[int]
@@ -164,6 +171,7 @@ class RequestedText:
     likeliest: int = 0
     adapter: str | None = None
     spelled: tuple[int, ...] = ()
+    scores: TokenScores | None = None
 
 
 def check_streams(sampling: Sampling) -> None:

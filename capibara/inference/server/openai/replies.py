@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
+import itertools
+import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.calls import tool_calls
 from capibara.inference.engine.requests.stream import Completion, Piece
-from capibara.inference.server import tool_calls
-from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
-from capibara.inference.server.service import RequestedText, Served
+from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
+from capibara.inference.server.service.service import RequestedText, Served
 
 _CALLED = {"stop": "tool_calls"}  # a text that was cut off stays that
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
@@ -45,7 +47,7 @@ class Reply(abc.ABC):
         """The complete response."""
         choices = [
             self._choice(index, self._text_of(completion), completion.pieces, str(completion.finish))
-            for index, completion in enumerate(completions)
+            for index, completion in enumerate(self._best(completions))
         ]
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
 
@@ -83,13 +85,23 @@ class Reply(abc.ABC):
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
         """The fields of a choice besides its index and finish reason."""
 
+    def _best(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The texts to return: of those drawn for each prompt the n with the highest log probability per token."""
+        drawn, n = self._asked.drawn, self._asked.n or 1
+        if drawn == n:
+            return list(completions)
+        best: list[Completion] = []
+        for first in range(0, len(completions), drawn):
+            best += sorted(completions[first : first + drawn], key=_mean_log_probability, reverse=True)[:n]
+        return best
+
     def _chunk(self, index: int, text: str, pieces: Iterable[Piece], finish: str | None) -> Json:
         choice = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
         chunk = self._about | {"object": self.chunk_kind, "choices": [choice]}
         return chunk | {"usage": None} if self._tells_usage else chunk
 
     def _usage(self, completions: Sequence[Completion]) -> Json:
-        n = self._asked.n or 1
+        n = self._asked.drawn
         read = sum(len(ask.ids) for ask in self._asks[::n])
         written = sum(len(completion.tokens) for completion in completions)
         cached = sum(completion.cached_tokens for completion in completions[::n])
@@ -110,21 +122,52 @@ class CompletionReply(Reply):
 
     def __init__(self, request: CompletionRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(request, served, asks)
-        self._offsets = [0] * len(asks)
-        self._echoed = [served.vocabulary.decode(ask.ids) if request.echo else "" for ask in asks]
+        n, drawn = request.n or 1, request.drawn
+        self._shown = [ask for first in range(0, len(asks), drawn) for ask in asks[first : first + n]]
+        self._offsets = [0] * len(self._shown)
+        self._echoed = [served.vocabulary.decode(ask.ids) if request.echo else "" for ask in self._shown]
 
     def _text_of(self, part: Piece | Completion) -> str:
         return part.lead + part.text  # it continues the prompt
 
     def begin(self) -> list[Json]:
-        return [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]
+        chunks = [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]
+        for chunk in chunks if self._names_tokens else ():
+            (choice,) = chunk["choices"]
+            choice["logprobs"] = self._of_prompt(choice["index"])
+        return chunks
 
     @property
     def _names_tokens(self) -> bool:
         return self._asked.logprobs is not None
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
-        return {"index": index, "finish_reason": finish} | self._part(self._echoed[index] + text, pieces, finish, index)
+        echoed = self._of_prompt(index) if self._names_tokens and self._echoed[index] else {}
+        part = self._part(self._echoed[index] + text, pieces, finish, index)
+        if echoed:
+            part["logprobs"] = {name: values + part["logprobs"][name] for name, values in echoed.items()}
+        return {"index": index, "finish_reason": finish} | part
+
+    def _of_prompt(self, index: int) -> Json:
+        """The log probabilities of an echoed prompt's tokens; the first has none."""
+        ask, vocabulary = self._shown[index], self._served.vocabulary
+        assert ask.scores is not None, "they were asked for"
+        tokens = [_named(vocabulary, token) for token in ask.ids]
+        likeliest = [
+            {
+                _named(vocabulary, token): max(_LEAST_LOGPROB, value)
+                for token, value in reversed([*zip(ids.tolist(), values.tolist())])
+            }
+            for ids, values in zip(ask.scores.likeliest, ask.scores.their_log_probabilities)
+        ]
+        each = [max(_LEAST_LOGPROB, value) for value in ask.scores.log_probabilities.tolist()]
+        stream = vocabulary.stream()
+        ends = [*itertools.accumulate(len(stream.feed(token)) for token in ask.ids)]
+        self._offsets[index] = ends[-1]
+        return {
+            "tokens": tokens, "token_logprobs": [None, *each], "top_logprobs": [None, *likeliest],
+            "text_offset": [0, *ends[:-1]],
+        }  # fmt: skip
 
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
         return {"text": text, "logprobs": self._logprobs(index, pieces) if self._names_tokens else None}
@@ -213,6 +256,11 @@ class ChatReply(Reply):
             "bytes": [*spelled] or None,
             "logprob": max(_LEAST_LOGPROB, log_probability),
         }
+
+
+def _mean_log_probability(completion: Completion) -> float:
+    each = [piece.log_probability for piece in completion.pieces if piece.token is not None]
+    return sum(each) / len(each) if each else -math.inf
 
 
 def _named(vocabulary: Vocabulary, token: int) -> str:

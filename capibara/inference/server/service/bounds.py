@@ -8,8 +8,8 @@ from typing import Any
 import pydantic_core
 
 from capibara.core.fields import short
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.service import Served, ServerConfig
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Served, ServerConfig
 
 _MOST_CONTAINERS = 65_536  # counts texts too: parsing more would delay other requests' tokens
 _DEEPEST = 64
@@ -70,27 +70,34 @@ def _too_many(most: int, what: str) -> Refusal:
     return Refusal(400, f"the body has more than {most} {what}: send less at once", code="too_many_values")
 
 
-def check_prompt(prompt: object, served: Served, config: ServerConfig) -> None:
-    """Raises Refusal if a completion's prompt has too many texts, characters or tokens; does not read each of them."""
+def check_prompt(
+    prompt: object, served: Served, config: ServerConfig, param: str = "prompt", most: int | None = None
+) -> None:
+    """Raises Refusal if there are too many texts, characters or tokens; does not read each of them.
+
+    Args:
+      prompt: a text, token ids, or a list of those.
+      served: the model.
+      config: the limits.
+      param: the parameter that contains it.
+      most: most texts; None: ServerConfig.max_texts.
+    """
     if isinstance(prompt, str):
-        check_characters(len(prompt), served, config, "prompt")
+        check_characters(len(prompt), served, config, param)
     if not isinstance(prompt, list) or not prompt:
         return
     if isinstance(prompt[0], int):
-        check_tokens(len(prompt), served, config, "prompt")
-    elif len(prompt) > config.max_texts:
-        raise Refusal(
-            400,
-            f"{len(prompt)} prompts: at most {config.max_texts} texts in all",
-            param="prompt",
-            code="too_many_texts",
-        )
-    else:
-        for one in prompt:
-            if isinstance(one, str):
-                check_characters(len(one), served, config, "prompt")
-            elif isinstance(one, list):
-                check_tokens(len(one), served, config, "prompt")
+        check_tokens(len(prompt), served, config, param)
+        return
+    most = config.max_texts if most is None else most
+    if len(prompt) > most:
+        message = f"{len(prompt)} {param}s: at most {most} texts in all"
+        raise Refusal(400, message, param=param, code="too_many_texts")
+    for one in prompt:
+        if isinstance(one, str):
+            check_characters(len(one), served, config, param)
+        elif isinstance(one, list):
+            check_tokens(len(one), served, config, param)
 
 
 def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -24,12 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import Completion
-from capibara.inference.server import bounds, openai_api
-from capibara.inference.server.http_errors import Refusal
-from capibara.inference.server.openai_api import ApiRequest, ChatRequest, CompletionRequest
-from capibara.inference.server.openai_replies import ChatReply, CompletionReply, Reply
+from capibara.inference.server.openai import readings, requests, texts
+from capibara.inference.server.openai.replies import ChatReply, CompletionReply, Reply
+from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest, Parameters
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import (
+from capibara.inference.server.service import bounds
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import (
     Answers,
     RequestedText,
     Served,
@@ -51,6 +52,8 @@ _LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadlin
 # Two threads: the interpreter runs one at a time, except while it waits for a tokenizer or a template.
 _preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
 
+P = TypeVar("P", bound=Parameters)
+T = TypeVar("T")
 Asks = Callable[[Any, Served, ServerConfig], list[RequestedText]]
 
 
@@ -68,13 +71,15 @@ def app_of(
     app = fastapi.FastAPI(title="capibara", openapi_url=None)
     checked = [fastapi.Depends(_authorised(keys))]
 
+    _add_readings(app, service, checked)
+
     @app.post("/v1/completions", dependencies=checked)
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionRequest, openai_api.completion_texts, CompletionReply)
+        return await _answer(service, request, CompletionRequest, texts.completion_texts, CompletionReply)
 
     @app.post("/v1/chat/completions", dependencies=checked)
     async def chat_completions(request: Request) -> Response:
-        return await _answer(service, request, ChatRequest, openai_api.chat_texts, ChatReply)
+        return await _answer(service, request, ChatRequest, texts.chat_texts, ChatReply)
 
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
@@ -112,6 +117,22 @@ def app_of(
     return _RequestCounter(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
 
 
+def _add_readings(app: fastapi.FastAPI, service: Service, checked: list[Any]) -> None:
+    """Adds the requests whose texts are read and not continued; `checked`: their dependencies."""
+
+    @app.post("/v1/embeddings", dependencies=checked)
+    async def embeddings(request: Request) -> Response:
+        return await _read(service, request, readings.EmbeddingRequest, readings.embeddings)
+
+    @app.post("/tokenize", dependencies=checked)
+    async def tokenize(request: Request) -> Response:
+        return await _read(service, request, readings.TokenizeRequest, readings.tokenize)
+
+    @app.post("/detokenize", dependencies=checked)
+    async def detokenize(request: Request) -> Response:
+        return await _read(service, request, readings.DetokenizeRequest, readings.detokenize)
+
+
 def _about(served: Served, name: str) -> dict[str, Any]:
     """Describes the model, or one of its adapters."""
     about = {"id": name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
@@ -143,18 +164,7 @@ async def _answer(
     service: Service, request: Request, kind: type[ApiRequest], asks_of: Asks, reply_of: type[Reply]
 ) -> Response:
     began_s = time.monotonic()
-    served, config = service.check_room(), service.config
-    with service.reading() as take:
-        body = await _body(request, config, take)
-        parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
-        openai_api.check_model(parsed, served)
-        # Templates and tokenizers may take long; other requests' tokens must not wait for them.
-        work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, parsed, served, config)
-        try:
-            async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
-                asks = await work
-        except TimeoutError:
-            raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
+    parsed, served, asks = await _prepared(service, request, kind, asks_of, began_s)
     reply, answers = reply_of(parsed, served, asks), service.ask(asks, began_s)
     if parsed.stream:
         return _Events(answers, reply)
@@ -162,12 +172,37 @@ async def _answer(
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
 
 
-async def _parsed(service: Service, kind: type[ApiRequest], body: bytes, most_tokens: int) -> ApiRequest:
+async def _read(
+    service: Service, request: Request, kind: type[P], work: Callable[[P, Served, ServerConfig], dict[str, Any]]
+) -> Response:
+    """Answers a request whose texts are read and not continued."""
+    return JSONResponse((await _prepared(service, request, kind, work, time.monotonic()))[2])
+
+
+async def _prepared(
+    service: Service, request: Request, kind: type[P], work: Callable[[P, Served, ServerConfig], T], began_s: float
+) -> tuple[P, Served, T]:
+    """The parsed body, the model, and what `work` makes of them, in a thread."""
+    served, config = service.check_room(), service.config
+    with service.reading() as take:
+        body = await _body(request, config, take)
+        parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
+        requests.check_model(parsed, served)
+        # Templates and tokenizers may take long; other requests' tokens must not wait for them.
+        running = asyncio.get_running_loop().run_in_executor(_preparing, work, parsed, served, config)
+        try:
+            async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
+                return parsed, served, await running
+        except TimeoutError:
+            raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
+
+
+async def _parsed(service: Service, kind: type[P], body: bytes, most_tokens: int) -> P:
     """Parses one body at a time and yields to others half of the time; a thread would delay them at each read."""
     async with service.parsing:
         began_s = time.monotonic()
         try:
-            return openai_api.read(kind, body, most_tokens)
+            return requests.read(kind, body, most_tokens)
         finally:
             took_s = time.monotonic() - began_s
             await asyncio.sleep(took_s if took_s > _PAUSED_AFTER_S else 0)
@@ -254,6 +289,8 @@ async def _events(answers: Answers, reply: Reply) -> AsyncIterator[str]:
             yield _event(chunk)
     except Refusal as refusal:
         yield _event(refusal.body)
+    except UserError as error:  # of the request, such as a grammar that became too complex
+        yield _event(Refusal(400, bounds.quoted(str(error)), code="invalid_value").body)
     except Exception as error:
         _log.error("A stream of texts ended with an error", exc_info=error)  # raising it would cut the response off
         yield _event(_fault(error).body)

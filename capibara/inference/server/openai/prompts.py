@@ -1,0 +1,76 @@
+"""Texts and token ids in a request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers import model_rows
+from capibara.inference.engine.reading import TokenScores
+from capibara.inference.sampling import sentinels
+from capibara.inference.server.service.bounds import brief, quoted
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Served
+
+
+def given_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
+    """Parses texts: a string, strings, token ids, or lists of token ids.
+
+    Raises:
+      Refusal: they are something else.
+    """
+    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(one) for one in value)):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return value
+    lists = isinstance(value, list) and all(isinstance(one, list) and one for one in value)
+    if lists and value and all(_is_id(token) for one in value for token in one):
+        return value
+    raise Refusal(
+        400,
+        f"{param} is {brief(value)}, must be a string, a list of strings, a list of token ids or a list of such lists",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt") -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+      Refusal: the model has no row for a token, or the text cannot be encoded.
+    """
+    vocabulary = served.vocabulary
+    with invalid(param):
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            reads = served.encoder_length is not None
+            ids = sentinels.ids_of(prompt, vocabulary) if reads else vocabulary.prompt_ids(prompt)
+        model_rows.check_ids(ids, served.engine.rows, vocabulary, param)
+    return ids
+
+
+def prompt_scores(ids: list[int], likeliest: int, served: Served) -> TokenScores:
+    """What the model says of a prompt's tokens.
+
+    Raises:
+      Refusal: the model reads no texts alone.
+    """
+    with invalid("echo"):
+        return served.engine.reader.score(ids, likeliest)
+
+
+@contextlib.contextmanager
+def invalid(param: str) -> Iterator[None]:
+    """A context whose UserErrors become refusals of a parameter."""
+    try:
+        yield
+    except UserError as error:
+        raise Refusal(400, quoted(str(error)), param=param, code="invalid_value") from None

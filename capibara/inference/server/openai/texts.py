@@ -1,0 +1,98 @@
+"""The texts that requests of OpenAI's completions and chat API ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from capibara.core.fields import short
+from capibara.inference.server.openai import sampling_options, structured
+from capibara.inference.server.openai.conversations import rendered
+from capibara.inference.server.openai.prompts import given_prompts, prompt_ids, prompt_scores
+from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
+from capibara.inference.server.service import bounds
+from capibara.inference.server.service.bounds import brief
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
+
+
+def completion_texts(request: CompletionRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
+    """The texts of a completion: n for the first prompt, n for the second, ...
+
+    Raises:
+      Refusal: a parameter is invalid, or a prompt is too long.
+    """
+    bounds.check_prompt(request.prompt, served, config)
+    prompts = given_prompts(request.prompt)
+    _check_count(request, len(prompts), config)
+    asks: list[RequestedText] = []
+    for prompt in prompts:
+        ids = prompt_ids(prompt, served)
+        of_prompt = _asks(request, ids, (), served, config, "prompt")
+        if request.echo and request.logprobs is not None:
+            scores = prompt_scores(ids, request.logprobs, served)
+            of_prompt = [dataclasses.replace(ask, scores=scores) for ask in of_prompt]
+        asks += of_prompt
+    return asks
+
+
+def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
+    """The n answers to a conversation.
+
+    Raises:
+      Refusal: a parameter is invalid, the chat template rejects the messages, or they are too long.
+    """
+    if request.top_logprobs is not None and not request.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
+    if None not in (limits := (request.max_tokens, request.max_completion_tokens)) and limits[0] != limits[1]:
+        both = " and max_completion_tokens is ".join(map(short, limits))
+        raise Refusal(
+            400, f"max_tokens is {both}: they mean the same, leave one out", param="max_tokens", code="invalid_value"
+        )  # fmt: skip
+    if request.tool_choice not in (None, "auto", "none"):
+        raise Refusal(
+            400,
+            f"tool_choice is {brief(request.tool_choice)}, must be 'auto' or 'none'",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    if request.tool_choice == "auto" and not request.tools:
+        raise Refusal(
+            400, "tool_choice is 'auto', which needs tools: leave it out", param="tool_choice", code="invalid_value"
+        )
+    _check_count(request, 1, config)
+    tools = request.tools if request.tool_choice != "none" else None
+    talk, text = rendered(request, served, config)
+    calls = served.calls if tools else None
+    ends, spelled = (talk.ends, ()) if calls is None else ((*talk.ends, *calls.ends), calls.spelled)
+    return _asks(request, talk.ids_of(text), ends, served, config, "messages", spelled)
+
+
+def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> None:
+    texts, name = prompts * request.drawn, "n" if request.drawn == (request.n or 1) else "best_of"
+    if texts > config.max_texts:
+        count = short(request.drawn)
+        shown = f"{prompts} prompts, {name} = {count}" if prompts > 1 else f"{name} is {count}"
+        raise Refusal(400, f"{shown}: at most {config.max_texts} texts in all", param=name, code="too_many_texts")
+
+
+def _asks(
+    request: ApiRequest,
+    ids: Sequence[int],
+    ends: tuple[int, ...],
+    served: Served,
+    config: ServerConfig,
+    param: str,
+    spelled: tuple[int, ...] = (),
+) -> list[RequestedText]:
+    bounds.check_tokens(len(ids), served, config, param)
+    room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
+    grammar = structured.grammar_of(request.structured, served)
+    sampling = sampling_options.sampling_of(request, served, config, room, grammar)
+    seeds = [(sampling.seed + k) % sampling_options.SEEDS for k in range(request.drawn)]
+    adapter = None if request.model == served.name else request.model
+    ends = (*ends, *sampling_options.end_ids(request, served))
+    return [
+        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, spelled)
+        for seed in seeds
+    ]

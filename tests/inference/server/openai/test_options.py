@@ -1,0 +1,254 @@
+"""Structured output, penalties, embeddings and the like through OpenAI's client, against the engine's own results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import openai
+import pytest
+
+from capibara.inference.engine.reading import Pooling
+from capibara.inference.interactive.chat import Chat
+from capibara.inference.server.service.service import ServerConfig
+from tests.inference.server.test_server import Running
+
+HOT = {"model": "tiny", "temperature": 1.0, "max_tokens": 120}
+HELLO = [{"role": "user", "content": "Hello"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "people": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def running(served):
+    with Running(served) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    return running.client()
+
+
+def batch_of(ids):
+    positions, segments = np.arange(len(ids), dtype=np.int32)[None], np.ones((1, len(ids)), np.int32)
+    return {"tokens": np.array([ids], np.int32), "positions": positions, "segment_ids": segments}
+
+
+def log_probabilities_of(run, ids):
+    """[T, V], by the whole model at once, of the ids that the tokenizer has."""
+    logits = run.model.logits(run.params, batch_of(ids))[0, :, : run.tokenizer.size]
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+def format_of(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_follow_a_schema(client, stream):
+    asked = HOT | {"messages": HELLO, "response_format": format_of(CITY), "n": 3, "seed": 1}
+    if not stream:
+        texts = [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+    else:
+        texts = ["", "", ""]
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    for text in texts:
+        about = json.loads(text)
+        assert about["city"] in ("Rome", "Oslo") and 0 <= about["people"] <= 9
+
+
+@pytest.mark.parametrize(
+    "options, pattern",
+    [
+        ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"guided_grammar": 'start: "x" "y"+ "z"'}, "xy+z"),
+        ({"guided_json": {"const": [1, 2]}}, r"\[\s*1\s*,\s*2\s*\]"),
+        ({"structured_outputs": {"choice": ["one"]}}, "one"),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true|false"),
+    ],
+    ids=str,
+)
+def test_completions_follow_what_vllm_calls_guided(client, options, pattern):
+    reply = client.completions.create(**HOT, prompt="x", seed=3, extra_body=options)
+    assert re.fullmatch(pattern, reply.choices[0].text) and reply.choices[0].finish_reason == "stop"
+
+
+def test_a_format_of_text_asks_for_nothing(client):
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 12, "messages": HELLO}
+    plain = client.chat.completions.create(**asked)
+    text = client.chat.completions.create(**asked, response_format={"type": "text"})
+    assert text.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_biases_penalties_and_least_lengths_reach_the_engine(client):
+    asked = {"model": "tiny", "temperature": 0, "prompt": "x", "max_tokens": 6}
+    assert client.completions.create(**asked, logit_bias={"65": 100}).choices[0].text == chr(65 + 33) * 6
+    free = client.completions.create(**asked, logit_bias={"65": 100}, frequency_penalty=2.0, presence_penalty=2.0)
+    assert free.choices[0].text == chr(65 + 33) * 6  # a bias of 100 is more than 6 * 2 + 2
+    varied = client.completions.create(**asked, frequency_penalty=2.0, presence_penalty=2.0, logprobs=0)
+    plain = client.completions.create(**asked, logprobs=0)
+    assert len(set(varied.choices[0].logprobs.tokens)) >= len(set(plain.choices[0].logprobs.tokens))
+
+
+def test_end_tokens_of_a_request_and_ends_that_are_ignored(client):
+    asked = {"model": "tiny", "temperature": 0, "prompt": "x", "max_tokens": 9, "logit_bias": {"65": 100}}
+    ended = client.completions.create(**asked, extra_body={"stop_token_ids": [65]})
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+    later = client.completions.create(
+        **asked | {"logit_bias": {"65": 100, "70": 50}}, extra_body={"stop_token_ids": [65], "min_tokens": 4}
+    )
+    assert (later.choices[0].text, later.choices[0].finish_reason) == (chr(70 + 33) * 4, "stop")
+    whole = client.completions.create(
+        **asked | {"logit_bias": {"65": 100, "70": 50}}, extra_body={"stop_token_ids": [65], "ignore_eos": True}
+    )
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (chr(70 + 33) * 9, "length")
+
+
+def test_the_best_texts_are_those_with_the_likeliest_tokens(client):
+    asked = {"model": "tiny", "temperature": 1.3, "prompt": ["a", "b"], "max_tokens": 5, "seed": 7, "logprobs": 0}
+    every = client.completions.create(**asked, n=4)
+    best = client.completions.create(**asked, n=2, best_of=4)
+    mean = lambda choice: np.mean(choice.logprobs.token_logprobs)  # noqa: E731
+    for prompt in (0, 1):
+        of_prompt = sorted(every.choices[4 * prompt : 4 * prompt + 4], key=mean, reverse=True)
+        assert [choice.text for choice in best.choices[2 * prompt : 2 * prompt + 2]] == [c.text for c in of_prompt[:2]]
+    assert best.usage.completion_tokens == every.usage.completion_tokens and len(best.choices) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_its_log_probabilities(client, served, run, stream):
+    """Each is what the model says of that token as the next one of a text."""
+    asked = {"model": "tiny", "prompt": "the cat", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    asked["logit_bias"] = {"65": 100}
+    reply = client.completions.create(**asked, stream=stream)
+    parts = [chunk.choices[0].logprobs for chunk in reply if chunk.choices] if stream else [reply.choices[0].logprobs]
+    tokens, log_probabilities, likeliest, offsets = [], [], [], []
+    for part in parts:
+        if part is not None:
+            tokens += part.tokens
+            log_probabilities += part.token_logprobs
+            likeliest += part.top_logprobs
+            offsets += part.text_offset
+    ids = served.vocabulary.prompt_ids("the cat")
+    assert tokens[: len(ids)] == [served.vocabulary.decode([token]) for token in ids] and len(tokens) == len(ids) + 3
+    assert log_probabilities[0] is None and likeliest[0] is None
+    scores = np.asarray(log_probabilities_of(run, ids))
+    for place, token in enumerate(ids[1:], 1):
+        assert log_probabilities[place] == pytest.approx(scores[place - 1, token], abs=1e-4)
+        best = np.sort(scores[place - 1])[-2:]
+        assert sorted(likeliest[place].values()) == pytest.approx(best, abs=1e-4)
+    assert offsets == [len(served.vocabulary.decode(ids[:count])) for count in range(len(ids))] + [
+        len("the cat") + sum(map(len, tokens[len(ids) : count])) for count in range(len(ids), len(tokens))
+    ]
+
+
+def test_embeddings_are_of_length_one_and_do_not_depend_on_their_batch(client, served):
+    texts = ["the cat", "a", "the dog and the cat", "x" * 70]
+    together = np.array([one.embedding for one in client.embeddings.create(model="tiny", input=texts).data])
+    alone = [client.embeddings.create(model="tiny", input=text, encoding_format="float") for text in texts]
+    np.testing.assert_allclose(together, [reply.data[0].embedding for reply in alone], atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    ids = [served.vocabulary.prompt_ids(text) for text in texts]
+    given = client.embeddings.create(model="tiny", input=ids)
+    np.testing.assert_allclose(together, [one.embedding for one in given.data], atol=1e-5)
+    assert given.usage.prompt_tokens == sum(map(len, ids))
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_an_embedding_is_of_the_hidden_states(served, run, pooling):
+    ids = served.vocabulary.prompt_ids("the cat")
+    (vector,) = served.engine.reader.embed([ids], pooling)
+    hidden = np.asarray(run.model.hidden(run.params, batch_of(ids))[0], np.float32)[0]
+    want = {Pooling.FIRST: hidden[0], Pooling.LAST: hidden[-1], Pooling.MEAN: hidden.mean(axis=0)}[pooling]
+    np.testing.assert_allclose(vector, want / np.linalg.norm(want), atol=1e-5)
+
+
+def post(running, path, body):
+    status, content, _ = running.http("POST", path, json.dumps(body))
+    return status, json.loads(content)
+
+
+def test_texts_become_tokens_and_tokens_texts(running, served):
+    assert post(running, "/tokenize", {"prompt": "the cat"}) == (
+        200,
+        {"count": 6, "max_model_len": 256, "tokens": served.vocabulary.prompt_ids("the cat")},
+    )
+    status, chat = post(running, "/tokenize", {"model": "tiny", "messages": HELLO})
+    assert status == 200
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert post(running, "/detokenize", {"tokens": chat["tokens"]}) == (200, {"prompt": text})
+
+
+@pytest.mark.parametrize(
+    "path, body, param, message",
+    [
+        ("/v1/embeddings", {"input": []}, "input", "input is [], must be a string, a list"),
+        ("/v1/embeddings", {"input": ["a"] * 257}, "input", "257 inputs: at most 256 texts in all"),
+        ("/v1/embeddings", {"input": "x" * 300}, "input", "input has 300 tokens, must have at most 256"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions", "embeddings of this model have 32"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "encoding_format": "hex"},
+            "encoding_format",
+            "should be 'float' or 'base64'",
+        ),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, "model", "the model here is 'tiny'"),
+        ("/tokenize", {}, "prompt", "either prompt or messages must be set"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt", "either prompt or messages must be set"),
+        ("/detokenize", {"tokens": [260]}, "tokens", "must be from 0 to 259"),
+        ("/detokenize", {"tokens": "a"}, "tokens", "valid list"),
+    ],
+    ids=range(10),
+)
+def test_mistakes_of_readings_are_told(running, path, body, param, message):
+    status, reply = post(running, path, {"model": "tiny"} | body)
+    assert status in (400, 404) and reply["error"]["param"] == param and message in reply["error"]["message"]
+
+
+def test_variables_reach_the_template(served, folder, tmp_path):
+    """Those that it asks for; a value of one request does not stay for the next."""
+    from capibara.data.chat.template import ChatTemplate
+
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if reasoning_effort == 'high' %}think {% endif %}"
+        "{% if not thinking | default(true) %}no {% endif %}{% endif %}"
+    )
+    chat = Chat(served.vocabulary, ChatTemplate(tokenizer=folder, template=str(path)))
+    with Running(dataclasses.replace(served, chat=chat)) as running:
+        counted = lambda **options: (
+            running.client()
+            .chat.completions.create(  # noqa: E731
+                model="tiny", messages=HELLO, max_tokens=1, **options
+            )
+            .usage.prompt_tokens
+        )
+        plain = counted()
+        assert counted(reasoning_effort="high") == plain + len("think ") - 1  # "th" is one token
+        assert counted(extra_body={"chat_template_kwargs": {"thinking": False}}) == plain + len("no ")
+        assert counted() == plain
+        with pytest.raises(
+            openai.BadRequestError, match="'thinkin', and the template asks for .*: did you mean thinking"
+        ):
+            counted(extra_body={"chat_template_kwargs": {"thinkin": False}})
+        with pytest.raises(openai.BadRequestError, match="'messages', and the template"):
+            counted(extra_body={"chat_template_kwargs": {"messages": []}})
+
+
+def test_a_limit_of_a_server_is_at_least_one():
+    from capibara.core.types import UserError
+
+    with pytest.raises(UserError, match="ServerConfig.max_embeddings is 0, must be at least 1"):
+        ServerConfig(max_embeddings=0)
