@@ -1,1 +1,1 @@
-"""Tool calls in a model's text."""
+"""Tool calls and reasoning in the text of a model, in the form that its chat template has."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.calls import tool_calls
+from capibara.inference.calls.message import Message
 from capibara.inference.engine.requests.stream import Completion, Piece
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service.service import RequestedText, Served
@@ -185,6 +185,44 @@ class CompletionReply(Reply):
         return found
 
 
+class ChatAnswer:
+    """Reads one answer of a chat, piece by piece.
+
+    Args:
+      ask: the requested text.
+      request: that asks for it.
+
+    Attributes:
+      message: what was read.
+      reads_thoughts: whether thoughts are apart.
+      reasoning_tokens: number of tokens of thoughts and their tags.
+    """
+
+    def __init__(self, ask: RequestedText, request: ChatRequest):
+        dialect = ask.dialect
+        assert dialect is not None, "an answer of a chat has one"
+        form = dialect.form
+        self.message = Message(None if form is None else form.id_chars, request.parallel_tool_calls is not False)
+        self.reads_thoughts = dialect.tags is not None or (form is not None and form.covers_answer)
+        self.reasoning_tokens = 0
+        self._reader = dialect.reader(request.tools or [], ask.thinks)
+
+    def add(self, piece: Piece) -> Json:
+        """Adds a piece; returns the delta."""
+        thinks = self._reader.thinks
+        events = self._reader.add(piece.text)
+        self.reasoning_tokens += piece.token is not None and (thinks or self._reader.thinks)
+        return self.message.add(events)
+
+    def close(self) -> Json:
+        """Ends the text; returns the last delta."""
+        return self.message.add(self._reader.close())
+
+    def finish(self, finish: str) -> str:
+        """Why the text ended, as the API says it."""
+        return _CALLED.get(finish, finish) if self.message.calls else finish
+
+
 class ChatReply(Reply):
     """The response of /v1/chat/completions."""
 
@@ -193,10 +231,7 @@ class ChatReply(Reply):
 
     def __init__(self, request: ChatRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(request, served, asks)
-        calls = served.calls if request.tools and request.tool_choice != "none" else None
-        self._form = None if calls is None else calls.form
-        self._tools = tool_calls.names_of(request.tools or [])
-        self._held = [tool_calls.CallStream(calls.form) for _ in asks] if calls is not None else []
+        self._answers = [ChatAnswer(ask, request) for ask in asks]
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
@@ -209,29 +244,37 @@ class ChatReply(Reply):
     def _names_tokens(self) -> bool:
         return bool(self._asked.logprobs)
 
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        for answer, completion in zip(self._answers, completions, strict=True):
+            for piece in completion.pieces:
+                answer.add(piece)
+            answer.close()
+        return super().whole(completions)
+
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
-        rest, calls = tool_calls.split(text, self._tools, self._form) if self._form else (text, [])
-        if calls:
-            message |= {"content": rest or None, "tool_calls": calls}
-            finish = _CALLED.get(finish, finish)
+        answer = self._answers[index]
+        message, finish = answer.message.whole(), answer.finish(finish)
         return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
 
     def piece(self, index: int, piece: Piece) -> Json | None:
-        if not self._held:
-            return super().piece(index, piece)
-        named = self._names_tokens and piece.token is not None
-        text = self._held[index].add(self._text_of(piece))
-        return self._chunk(index, text, [piece], None) if text or named else None
+        delta = self._answers[index].add(piece)
+        if not delta and not (self._names_tokens and piece.token is not None):
+            return None
+        chunk = self._chunk(index, "", [piece], None)
+        chunk["choices"][0]["delta"] = delta
+        return chunk
 
     def end(self, index: int, completion: Completion) -> Json:
-        rest, calls = self._held[index].rest(self._tools) if self._held else ("", [])
-        finish = str(completion.finish)
-        chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if calls else finish)
-        delta = chunk["choices"][0]["delta"]
-        delta |= {"content": rest} if rest else {}
-        delta |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]} if calls else {}
+        answer = self._answers[index]
+        delta = answer.close()
+        chunk = self._chunk(index, "", [], answer.finish(str(completion.finish)))
+        chunk["choices"][0]["delta"] = delta
         return chunk
+
+    def _usage(self, completions: Sequence[Completion]) -> Json:
+        counts = [answer.reasoning_tokens for answer in self._answers if answer.reads_thoughts]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
+        return super()._usage(completions) | details
 
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
         return {"delta": {} if finish else {"content": text}, "logprobs": self._logprobs(pieces)}

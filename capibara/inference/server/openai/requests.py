@@ -23,7 +23,7 @@ _LONGEST_NAME = 60  # characters of a parameter's name in an error
 # Unsupported parameters -> their values that request nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "suffix", "web_search_options", "prediction", "audio"), ({}, [], "")),
-    **{"parallel_tool_calls": (True,), "function_call": ("none",), "modalities": (["text"],)},
+    **{"function_call": ("none",), "modalities": (["text"],)},
     **{"verbosity": (), "moderation": ()},
 }
 # Parameters that do not change the text.
@@ -130,6 +130,7 @@ class ChatRequest(ApiRequest):
     messages: list[Any] = pydantic.Field(min_length=1)
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from capibara.core.fields import short
+from capibara.inference.calls import choice
 from capibara.inference.server.openai import sampling_options, structured
 from capibara.inference.server.openai.conversations import rendered
-from capibara.inference.server.openai.prompts import given_prompts, prompt_ids, prompt_scores
+from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids, prompt_scores
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service import bounds
-from capibara.inference.server.service.bounds import brief
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
 
@@ -49,23 +49,24 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
         raise Refusal(
             400, f"max_tokens is {both}: they mean the same, leave one out", param="max_tokens", code="invalid_value"
         )  # fmt: skip
-    if request.tool_choice not in (None, "auto", "none"):
-        raise Refusal(
-            400,
-            f"tool_choice is {brief(request.tool_choice)}, must be 'auto' or 'none'",
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    if request.tool_choice == "auto" and not request.tools:
-        raise Refusal(
-            400, "tool_choice is 'auto', which needs tools: leave it out", param="tool_choice", code="invalid_value"
-        )
+    with invalid("tool_choice"):
+        choice.check(request.tool_choice, request.tools or [])
     _check_count(request, 1, config)
     tools = request.tools if request.tool_choice != "none" else None
     talk, text = rendered(request, served, config)
-    calls = served.calls if tools else None
-    ends, spelled = (talk.ends, ()) if calls is None else ((*talk.ends, *calls.ends), calls.spelled)
-    return _asks(request, talk.ids_of(text), ends, served, config, "messages", spelled)
+    dialect = served.dialect.used(bool(tools), config.reasoning)
+    asks = _asks(request, talk.ids_of(text), dialect.ends_of(talk), served, config, "messages")
+    parallel, thinks = request.parallel_tool_calls is not False, dialect.thinks_after(text)
+    with invalid("tool_choice"):
+        forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel)
+        if forced is not None:
+            served.engine.check(forced)
+        samplings = [choice.forced(ask.sampling, forced, dialect) for ask in asks]
+    spelled = dialect.spelled
+    return [
+        dataclasses.replace(ask, sampling=sampling, spelled=spelled, dialect=dialect, thinks=thinks)
+        for ask, sampling in zip(asks, samplings)
+    ]
 
 
 def _check_count(request: ApiRequest, prompts: int, config: ServerConfig) -> None:
@@ -83,7 +84,6 @@ def _asks(
     served: Served,
     config: ServerConfig,
     param: str,
-    spelled: tuple[int, ...] = (),
 ) -> list[RequestedText]:
     bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
@@ -93,6 +93,5 @@ def _asks(
     adapter = None if request.model == served.name else request.model
     ends = (*ends, *sampling_options.end_ids(request, served))
     return [
-        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, spelled)
-        for seed in seeds
+        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter) for seed in seeds
     ]

@@ -15,8 +15,8 @@ from typing import Protocol
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.calls import tool_calls
-from capibara.inference.calls.tool_calls import CallTokens
+from capibara.inference.calls.dialect import Dialect, dialect_of
+from capibara.inference.calls.reasoning import ReasoningIn
 from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.reading import Pooling, TokenScores
 from capibara.inference.engine.requests.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
@@ -66,6 +66,8 @@ class ServerConfig:
       grace_s: seconds for texts to finish after a signal to stop.
       warm_up: whether to compile programs for all prompt lengths before the first request.
       access_log: whether to log each request on standard error.
+      reasoning: where a chat's thoughts are: apart in `reasoning_content`, if the chat template has tags of thoughts that
+        are known, or inline in the content, as the model wrote them.
     """
 
     queue: int = 64
@@ -89,6 +91,7 @@ class ServerConfig:
     grace_s: float = 30.0
     warm_up: bool = True
     access_log: bool = False
+    reasoning: ReasoningIn = ReasoningIn.APART
 
     def __post_init__(self) -> None:
         for name, smallest in _LEAST.items():
@@ -146,9 +149,9 @@ class Served:
     adapters: tuple[str, ...] = ()
 
     @functools.cached_property
-    def calls(self) -> CallTokens | None:
-        """How the model writes tool calls; None: in no known form."""
-        return None if self.chat is None else tool_calls.tokens_of(self.chat)
+    def dialect(self) -> Dialect:
+        """How the model writes calls and thoughts."""
+        return Dialect() if self.chat is None else dialect_of(self.chat)
 
     @functools.cached_property
     def longest_piece(self) -> int:
@@ -161,8 +164,8 @@ class RequestedText:
     """One requested text.
 
     It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, the adapter,
-    None for the model alone, the ids of special tokens that are spelled in the text, and the scores of the prompt's
-    tokens, None if they are not asked for.
+    None for the model alone, the ids of special tokens that are spelled in the text, how a chat's answer is read, whether
+    the prompt ends inside a thought, and the scores of the prompt's tokens, None if they are not asked for.
     """
 
     ids: Sequence[int]
@@ -171,6 +174,8 @@ class RequestedText:
     likeliest: int = 0
     adapter: str | None = None
     spelled: tuple[int, ...] = ()
+    dialect: Dialect | None = None
+    thinks: bool = False
     scores: TokenScores | None = None
 
 

@@ -1,0 +1,82 @@
+"""Which tools a request demands: OpenAI's tool_choice and parallel_tool_calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.inference.calls.dialect import Dialect
+from capibara.inference.calls.parsing.tools import Tools
+from capibara.inference.sampling.grammar import Grammar
+from capibara.inference.sampling.sampling import Sampling
+
+_LONGEST = 60  # characters of a value in an error
+
+
+def check(choice: Any, tools: Sequence[Any]) -> None:
+    """Checks tool_choice.
+
+    Args:
+      choice: None, 'none', 'auto', 'required', or {"type": "function", "function": {"name": NAME}}.
+      tools: of the request.
+
+    Raises:
+      UserError: it is another value, or there is no such tool.
+    """
+    if choice is None or choice == "none":
+        return
+    name = _name(choice)
+    if name is None and choice not in ("auto", "required"):
+        shown = json.dumps(choice)[:_LONGEST]
+        raise UserError(
+            f"tool_choice is {shown}, must be 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    if not tools:
+        raise UserError(f"tool_choice is {json.dumps(choice)[:_LONGEST]}, which needs tools: leave it out")
+    known = Tools(tools).parameters
+    if name is not None and name not in known:
+        raise UserError(f"tool_choice names {name[:_LONGEST]!r}, the tools are {', '.join(map(repr, known))}"[:300])
+
+
+def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool) -> Grammar | None:
+    """What a text must match so that it calls a tool that is demanded; None: nothing is demanded.
+
+    Args:
+      dialect: of the model.
+      choice: a tool_choice that was checked.
+      tools: that may be called.
+      parallel: whether several calls are allowed.
+
+    Raises:
+      UserError: the form of the model's calls is not known, or a tool's schema is malformed.
+    """
+    name = _name(choice)
+    if name is None and choice != "required":
+        return None
+    names = Tools(tools).parameters if name is None else (name,)
+    # A named tool is called once, as by OpenAI.
+    return dialect.grammar(tools, names, parallel and name is None)
+
+
+def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect) -> Sampling:
+    """The sampling with this grammar, which begins after a thought that the prompt has opened.
+
+    Raises:
+      UserError: the sampling has another grammar.
+    """
+    if grammar is not None and sampling.grammar is not None:
+        raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
+    if (grammar := grammar or sampling.grammar) is None:
+        return sampling
+    tags = sampling.thinking_tags if dialect.tags is None else (dialect.tags.open.strip(), dialect.tags.close)
+    return dataclasses.replace(sampling, grammar=grammar, thinking_tags=tags)
+
+
+def _name(choice: Any) -> str | None:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

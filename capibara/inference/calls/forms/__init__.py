@@ -1,0 +1,1 @@
+"""Forms of tool calls: how to read each, and the grammar that forces one."""

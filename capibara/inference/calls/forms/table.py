@@ -1,0 +1,14 @@
+"""The table of all forms."""
+
+from __future__ import annotations
+
+from capibara.inference.calls.forms import harmony, json_objects, literal_arguments, named, tagged
+from capibara.inference.calls.forms.form import Evidence, Form
+
+# A model has the first form that it shows: a marker of one form may be a part of another's template.
+FORMS = (*harmony.FORMS, *literal_arguments.FORMS, *named.FORMS, *tagged.FORMS, *json_objects.FORMS)
+
+
+def form_of(model: Evidence) -> Form | None:
+    """The form of a model's calls; None: in no known form."""
+    return next((form for form in FORMS if form.detect(model)), None)

@@ -1,0 +1,212 @@
+"""Calls as XML-like tags around a name and each argument: the arguments' types are those of the tool's schema."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from capibara.inference.calls.forms.form import Evidence, Form, Marks, read_each
+from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
+from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
+from capibara.inference.calls.parsing.tools import Tools, dumped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tags:
+    """How calls are written.
+
+    Attributes:
+      begin: before one call, or before all.
+      call: before a tool's name; empty: `begin` is.
+      name_end: after the name; empty: the name ends before a line break, an argument or the end.
+      key: before an argument's name.
+      key_ends: after it, each with whether the argument is text; None: its schema says.
+      value: before its value, after white space; empty: nothing.
+      value_end: after the value.
+      call_end: after a call.
+      end: after `call_end`, of what `begin` begins.
+      is_section: whether `begin` and `end` are around all calls.
+      padding: one white space at both sides of a value that is none of it.
+      layout: white space between tags in a grammar.
+    """
+
+    begin: str
+    call: str = ""
+    name_end: str = ""
+    key: str
+    key_ends: dict[str, bool | None]
+    value: str = ""
+    value_end: str
+    call_end: str
+    end: str = ""
+    is_section: bool = False
+    padding: str = ""
+    layout: str = "\n"
+
+    def read(self, text: Text, tools: Tools, _: str) -> Steps[None]:
+        """Reads one call, or all of a section."""
+        if self.is_section:
+            yield from read_each(text, self.call, self.end, lambda: self._read_call(text, tools))
+            return
+        if self.call:
+            yield from text.spaces()
+            yield from text.expect(self.call)
+        yield from self._read_call(text, tools)
+        yield from text.spaces()
+        if self.end:
+            yield from text.take(self.end)
+
+    def _read_call(self, text: Text, tools: Tools) -> Steps[None]:
+        stops = (self.name_end,) if self.name_end else ("\n", self.key, self.call_end)
+        name = (yield from text.head(*stops)).strip()
+        yield from text.take(self.name_end)
+        if name not in tools:
+            raise Malformed
+        yield Call(name)
+        before = "{"
+        while True:
+            yield from text.spaces()
+            if (yield from text.expect(self.key, self.call_end)) == self.call_end:
+                break
+            key = yield from text.head(*self.key_ends)
+            is_text = self.key_ends[(yield from text.take(*self.key_ends))]
+            if self.value:
+                yield from text.spaces()
+                yield from text.expect(self.value)
+            yield Arguments(f"{before}{dumped(key)}: ")
+            yield from self._read_value(text, tools, name, key, is_text)
+            before = ", "
+        yield Arguments("{}" if before == "{" else "}")
+        yield CallEnd()
+
+    def _read_value(self, text: Text, tools: Tools, name: str, key: str, is_text: bool | None) -> Steps[None]:
+        """Reads a value: of a text each piece as it arrives, else all of it."""
+        if self.padding:
+            yield from text.take(self.padding)
+        if is_text is None:
+            is_text = tools.types(name, key) == {"string"}
+        if is_text:
+            yield Arguments('"')
+            yield from self._read_text(text, lambda piece: Arguments(dumped(piece)[1:-1]))
+            yield Arguments('"')
+            return
+        parts: list[str] = []
+        for event in self._read_text(text, lambda piece: Arguments(piece)):
+            if isinstance(event, Arguments):
+                parts.append(event.text)
+            else:
+                yield event
+        yield Arguments(tools.typed(name, key, "".join(parts)))
+
+    def _read_text(self, text: Text, event: Callable[[str], Arguments]) -> Steps[None]:
+        """Reads up to an end after which another argument follows, or the end of the call: others are a part of it."""
+        ends = tuple(dict.fromkeys((self.padding + self.value_end, self.value_end)))
+        while end := (yield from text.until(ends, event)):
+            after = text.at
+            yield from text.spaces()
+            if (yield from text.starts(self.key, self.call_end)):
+                return
+            text.at = after
+            yield event(end)
+        raise Malformed
+
+    def rules(self, tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
+        """Rules of a grammar: the arguments in the order of the schema, those that are required first."""
+        line = self.layout
+        end = f"{line}{self.end}" if self.end else ""
+        if self.is_section:
+            yield from rules_of_any(tools, parallel, begin=marks(self.begin), end=marks(end))
+            begin, end = line + self.call, ""
+        else:
+            begin = self.begin + (line + self.call if self.call else "")
+            yield from rules_of_any(tools, parallel, between=marks(line))
+        yield f"TEXT: {text_before(self.value_end)}"
+        for number, (name, schema) in enumerate(tools.parameters.items()):
+            arguments = []
+            for place, (key, value, required) in enumerate(tools.arguments(name)):
+                rule = f"value_{number}_{place}"
+                yield f"{rule}: {self._value_rule(tools, name, key, value, schema)}"
+                arguments.append(f"({self._argument(key, tools, name, rule, marks)}){'' if required else '?'}")
+            head = f"{begin}{name}{self.name_end}"
+            after = marks(line + self.call_end + end)
+            yield f"call_{number}: {marks(head)} {' '.join(arguments)} {after}"
+
+    def _argument(self, key: str, tools: Tools, name: str, rule: str, marks: Marks) -> str:
+        is_text = tools.types(name, key) in ({"string"}, set())
+        key_end = next(end for end, kind in self.key_ends.items() if kind in (None, is_text))
+        value = self.layout + self.value if self.value else ""
+        before = marks(f"{self.layout}{self.key}{key}{key_end}{value}{self.padding}")
+        return f"{before} {rule} {marks(self.padding + self.value_end)}"
+
+    def _value_rule(self, tools: Tools, name: str, key: str, value: Any, schema: dict[str, Any]) -> str:
+        types = tools.types(name, key)
+        if types and "string" not in types:
+            definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+            return json_of({**value, **definitions})
+        choices = value.get("enum") if isinstance(value, dict) else None
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
+            return " | ".join(map(dumped, choices))
+        return "TEXT"
+
+
+_QWEN = Tags(
+    begin="<tool_call>",
+    call="<function=",
+    name_end=">",
+    key="<parameter=",
+    key_ends={">": None},
+    value_end="</parameter>",
+    call_end="</function>",
+    end="</tool_call>",
+    padding="\n",
+)
+_SEED = dataclasses.replace(_QWEN, begin="<seed:tool_call>", end="</seed:tool_call>", padding="")
+_MINIMAX = Tags(
+    begin="<minimax:tool_call>",
+    call='<invoke name="',
+    name_end='">',
+    key='<parameter name="',
+    key_ends={'">': None},
+    value_end="</parameter>",
+    call_end="</invoke>",
+    end="</minimax:tool_call>",
+    is_section=True,
+)
+_DEEPSEEK = Tags(
+    begin="<｜DSML｜function_calls>",
+    call='<｜DSML｜invoke name="',
+    name_end='">',
+    key='<｜DSML｜parameter name="',
+    key_ends={'" string="true">': True, '" string="false">': False},
+    value_end="</｜DSML｜parameter>",
+    call_end="</｜DSML｜invoke>",
+    end="</｜DSML｜function_calls>",
+    is_section=True,
+)
+_DEEPSEEK_V4 = dataclasses.replace(_DEEPSEEK, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
+_GLM = Tags(
+    begin="<tool_call>",
+    key="<arg_key>",
+    key_ends={"</arg_key>": None},
+    value="<arg_value>",
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+)
+
+
+def _form(name: str, tags: Tags, detect: Callable[[Evidence], bool]) -> Form:
+    marks = (tags.begin, tags.call, tags.key, *tags.key_ends, tags.value, tags.value_end, tags.call_end, tags.end)
+    return Form(name, detect, (tags.begin,), tags.read, tags.rules, marks)
+
+
+FORMS = (
+    _form(
+        "deepseek v4", _DEEPSEEK_V4, lambda model: model.mentions("｜DSML｜") and not model.mentions("function_calls")
+    ),
+    _form("deepseek v3.2", _DEEPSEEK, lambda model: model.mentions("｜DSML｜")),
+    _form("minimax m2", _MINIMAX, lambda model: model.mentions(_MINIMAX.begin)),
+    _form("glm", _GLM, lambda model: model.mentions(_GLM.key)),
+    _form("seed", _SEED, lambda model: model.mentions(_SEED.begin)),
+    _form("qwen xml", _QWEN, lambda model: model.mentions(_QWEN.key) and model.mentions(_QWEN.begin)),
+)

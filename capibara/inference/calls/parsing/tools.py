@@ -1,0 +1,135 @@
+"""The tools of a request, and the types that their schemas give to arguments."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capibara.core import limits
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+_MOST_REFERENCES = 16  # of one schema to another
+
+
+class Tools:
+    """The tools that a model may call.
+
+    Args:
+      tools: as in OpenAI's API: each {"type": "function", "function": {"name", "parameters", ...}}.
+
+    Attributes:
+      parameters: the JSON Schema of each tool's arguments, by name.
+    """
+
+    def __init__(self, tools: Sequence[Any] = ()):
+        functions = [tool.get("function") or tool for tool in tools if isinstance(tool, dict)]
+        self.parameters: dict[str, dict[str, Any]] = {
+            str(function.get("name")): _object(function.get("parameters"))
+            for function in functions
+            if isinstance(function, dict)
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters
+
+    def arguments(self, name: str) -> list[tuple[str, Any, bool]]:
+        """Each argument of a tool with its schema and whether it is required; those that are required come first."""
+        schema = self.parameters[name]
+        required = schema.get("required") if isinstance(schema.get("required"), list) else []
+        properties = _object(schema.get("properties"))
+        each = [(key, value, key in (required or ())) for key, value in properties.items()]
+        return sorted(each, key=lambda argument: not argument[2])
+
+    def types(self, name: str, key: str) -> set[str]:
+        """The types that the schema allows for an argument; empty: any."""
+        root = self.parameters[name]
+        return _types(_object(root.get("properties")).get(key), root, _MOST_REFERENCES)
+
+    def typed(self, name: str, key: str, text: str) -> str:
+        """An argument that was written without a type, as JSON.
+
+        Where the schema allows several types, it is the first that fits and is no string, else a string.
+        """
+        types = self.types(name, key)
+        if types == {"string"}:
+            return dumped(text)
+        try:
+            value = _value(text.strip())
+        except (limits.Refused, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return dumped(text)
+        if isinstance(value, str) or ("string" in types and not _is_one_of(value, types - {"string"})):
+            return dumped(text)
+        return dumped(value)
+
+    def coerced(self, name: str, key: str, value: Any) -> str:
+        """An argument as JSON: a string becomes a value of another type if the schema allows no strings."""
+        types = self.types(name, key)
+        if isinstance(value, str) and types and "string" not in types:
+            return self.typed(name, key, value)
+        return dumped(value)
+
+
+def dumped(value: Any) -> str:
+    """A value as JSON, without lone surrogates, which no response can have.
+
+    Raises:
+      ValueError: a number is not finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "ignore").decode()
+
+
+def _value(text: str) -> Any:
+    """What a text means as JSON, or as Python, which some templates write.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = limits.parse_json(text)
+    except (limits.Refused, ValueError):
+        value = ast.literal_eval(text)
+    return json.loads(dumped(value))
+
+
+def _is_one_of(value: Any, types: set[str]) -> bool:
+    names = {name for name in types if isinstance(value, _JSON_TYPES.get(name, ()))}
+    return bool(names - {"integer", "number"} if isinstance(value, bool) else names)
+
+
+def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
+    if not isinstance(schema, dict) or not references:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_referenced(reference, root), root, references - 1)
+    if (kind := schema.get("type")) is not None:
+        return {str(name) for name in (kind if isinstance(kind, list) else [kind])}
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return {name for value in values for name in _JSON_TYPES if _is_one_of(value, {name})}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            choices = [_types(choice, root, references - 1) for choice in schema[name]]
+            return set().union(*choices) if all(choices) else set()
+    return set()
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    value: Any = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        value = value.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,49 @@
+"""Tags around a model's thoughts."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from capibara.inference.calls.forms.form import Evidence
+
+
+class ReasoningIn(enum.StrEnum):
+    """Where thoughts are in a reply: apart in `reasoning_content`, or inline in the content, as the model wrote them."""
+
+    APART = "apart"
+    INLINE = "inline"
+
+
+class Tags(NamedTuple):
+    """Around a thought; `answer` is what may stand around the answer after it."""
+
+    open: str
+    close: str
+    answer: tuple[str, ...] = ()
+
+
+_TAGS = (
+    Tags("<think>", "</think>", ("<response>", "</response>")),  # of most; Granite 3.3 and Ernie 4.5 have the others
+    Tags("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    Tags("<seed:think>", "</seed:think>"),
+    # Command R7B and Command A.
+    Tags(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    Tags("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    Tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Tags("<mm:think>", "</mm:think>"),  # MiniMax M3
+    Tags("Here is my thought process:", "Here is my response:"),  # Granite 3.2
+    Tags("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),  # Apriel
+)
+
+
+def tags_of(model: Evidence) -> Tags | None:
+    """The tags of a model's thoughts; None: its template has none that is known."""
+    for tags in _TAGS:
+        if model.mentions(tags.close) or (model.has_token(tags.open) and model.has_token(tags.close)):
+            return tags._replace(answer=tuple(mark for mark in tags.answer if model.mentions(mark)))
+    return None

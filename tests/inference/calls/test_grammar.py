@@ -1,0 +1,129 @@
+"""Grammars of tool_choice: whatever a model says that keeps to one is read as calls that the schema allows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.inference.calls.dialect import Dialect
+from capibara.inference.calls.forms import table
+from capibara.inference.grammars.matcher import Grammars
+from capibara.inference.sampling.text import TextStream
+from tests.inference.calls import turns
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "tag": {"enum": ["red", "a </b"]},
+                    "word": {"type": "string", "maxLength": 5},
+                    "count": {"type": "integer", "minimum": -50, "maximum": 50},
+                    "flag": {"type": "boolean"},
+                    "rows": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2},
+                    "any": {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 9}, {"type": "null"}]},
+                },
+                "required": ["count", "tag"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get-time", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "none"}},
+]
+TYPES = {"count": int, "flag": bool, "rows": list, "word": str, "tag": str}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """Bytes, and all markers of all forms as special tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = {
+        mark for form in table.FORMS for mark in (*form.begins, *form.tokens) if mark[:2] in ("<|", "<｜", "[T", "[A")
+    }
+    tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ["<|eos|>", *sorted(marks)]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    return TokenizerJsonVocabulary(path=str(folder), bos_token="<|eos|>", pad_token="<|eos|>")
+
+
+CLOSERS = ("</parameter>", "</｜DSML｜parameter>", "</arg_value>", "<escape>")
+
+
+def continues(text):
+    """The next byte of a closing tag that the text may have begun."""
+    for size in range(25, -1, -1):
+        for closer in CLOSERS:
+            if size < len(closer) and text.endswith(closer[:size]):
+                yield closer[size].encode()[:1]
+
+
+def spoken(vocabulary, dialect, grammar, draw, most=1500):
+    """A random text that keeps to a grammar; ends are likely, so that it is short."""
+    matcher, names = (
+        Grammars(vocabulary).matcher(grammar),
+        {token: vocabulary.spelling(token) for token in dialect.spelled},
+    )
+    stream, row, text = TextStream(vocabulary, (), names), np.zeros(-(-vocabulary.size // 32), np.uint32), ""
+    pieces = [vocabulary.bytes_of([token]) for token in range(vocabulary.size)]
+    for _ in range(most):
+        if matcher.complete:
+            return text + stream.close()
+        matcher.allow(row, frozenset({vocabulary.eos_id}))
+        allowed = [token for token in range(vocabulary.size) if row[token // 32] >> (token % 32) & 1]
+        ends = [
+            token
+            for token in allowed
+            if token == vocabulary.eos_id or token in names or pieces[token] in (b'"', b"}", b"]")
+        ]
+        closing = [token for byte in continues(text) for token in allowed if pieces[token] == byte][:1]
+        token = int(draw.choice(closing or ends or allowed if draw.random() < 0.9 else allowed))
+        if token == vocabulary.eos_id:
+            return text + stream.close()
+        matcher.accept(token)
+        text += stream.feed(token)
+    raise AssertionError(f"no end: {text!r}")
+
+
+def check(calls, names):
+    for name, written in calls:
+        arguments = json.loads(written)
+        assert name in names
+        if name == "look":
+            assert {"count", "tag"} <= set(arguments), "those that are required"
+            assert -50 <= arguments["count"] <= 50 and arguments["tag"] in ("red", "a </b")
+            assert all(type(arguments[key]) is kind for key, kind in TYPES.items() if key in arguments), arguments
+        elif name == "get-time":
+            assert arguments == {}
+
+
+@pytest.mark.parametrize("form", table.FORMS, ids=lambda form: form.name)
+def test_what_keeps_to_a_grammar_is_read_as_calls(vocabulary, form):
+    ids = {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}
+    dialect, draw = Dialect(form, None, ids), np.random.default_rng(0)
+    for parallel, names in ((False, ["look"]), (False, ["get-time"]), (True, ["look", "get-time"])):
+        grammar = dialect.grammar(TOOLS, names, parallel)
+        for _ in range(4):
+            text = spoken(vocabulary, dialect, grammar, draw)
+            message, deltas = turns.read(dialect, text, False, "characters", tools=TOOLS)
+            content, thought, calls = turns.in_whole(message)
+            assert (content, thought) == ("", "") and calls and (parallel or len(calls) == 1), text
+            check(calls, names)
+            assert turns.joined(deltas) == (content, thought, calls)
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(UserError, match="form of the model's calls is not known: leave tool_choice out"):
+        Dialect().grammar(TOOLS, ["look"], True)
