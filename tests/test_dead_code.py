@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 USED = {
     # by libraries, which call or read them: file objects, Starlette, pydantic, uvicorn, rich, Jinja, llguidance, reprlib, Grain, torch
     "readable", "special_token_ids", "bos_token_id", "eos_token_id", "seekable", "text_factory", "python_tracer_level", "set_slice", "send_400_response", "disconnected", "model_config", "include_obfuscation",
-    "chat_completions", "sig", "should_exit", "main_loop", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
+    "sig", "should_exit", "main_loop", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
     "pre_tokenizer", "normalizer", "post_processor", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",

@@ -21,6 +21,7 @@ class TextStream:
 
     Attributes:
       stopped: whether a stop string occurred; the text ends before it.
+      stop: that string; None: none occurred.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, str] | None = None):
@@ -29,6 +30,7 @@ class TextStream:
         self._held = ""
         self._hidden: set[int] = set()  # indices in what is held of the characters of special tokens
         self.stopped = False
+        self.stop: str | None = None
 
     def feed(self, token: int) -> str:
         """The text that this token completes."""
@@ -50,10 +52,10 @@ class TextStream:
         start = len(self._held) + len(new)
         self._held += new + special
         self._hidden.update(range(start, start + len(special)))
-        found = [start for start in map(self._held.find, self._stop) if start >= 0]
+        found = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            text, self._held = self._release(min(found)), ""
+            self.stopped, (start, self.stop) = True, min(found)
+            text, self._held = self._release(start), ""
             return text
         keep = max((_stop_prefix_length(self._held, stop) for stop in self._stop), default=0)
         return self._release(len(self._held) - keep)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -24,12 +23,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import Completion
-from capibara.inference.server.openai import readings, requests, texts
-from capibara.inference.server.openai.replies import ChatReply, CompletionReply, Reply
-from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest, Parameters
+from capibara.inference.server.anthropic.replies import MessageReply, error_of
+from capibara.inference.server.anthropic.requests import CountRequest, MessagesRequest, count_tokens, message_texts
+from capibara.inference.server.openai import readings, texts
+from capibara.inference.server.openai.replies import ChatReply, CompletionReply
+from capibara.inference.server.openai.requests import ChatRequest, CompletionRequest
 from capibara.inference.server.prometheus import ServingMetrics
-from capibara.inference.server.service import bounds
+from capibara.inference.server.responses.replies import ResponseReply
+from capibara.inference.server.responses.requests import ResponsesRequest, response_texts
+from capibara.inference.server.service import bodies, bounds
+from capibara.inference.server.service.bodies import Parameters, TextParameters
 from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.reply import Reply
 from capibara.inference.server.service.service import (
     Answers,
     RequestedText,
@@ -43,6 +48,7 @@ from capibara.inference.server.visitors import Guarded, Visitors
 
 _log = logging.getLogger("uvicorn.error")  # where errors of whole responses go
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_ANTHROPIC = "/v1/messages"  # with what these paths begin
 _CLIENT_GONE = 499  # nginx's status for it; only metrics see it
 _DISCARDED = 8  # times the largest body: the most that is read and discarded, so that the client reads the error
 _PAUSED_AFTER_S = 1e-3
@@ -53,8 +59,8 @@ _LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadlin
 _preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
 
 P = TypeVar("P", bound=Parameters)
+Q = TypeVar("Q", bound=TextParameters)
 T = TypeVar("T")
-Asks = Callable[[Any, Served, ServerConfig], list[RequestedText]]
 
 
 def app_of(
@@ -71,15 +77,10 @@ def app_of(
     app = fastapi.FastAPI(title="capibara", openapi_url=None)
     checked = [fastapi.Depends(_authorised(keys))]
 
-    _add_readings(app, service, checked)
-
-    @app.post("/v1/completions", dependencies=checked)
-    async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionRequest, texts.completion_texts, CompletionReply)
-
-    @app.post("/v1/chat/completions", dependencies=checked)
-    async def chat_completions(request: Request) -> Response:
-        return await _answer(service, request, ChatRequest, texts.chat_texts, ChatReply)
+    for path, texts_route in _TEXTS.items():
+        app.post(path, dependencies=checked)(texts_route.of(service))
+    for path, reading_route in _READINGS.items():
+        app.post(path, dependencies=checked)(reading_route.of(service))
 
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
@@ -117,20 +118,70 @@ def app_of(
     return _RequestCounter(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
 
 
-def _add_readings(app: fastapi.FastAPI, service: Service, checked: list[Any]) -> None:
-    """Adds the requests whose texts are read and not continued; `checked`: their dependencies."""
+class _TextsRoute(Generic[Q]):
+    """A path whose requests are for texts.
 
-    @app.post("/v1/embeddings", dependencies=checked)
-    async def embeddings(request: Request) -> Response:
-        return await _read(service, request, readings.EmbeddingRequest, readings.embeddings)
+    Args:
+      kind: of the body.
+      asks_of: the texts that a request asks for.
+      reply_of: what becomes of them.
+    """
 
-    @app.post("/tokenize", dependencies=checked)
-    async def tokenize(request: Request) -> Response:
-        return await _read(service, request, readings.TokenizeRequest, readings.tokenize)
+    def __init__(
+        self,
+        kind: type[Q],
+        asks_of: Callable[[Q, Served, ServerConfig], list[RequestedText]],
+        reply_of: Callable[[Q, Served, Sequence[RequestedText]], Reply],
+    ):
+        self._kind, self._asks_of, self._reply_of = kind, asks_of, reply_of
 
-    @app.post("/detokenize", dependencies=checked)
-    async def detokenize(request: Request) -> Response:
-        return await _read(service, request, readings.DetokenizeRequest, readings.detokenize)
+    def of(self, service: Service) -> Callable[[Request], Awaitable[Response]]:
+        """What answers the requests."""
+
+        async def answer(request: Request) -> Response:
+            began_s = time.monotonic()
+            parsed, served, asks = await _prepared(service, request, self._kind, self._asks_of, began_s)
+            reply, answers = self._reply_of(parsed, served, asks), service.ask(asks, began_s)
+            if parsed.stream:
+                return _Events(answers, reply)
+            completions = await _unless_disconnected(request, answers)
+            return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
+
+        return answer
+
+
+class _ReadingRoute(Generic[P]):
+    """A path whose requests have texts that are read and not continued.
+
+    Args:
+      kind: of the body.
+      work: makes the response.
+    """
+
+    def __init__(self, kind: type[P], work: Callable[[P, Served, ServerConfig], dict[str, Any]]):
+        self._kind, self._work = kind, work
+
+    def of(self, service: Service) -> Callable[[Request], Awaitable[Response]]:
+        """What answers the requests."""
+
+        async def answer(request: Request) -> Response:
+            return JSONResponse((await _prepared(service, request, self._kind, self._work, time.monotonic()))[2])
+
+        return answer
+
+
+_TEXTS: dict[str, _TextsRoute[Any]] = {
+    "/v1/completions": _TextsRoute(CompletionRequest, texts.completion_texts, CompletionReply),
+    "/v1/chat/completions": _TextsRoute(ChatRequest, texts.chat_texts, ChatReply),
+    "/v1/responses": _TextsRoute(ResponsesRequest, response_texts, ResponseReply),
+    "/v1/messages": _TextsRoute(MessagesRequest, message_texts, MessageReply),
+}
+_READINGS: dict[str, _ReadingRoute[Any]] = {
+    "/v1/embeddings": _ReadingRoute(readings.EmbeddingRequest, readings.embeddings),
+    "/v1/messages/count_tokens": _ReadingRoute(CountRequest, count_tokens),
+    "/tokenize": _ReadingRoute(readings.TokenizeRequest, readings.tokenize),
+    "/detokenize": _ReadingRoute(readings.DetokenizeRequest, readings.detokenize),
+}
 
 
 def _about(served: Served, name: str) -> dict[str, Any]:
@@ -144,9 +195,11 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:
         kind, _, token = request.headers.get("authorization", "").partition(" ")
+        # Anthropic's clients send the key in a header of its own.
+        token = token if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         # All keys are compared, each in constant time.
         right = [hmac.compare_digest(token.strip(" \t").encode("latin-1"), key) for key in known]
-        if known and not (kind.lower() == "bearer" and any(right)):
+        if known and not any(right):
             raise Refusal(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -160,25 +213,6 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
 # Answers.
 
 
-async def _answer(
-    service: Service, request: Request, kind: type[ApiRequest], asks_of: Asks, reply_of: type[Reply]
-) -> Response:
-    began_s = time.monotonic()
-    parsed, served, asks = await _prepared(service, request, kind, asks_of, began_s)
-    reply, answers = reply_of(parsed, served, asks), service.ask(asks, began_s)
-    if parsed.stream:
-        return _Events(answers, reply)
-    completions = await _unless_disconnected(request, answers)
-    return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
-
-
-async def _read(
-    service: Service, request: Request, kind: type[P], work: Callable[[P, Served, ServerConfig], dict[str, Any]]
-) -> Response:
-    """Answers a request whose texts are read and not continued."""
-    return JSONResponse((await _prepared(service, request, kind, work, time.monotonic()))[2])
-
-
 async def _prepared(
     service: Service, request: Request, kind: type[P], work: Callable[[P, Served, ServerConfig], T], began_s: float
 ) -> tuple[P, Served, T]:
@@ -187,7 +221,7 @@ async def _prepared(
     with service.reading() as take:
         body = await _body(request, config, take)
         parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
-        requests.check_model(parsed, served)
+        bodies.check_model(parsed, served)
         # Templates and tokenizers may take long; other requests' tokens must not wait for them.
         running = asyncio.get_running_loop().run_in_executor(_preparing, work, parsed, served, config)
         try:
@@ -202,7 +236,7 @@ async def _parsed(service: Service, kind: type[P], body: bytes, most_tokens: int
     async with service.parsing:
         began_s = time.monotonic()
         try:
-            return requests.read(kind, body, most_tokens)
+            return bodies.read(kind, body, most_tokens)
         finally:
             took_s = time.monotonic() - began_s
             await asyncio.sleep(took_s if took_s > _PAUSED_AFTER_S else 0)
@@ -277,40 +311,41 @@ class _Events(StreamingResponse):
 async def _events(answers: Answers, reply: Reply) -> AsyncIterator[str]:
     completions: dict[int, Completion] = {}
     try:
-        for chunk in reply.begin():
-            yield _event(chunk)
+        for event in reply.begin():
+            yield reply.written(event)
         async for index, item in answers:
             if isinstance(item, Completion):
                 completions[index] = item
-                yield _event(reply.end(index, item))
-            elif (part := reply.piece(index, item)) is not None:
-                yield _event(part)
-        for chunk in reply.usage([completions[index] for index in range(len(completions))]):
-            yield _event(chunk)
+            for event in reply.end(index, item) if isinstance(item, Completion) else reply.piece(index, item):
+                yield reply.written(event)
+        for event in reply.close([completions[index] for index in range(len(completions))]):
+            yield reply.written(event)
     except Refusal as refusal:
-        yield _event(refusal.body)
+        yield reply.written(reply.error(refusal))
     except UserError as error:  # of the request, such as a grammar that became too complex
-        yield _event(Refusal(400, bounds.quoted(str(error)), code="invalid_value").body)
+        yield reply.written(reply.error(Refusal(400, bounds.quoted(str(error)), code="invalid_value")))
     except Exception as error:
         _log.error("A stream of texts ended with an error", exc_info=error)  # raising it would cut the response off
-        yield _event(_fault(error).body)
-    yield "data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+        yield reply.written(reply.error(_fault(error)))
+    yield reply.last
 
 
 # Errors.
 
 
-async def _refused(_: Request, refusal: Exception) -> Response:
+def _error(request: Request, refusal: Refusal) -> Response:
+    """An error in the form of the request's API."""
+    body = error_of(refusal) if request.scope["path"].startswith(_ANTHROPIC) else refusal.body
+    return JSONResponse(body, refusal.status, refusal.headers)
+
+
+async def _refused(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, Refusal)
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+    return _error(request, refusal)
 
 
-async def _invalid_request(_: Request, error: Exception) -> Response:
-    return JSONResponse(Refusal(400, bounds.quoted(str(error)), code="invalid_value").body, 400)
+async def _invalid_request(request: Request, error: Exception) -> Response:
+    return _error(request, Refusal(400, bounds.quoted(str(error)), code="invalid_value"))
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -325,8 +360,8 @@ async def _disconnected(_: Request, __: Exception) -> Response:
     return PlainTextResponse("", _CLIENT_GONE)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(_fault(error).body, 500)
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(request, _fault(error))
 
 
 def _fault(error: Exception) -> Refusal:

@@ -148,7 +148,7 @@ class Request:
         self.finished = True
         if rest := self._text.close():
             self._put(Piece(rest, None))
-        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn, stop=self._text.stop)
 
     def _put(self, piece: Piece) -> None:
         if piece.text and not self._has_text:

@@ -78,6 +78,7 @@ class Completion:
       elapsed_s: from the request to its end.
       end: the end token; None: it did not end with one.
       end_drawn: its log probability, as in `Piece.drawn`.
+      stop: the stop string that ended it; None: none did.
       decodes: the results of beam search, as many as requested, the best one (this text) last as in T5X; otherwise
         empty.
     """
@@ -92,6 +93,7 @@ class Completion:
     elapsed_s: float
     end: int | None = None
     end_drawn: float = 0.0
+    stop: str | None = None
     decodes: tuple[Decode, ...] = ()
 
     @property
@@ -198,6 +200,7 @@ class Stream:
         end: int | None = None,
         end_drawn: float = 0.0,
         decodes: tuple[Decode, ...] = (),
+        stop: str | None = None,
     ) -> None:
         """For the engine: ends the text."""
         now = time.monotonic()
@@ -213,6 +216,7 @@ class Stream:
                 elapsed_s=now - self._began_s,
                 end=end,
                 end_drawn=end_drawn,
+                stop=stop,
                 decodes=decodes,
             )
         )

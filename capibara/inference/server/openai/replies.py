@@ -8,21 +8,18 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.calls.message import Message
 from capibara.inference.engine.requests.stream import Completion, Piece
+from capibara.inference.server.openai.log_probabilities import LEAST_LOGPROB, named, token_log_probabilities
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
+from capibara.inference.server.service.chat_answer import ChatAnswer
+from capibara.inference.server.service.reply import Json, Reply
 from capibara.inference.server.service.service import RequestedText, Served
 
 _CALLED = {"stop": "tool_calls"}  # a text that was cut off stays that
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
-
-Json = dict[str, Any]
 
 
-class Reply(abc.ABC):
+class OpenAiReply(Reply):
     """The response to one request.
 
     Args:
@@ -31,6 +28,7 @@ class Reply(abc.ABC):
       asks: the requested texts, n for each prompt.
     """
 
+    last = "data: [DONE]\n\n"
     kind = chunk_kind = prefix = ""
 
     def __init__(self, request: ApiRequest, served: Served, asks: Sequence[RequestedText]):
@@ -44,27 +42,20 @@ class Reply(abc.ABC):
         self._tells_usage = options is not None and options.include_usage
 
     def whole(self, completions: Sequence[Completion]) -> Json:
-        """The complete response."""
         choices = [
             self._choice(index, self._text_of(completion), completion.pieces, str(completion.finish))
             for index, completion in enumerate(self._best(completions))
         ]
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
 
-    def begin(self) -> list[Json]:
-        """The chunks before the first piece."""
-        return []
-
-    def piece(self, index: int, piece: Piece) -> Json | None:
-        """The chunk for one piece of a text; None: the piece adds nothing yet."""
+    def piece(self, index: int, piece: Piece) -> list[Json]:
         named = self._names_tokens and piece.token is not None
-        return self._chunk(index, self._text_of(piece), [piece], None) if piece.text or named else None
+        return [self._chunk(index, self._text_of(piece), [piece], None)] if piece.text or named else []
 
-    def end(self, index: int, completion: Completion) -> Json:
-        """The last chunk of a text."""
-        return self._chunk(index, "", [], str(completion.finish))
+    def end(self, index: int, completion: Completion) -> list[Json]:
+        return [self._chunk(index, "", [], str(completion.finish))]
 
-    def usage(self, completions: Sequence[Completion]) -> list[Json]:
+    def close(self, completions: Sequence[Completion]) -> list[Json]:
         """The final chunk with the usage, if the request asks for it."""
         if not self._tells_usage:
             return []
@@ -113,7 +104,7 @@ class Reply(abc.ABC):
         }
 
 
-class CompletionReply(Reply):
+class CompletionReply(OpenAiReply):
     """Of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
@@ -152,15 +143,15 @@ class CompletionReply(Reply):
         """The log probabilities of an echoed prompt's tokens; the first has none."""
         ask, vocabulary = self._shown[index], self._served.vocabulary
         assert ask.scores is not None, "they were asked for"
-        tokens = [_named(vocabulary, token) for token in ask.ids]
+        tokens = [named(vocabulary, token) for token in ask.ids]
         likeliest = [
             {
-                _named(vocabulary, token): max(_LEAST_LOGPROB, value)
+                named(vocabulary, token): max(LEAST_LOGPROB, value)
                 for token, value in reversed([*zip(ids.tolist(), values.tolist())])
             }
             for ids, values in zip(ask.scores.likeliest, ask.scores.their_log_probabilities)
         ]
-        each = [max(_LEAST_LOGPROB, value) for value in ask.scores.log_probabilities.tolist()]
+        each = [max(LEAST_LOGPROB, value) for value in ask.scores.log_probabilities.tolist()]
         stream = vocabulary.stream()
         ends = [*itertools.accumulate(len(stream.feed(token)) for token in ask.ids)]
         self._offsets[index] = ends[-1]
@@ -176,54 +167,16 @@ class CompletionReply(Reply):
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             if piece.token is not None:
-                found["tokens"].append(_named(self._served.vocabulary, piece.token))
-                found["token_logprobs"].append(max(_LEAST_LOGPROB, piece.log_probability))
-                best = {_named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
-                found["top_logprobs"].append({token: max(_LEAST_LOGPROB, value) for token, value in best.items()})
+                found["tokens"].append(named(self._served.vocabulary, piece.token))
+                found["token_logprobs"].append(max(LEAST_LOGPROB, piece.log_probability))
+                best = {named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
+                found["top_logprobs"].append({token: max(LEAST_LOGPROB, value) for token, value in best.items()})
                 found["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(self._text_of(piece))
         return found
 
 
-class ChatAnswer:
-    """Reads one answer of a chat, piece by piece.
-
-    Args:
-      ask: the requested text.
-      request: that asks for it.
-
-    Attributes:
-      message: what was read.
-      reads_thoughts: whether thoughts are apart.
-      reasoning_tokens: number of tokens of thoughts and their tags.
-    """
-
-    def __init__(self, ask: RequestedText, request: ChatRequest):
-        dialect = ask.dialect
-        assert dialect is not None, "an answer of a chat has one"
-        form = dialect.form
-        self.message = Message(None if form is None else form.id_chars, request.parallel_tool_calls is not False)
-        self.reads_thoughts = dialect.tags is not None or (form is not None and form.covers_answer)
-        self.reasoning_tokens = 0
-        self._reader = dialect.reader(request.tools or [], ask.thinks)
-
-    def add(self, piece: Piece) -> Json:
-        """Adds a piece; returns the delta."""
-        thinks = self._reader.thinks
-        events = self._reader.add(piece.text)
-        self.reasoning_tokens += piece.token is not None and (thinks or self._reader.thinks)
-        return self.message.add(events)
-
-    def close(self) -> Json:
-        """Ends the text; returns the last delta."""
-        return self.message.add(self._reader.close())
-
-    def finish(self, finish: str) -> str:
-        """Why the text ended, as the API says it."""
-        return _CALLED.get(finish, finish) if self.message.calls else finish
-
-
-class ChatReply(Reply):
+class ChatReply(OpenAiReply):
     """The response of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -231,7 +184,7 @@ class ChatReply(Reply):
 
     def __init__(self, request: ChatRequest, served: Served, asks: Sequence[RequestedText]):
         super().__init__(request, served, asks)
-        self._answers = [ChatAnswer(ask, request) for ask in asks]
+        self._answers = [ChatAnswer(ask, request.tools or [], request.parallel_tool_calls is not False) for ask in asks]
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
@@ -253,23 +206,25 @@ class ChatReply(Reply):
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
         answer = self._answers[index]
-        message, finish = answer.message.whole(), answer.finish(finish)
+        finish = _CALLED.get(finish, finish) if answer.message.calls else finish
+        message = answer.message.whole()
         return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
 
-    def piece(self, index: int, piece: Piece) -> Json | None:
+    def piece(self, index: int, piece: Piece) -> list[Json]:
         delta = self._answers[index].add(piece)
         if not delta and not (self._names_tokens and piece.token is not None):
-            return None
+            return []
         chunk = self._chunk(index, "", [piece], None)
         chunk["choices"][0]["delta"] = delta
-        return chunk
+        return [chunk]
 
-    def end(self, index: int, completion: Completion) -> Json:
+    def end(self, index: int, completion: Completion) -> list[Json]:
         answer = self._answers[index]
         delta = answer.close()
-        chunk = self._chunk(index, "", [], answer.finish(str(completion.finish)))
+        finish = str(completion.finish)
+        chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if answer.message.calls else finish)
         chunk["choices"][0]["delta"] = delta
-        return chunk
+        return [chunk]
 
     def _usage(self, completions: Sequence[Completion]) -> Json:
         counts = [answer.reasoning_tokens for answer in self._answers if answer.reads_thoughts]
@@ -282,39 +237,9 @@ class ChatReply(Reply):
     def _logprobs(self, pieces: Iterable[Piece]) -> Json | None:
         if not self._names_tokens:
             return None
-        return {
-            "content": [
-                self._token(token, piece.log_probability)
-                | {"top_logprobs": [self._token(*one) for one in piece.likeliest]}
-                for piece in pieces
-                if (token := piece.token) is not None
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token: int, log_probability: float) -> Json:
-        spelled = self._served.vocabulary.bytes_of([token])
-        return {
-            "token": spelled.decode("utf-8", "replace") or _without_text(self._served.vocabulary, token),
-            "bytes": [*spelled] or None,
-            "logprob": max(_LEAST_LOGPROB, log_probability),
-        }
+        return {"content": token_log_probabilities(self._served.vocabulary, pieces), "refusal": None}
 
 
 def _mean_log_probability(completion: Completion) -> float:
     each = [piece.log_probability for piece in completion.pieces if piece.token is not None]
     return sum(each) / len(each) if each else -math.inf
-
-
-def _named(vocabulary: Vocabulary, token: int) -> str:
-    """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name."""
-    spelled = vocabulary.bytes_of([token])
-    try:
-        return spelled.decode() or _without_text(vocabulary, token)
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-def _without_text(vocabulary: Vocabulary, token: int) -> str:
-    """The spelling of a special token, or the id of one that the tokenizer does not have."""
-    return vocabulary.spelling(token) or f"<id {token}>"

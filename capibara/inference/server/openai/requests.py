@@ -6,28 +6,22 @@ guided_* as in vLLM, thinking_tokens as in `Sampling`.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 
-from capibara.core.fields import did_you_mean
 from capibara.inference.engine.requests.request import LIKELIEST
-from capibara.inference.server.service import bounds
-from capibara.inference.server.service.bounds import brief
+from capibara.inference.server.service.bodies import TextParameters
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import Served
 
-T = TypeVar("T", bound="Parameters")
-
-_LONGEST_NAME = 60  # characters of a parameter's name in an error
 # Unsupported parameters -> their values that request nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "suffix", "web_search_options", "prediction", "audio"), ({}, [], "")),
     **{"function_call": ("none",), "modalities": (["text"],)},
     **{"verbosity": (), "moderation": ()},
 }
 # Parameters that do not change the text.
-_IGNORED = (
+IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options",
 )  # fmt: skip
@@ -42,16 +36,11 @@ class StreamOptions(pydantic.BaseModel):
     include_obfuscation: bool = False
 
 
-class Parameters(pydantic.BaseModel):
-    """The parameters of any request; None: not set, and the model is the only one."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: str | None = None
-
-
-class ApiRequest(Parameters):
+class ApiRequest(TextParameters):
     """The parameters common to completions and chat; None: not set."""
+
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
 
     model: str
     max_tokens: int | None = pydantic.Field(None, ge=1)
@@ -76,8 +65,12 @@ class ApiRequest(Parameters):
     n: int | None = pydantic.Field(None, ge=1)
     stop: Any = None
     seed: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options needs stream = true: leave it out"
+            raise Refusal(400, message, param="stream_options", code="invalid_value")
 
     @property
     def longest(self) -> tuple[str, int | None]:
@@ -113,6 +106,16 @@ class CompletionRequest(ApiRequest):
     prompt: Any
     echo: bool | None = None
     best_of: int | None = pydantic.Field(None, ge=1)
+
+    def check(self) -> None:
+        super().check()
+        drawn, n = self.drawn, self.n or 1
+        if drawn < n:
+            raise Refusal(400, f"best_of is {drawn}, must be at least n ({n})", param="best_of", code="invalid_value")
+        if drawn > n and self.stream:
+            message = f"best_of is {drawn}, and a stream has texts before the best is known: set it to n ({n})"
+            raise Refusal(400, message, param="best_of", code="invalid_value")
+
     logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
 
     @property
@@ -146,64 +149,3 @@ class ChatRequest(ApiRequest):
     @property
     def likeliest(self) -> int:
         return self.top_logprobs or 0
-
-
-def read(kind: type[T], body: bytes, most_tokens: int) -> T:
-    """Parses a request's body, which may have at most `most_tokens` tokens as numbers.
-
-    Raises:
-      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, unsupported or invalid.
-    """
-    values = bounds.parse(body, most_tokens)
-    for name, nothing in _UNSUPPORTED.items():
-        value = values.pop(name, None)
-        if value is not None and value not in nothing:
-            raise Refusal(
-                400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter"
-            )  # fmt: skip
-    for name in _IGNORED:
-        values.pop(name, None)
-    try:
-        request = kind.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise _explained(error.errors(include_url=False)[0], kind) from None
-    if isinstance(request, CompletionRequest):
-        _check_best_of(request)
-    if isinstance(request, ApiRequest) and request.stream_options is not None and not request.stream:
-        raise Refusal(
-            400, "stream_options needs stream = true: leave it out", param="stream_options", code="invalid_value"
-        )
-    return request
-
-
-def _check_best_of(request: CompletionRequest) -> None:
-    drawn, n = request.drawn, request.n or 1
-    if drawn < n:
-        raise Refusal(400, f"best_of is {drawn}, must be at least n ({n})", param="best_of", code="invalid_value")
-    if drawn > n and request.stream:
-        message = f"best_of is {drawn}, and a stream has texts before the best is known: set it to n ({n})"
-        raise Refusal(400, message, param="best_of", code="invalid_value")
-
-
-def _explained(error: Any, kind: type[Parameters]) -> Refusal:
-    name = ".".join(map(str, error["loc"]))[:_LONGEST_NAME] or "the body"
-    param = str(error["loc"][0]) if error["loc"] else None
-    if error["type"] == "missing":
-        return Refusal(400, f"{name} is missing", param=param, code="missing_required_parameter")
-    if error["type"] == "extra_forbidden":
-        hint = did_you_mean(name, kind.model_fields)
-        return Refusal(400, f"{name} is not a parameter{hint}", param=param, code="unknown_parameter")
-    message = error["msg"][:1].lower() + error["msg"][1:]
-    return Refusal(400, f"{name} is {brief(error['input'])}: {message}", param=param, code="invalid_value")
-
-
-def check_model(request: Parameters, served: Served) -> None:
-    """Raises Refusal if the request names neither the model nor one of its adapters."""
-    if request.model is not None and request.model not in (served.name, *served.adapters):
-        names = ", ".join(map(repr, (served.name, *served.adapters)))
-        raise Refusal(
-            404,
-            f"model is {brief(request.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
-            param="model",
-            code="model_not_found",
-        )

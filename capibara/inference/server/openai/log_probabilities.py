@@ -1,0 +1,44 @@
+"""Tokens and their log probabilities in responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine.requests.stream import Piece
+from capibara.inference.server.service.reply import Json
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
+
+
+def token_log_probabilities(vocabulary: Vocabulary, pieces: Iterable[Piece]) -> list[Json]:
+    """The tokens of a chat's answer, each with the likeliest ones in its place."""
+    return [
+        _token(vocabulary, token, piece.log_probability)
+        | {"top_logprobs": [_token(vocabulary, *likely) for likely in piece.likeliest]}
+        for piece in pieces
+        if (token := piece.token) is not None
+    ]
+
+
+def _token(vocabulary: Vocabulary, token: int, log_probability: float) -> Json:
+    spelled = vocabulary.bytes_of([token])
+    return {
+        "token": spelled.decode("utf-8", "replace") or _without_text(vocabulary, token),
+        "bytes": [*spelled] or None,
+        "logprob": max(LEAST_LOGPROB, log_probability),
+    }
+
+
+def named(vocabulary: Vocabulary, token: int) -> str:
+    """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name."""
+    spelled = vocabulary.bytes_of([token])
+    try:
+        return spelled.decode() or _without_text(vocabulary, token)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _without_text(vocabulary: Vocabulary, token: int) -> str:
+    """The spelling of a special token, or the id of one that the tokenizer does not have."""
+    return vocabulary.spelling(token) or f"<id {token}>"

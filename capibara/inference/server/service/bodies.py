@@ -1,0 +1,89 @@
+"""Bodies of requests: parameters, their types, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import pydantic
+
+from capibara.core.fields import did_you_mean
+from capibara.inference.server.service import bounds
+from capibara.inference.server.service.bounds import brief
+from capibara.inference.server.service.http_errors import Refusal
+from capibara.inference.server.service.service import Served
+
+T = TypeVar("T", bound="Parameters")
+
+_LONGEST_NAME = 60  # characters of a parameter's name in an error
+
+
+class Parameters(pydantic.BaseModel):
+    """The parameters of any request; None: not set, and the model is the only one.
+
+    Attributes:
+      unsupported: parameters -> their values that request nothing.
+      ignored: parameters that change nothing.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raises Refusal if parameters do not fit together."""
+
+
+class TextParameters(Parameters):
+    """Of a request for texts, whole or as a stream."""
+
+    stream: bool | None = None
+
+
+def read(kind: type[T], body: bytes, most_tokens: int) -> T:
+    """Parses a request's body, which may have at most `most_tokens` tokens as numbers.
+
+    Raises:
+      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, unsupported or invalid.
+    """
+    values = bounds.parse(body, most_tokens)
+    for name, nothing in kind.unsupported.items():
+        value = values.pop(name, None)
+        if value is not None and value not in nothing:
+            raise Refusal(
+                400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter"
+            )  # fmt: skip
+    for name in kind.ignored:
+        values.pop(name, None)
+    try:
+        request = kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0], kind) from None
+    request.check()
+    return request
+
+
+def _explained(error: Any, kind: type[Parameters]) -> Refusal:
+    name = ".".join(map(str, error["loc"]))[:_LONGEST_NAME] or "the body"
+    param = str(error["loc"][0]) if error["loc"] else None
+    if error["type"] == "missing":
+        return Refusal(400, f"{name} is missing", param=param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        hint = did_you_mean(name, kind.model_fields)
+        return Refusal(400, f"{name} is not a parameter{hint}", param=param, code="unknown_parameter")
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    return Refusal(400, f"{name} is {brief(error['input'])}: {message}", param=param, code="invalid_value")
+
+
+def check_model(request: Parameters, served: Served) -> None:
+    """Raises Refusal if the request names neither the model nor one of its adapters."""
+    if request.model is not None and request.model not in (served.name, *served.adapters):
+        names = ", ".join(map(repr, (served.name, *served.adapters)))
+        raise Refusal(
+            404,
+            f"model is {brief(request.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
+            param="model",
+            code="model_not_found",
+        )
