@@ -81,6 +81,7 @@ class Reader:
             if self._tags is not None and tag == self._tags.open:
                 yield from self._read_thought()
             if tag:  # the closing tag alone ends a thought without text
+                yield Reasoning("")
                 continue
             bare = self._form.bare if self._form is not None else ()
             if bare and (marker := (yield from self._text.starts(*bare))):
@@ -93,6 +94,7 @@ class Reader:
         assert self._tags is not None, "a thought has tags"
         self.thinks = True
         yield from self._text.until((self._tags.close,), Reasoning, forget=True)
+        yield Reasoning("")  # also of a thought without text: what follows is an answer
         self.thinks = False
 
     def _read_calls(self, marker: str, start: int) -> Steps[None]:
@@ -135,8 +137,9 @@ class _Spaces:
         text = self._kept + event.text if kind is self._before or is_first else event.text.lstrip()
         solid = text.rstrip()
         self._kept = text[len(solid) :]
-        if solid:
+        if solid or kind is Reasoning:
             self._before = kind
+        if solid:
             yield Content(solid) if kind is Content else Reasoning(solid)
 
     def rest(self) -> Iterator[Event]:

@@ -90,7 +90,7 @@ def spoken(vocabulary, dialect, grammar, draw, most=1500):
         ]
         closing = [token for byte in continues(text) for token in allowed if pieces[token] == byte][:1]
         token = int(draw.choice(closing or ends or allowed if draw.random() < 0.9 else allowed))
-        if token == vocabulary.eos_id:
+        if token == vocabulary.eos_id or (vocabulary.eos_id in allowed and draw.random() < 0.5):
             return text + stream.close()
         matcher.accept(token)
         text += stream.feed(token)

@@ -61,7 +61,8 @@ def read(
     reader = dialect.reader(tools, thinks)
     message = Message(None if dialect.form is None else dialect.form.id_chars)
     deltas = [message.add(reader.add(piece)) for piece in pieces(text, how, seed)]
-    return message.whole(), [*filter(None, [*deltas, message.add(reader.close())])]
+    deltas.append(message.add(reader.close()))
+    return message.whole(), [*filter(None, deltas)]
 
 
 def joined(deltas: list[dict]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -88,8 +89,6 @@ def in_whole(message: dict) -> tuple[str, str, list[tuple[str, str]]]:
 def mistakes(dialect: Dialect, index: int, count: int, prompt: str, turn: str) -> list[str]:
     """How the turn of a dialogue is read otherwise than it was written; `count`: of its calls that the template took."""
     text = ENDS.sub("", turn.removeprefix("助手：").removeprefix("<|header_start|>assistant<|header_end|>\n\n"))
-    if dialect.form is not None and dialect.form.name in ("harmony", "gigachat"):
-        count = 1  # their templates write the first call
     thinks = dialect.thinks_after(prompt)
     if thinks and dialect.tags.close not in text:  # of a thought that the template left out
         text = dialect.tags.close + text
@@ -100,7 +99,7 @@ def mistakes(dialect: Dialect, index: int, count: int, prompt: str, turn: str) -
     expected = [(name, arguments) for name, arguments in calls[:count]]
     if [(name, json.loads(arguments)) for name, arguments in got_calls] != expected:
         found.append(f"calls {got_calls} of {text!r}")
-    if "<|channel|>analysis" in text and calls:  # gpt-oss writes what comes before a call as a thought
+    if content and f"<|channel|>analysis<|message|>{content}" in text:  # what comes before a call in gpt-oss's template
         content, thought = "", thought or content
     if got_content.strip() != (content if content and content in text else ""):
         found.append(f"content {got_content!r} of {text!r}")

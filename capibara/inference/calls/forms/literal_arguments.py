@@ -39,9 +39,9 @@ class Brackets:
         if name not in tools:
             raise Malformed
         text.at += len(self.open)
-        yield Call(name)
         yield from text.spaces()
         if (yield from text.take(self.close)):
+            yield Call(name)
             yield Arguments("{}")
             yield CallEnd()
             return
@@ -53,6 +53,8 @@ class Brackets:
             value = yield from literals.read_value(text, self.quote)
             is_typed = self.has_types or not isinstance(value, str)
             written = tools.coerced(name, key, value) if is_typed else tools.typed(name, key, value)
+            if before == "{":
+                yield Call(name)
             yield Arguments(f"{before}{dumped(key)}: {written}")
             yield from text.spaces()
             before, after = ", ", (yield from text.expect(",", self.close))
@@ -76,9 +78,13 @@ class Brackets:
             yield f"call_{number}: {marks(head + name + self.open)} {body} {marks(self.close + tail)}"
 
     def _value_rule(self, tools: Tools, name: str, key: str, schema: object, mark: str) -> str:
+        types = tools.types(name, key)
+        if not self.has_types and types and "string" not in types:
+            return f"{mark} {json_of(schema)} {mark}"
         if not self.quote:
             return json_of(schema)
-        types = tools.types(name, key)
+        if types in ({"array"}, {"object"}):
+            return "quoted_list" if "array" in types else "quoted_object"
         if types & {"array", "object"} or not types:
             return "quoted_value"
         if "string" in types:

@@ -63,7 +63,6 @@ class Tags:
         yield from text.take(self.name_end)
         if name not in tools:
             raise Malformed
-        yield Call(name)
         before = "{"
         while True:
             yield from text.spaces()
@@ -74,9 +73,13 @@ class Tags:
             if self.value:
                 yield from text.spaces()
                 yield from text.expect(self.value)
+            if before == "{":
+                yield Call(name)
             yield Arguments(f"{before}{dumped(key)}: ")
             yield from self._read_value(text, tools, name, key, is_text)
             before = ", "
+        if before == "{":
+            yield Call(name)
         yield Arguments("{}" if before == "{" else "}")
         yield CallEnd()
 
