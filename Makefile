@@ -3,6 +3,7 @@
 # make test-heavy   the tests that make test leaves out for their time
 # make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
 #   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI), mergekit, xmanager, beam (and Dask);
+#   calls (transformers, mistral-common, openai-harmony; CHAT_TEMPLATES names a folder of .jinja files);
 #   trackers (W&B, MLflow, Comet) and gpu (one NVIDIA GPU) need capibara in that environment, too
 # make test-families   every family of models as recorded of transformers; with PEER_PYTHON=PATH also beside transformers itself
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
@@ -54,6 +55,7 @@ PEER_xmanager := XMANAGER_PYTHON tests/launch
 PEER_beam := BEAM_PYTHON tests/builders/preparation/test_beam.py
 PEER_trackers := TRACKERS_PYTHON tests/monitoring/trackers
 PEER_gpu := GPU_PYTHON tests/gpu
+PEER_calls := CALLS_PYTHON tests/inference/calls/test_turns.py
 PEERS := transformers t5x quantized mergekit xmanager beam trackers gpu
 # The GPU's tests run in its own environment, all others in ours.
 PEER_RUNNER = $(if $(filter gpu,$(PEER)),CAPIBARA_TEST_PLATFORM=cuda $(PEER_PYTHON),$(BIN)/python)

@@ -62,9 +62,9 @@ class Dialect:
 
     def ends_of(self, chat: Chat) -> tuple[int, ...]:
         """Ids of the tokens that end an answer; a template may write markers in an answer, which do not."""
-        names = () if self.form is None else self.form.ends
+        names, spelled = (() if self.form is None else self.form.ends), self.spelled
         ends = (*chat.ends, *(self.ids[name] for name in names if name in self.ids))
-        return tuple(token for token in ends if token not in self.spelled)
+        return tuple(token for token in ends if token not in spelled)
 
     def grammar(self, tools: Sequence[Any], names: Collection[str], parallel: bool) -> Grammar:
         """What a text matches that calls tools.
