@@ -56,7 +56,7 @@ PEER_beam := BEAM_PYTHON tests/builders/preparation/test_beam.py
 PEER_trackers := TRACKERS_PYTHON tests/monitoring/trackers
 PEER_gpu := GPU_PYTHON tests/gpu
 PEER_calls := CALLS_PYTHON tests/inference/calls/test_turns.py
-PEERS := transformers t5x quantized mergekit xmanager beam trackers gpu
+PEERS := transformers t5x quantized mergekit xmanager beam trackers calls gpu
 # The GPU's tests run in its own environment, all others in ours.
 PEER_RUNNER = $(if $(filter gpu,$(PEER)),CAPIBARA_TEST_PLATFORM=cuda $(PEER_PYTHON),$(BIN)/python)
 
