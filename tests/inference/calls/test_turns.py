@@ -78,7 +78,9 @@ def test_turns_of_models_are_read_as_they_were_written():
                 check(name, template, index, count, prompt, turn, counts, wrong)
     for name, count in sorted(counts.items()):
         print(f"{name:75} {dict(count)}")
-    print(f"{sum(count['read'] for count in counts.values())} turns of {sum(count['read'] > 4 for count in counts.values())} templates")
+    print(
+        f"{sum(count['read'] for count in counts.values())} turns of {sum(count['read'] > 4 for count in counts.values())} templates"
+    )
     assert sum(count["read"] for count in counts.values()) > 500 and not wrong, "\n".join(wrong)
 
 
