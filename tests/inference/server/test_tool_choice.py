@@ -15,7 +15,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
-from capibara.inference.server.service import Served, ServerConfig
+from capibara.inference.server.service.service import Served, ServerConfig
 from capibara.models import api
 from tests.inference.server.test_server import HELLO, Running
 from tests.inference.server.test_tool_calls import chat_of
