@@ -178,3 +178,11 @@ from capibara.training.stability.watchdog import Watch as Watch
 from capibara.training.trainer import Trainer as Trainer
 
 __version__: str
+from capibara.api.finetuning import cpo as cpo
+from capibara.api.finetuning import kto as kto
+from capibara.api.finetuning import orpo as orpo
+from capibara.api.finetuning import simpo as simpo
+from capibara.data.chat.answers import UnpairedJsonlSource as UnpairedJsonlSource
+from capibara.objectives.cpo import Cpo as Cpo
+from capibara.objectives.kto import Kto as Kto
+from capibara.objectives.orpo import Orpo as Orpo

@@ -11,7 +11,7 @@ from capibara.multihost import exits
 
 VERBS = {
     "train": "train or fine-tune a model from a Gin file",
-    "finetune": "train a model further on your data: adapters, all weights, DPO or GRPO",
+    "finetune": "train a model further on your data: adapters, all weights, preferences or rewards",
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "prove": "compile a run's train step for a TPU slice that is not there",
     "coordinate": "make one model of those that a group of runs sends",

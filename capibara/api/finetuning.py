@@ -1,4 +1,4 @@
-"""Fine-tuning in one call: `capibara.finetune(model, data, out)`, `dpo` and `grpo`."""
+"""Fine-tuning in one call: `capibara.finetune(model, data, out)`, and a function for each method with a loss of its own."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ def finetune(
 
     Args:
       model: a path or name, as for `load`, or a loaded model, which needs memory beside the one that is trained.
-      data: texts, or chats in any usual layout, as for `write_data`; of "dpo" pairs of answers, of "grpo" prompts.
+      data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo" and "cpo" pairs of answers, of
+        "kto" answers with a label, of "grpo" prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "dpo" or "grpo".
+      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto" or "grpo".
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
       rewards: of "grpo": functions (prompt, answer, record) -> a number.
@@ -104,6 +105,26 @@ def finetune(
 def dpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
     """Direct preference optimisation on pairs of a chosen and a rejected answer; options as for `finetune`."""
     return finetune(model, pairs, out, method="dpo", **options)
+
+
+def orpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
+    """Odds ratio preference optimisation on pairs of answers, without a reference; options as for `finetune`."""
+    return finetune(model, pairs, out, method="orpo", **options)
+
+
+def simpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
+    """Simple preference optimisation on pairs of answers, without a reference; options as for `finetune`."""
+    return finetune(model, pairs, out, method="simpo", **options)
+
+
+def cpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
+    """Contrastive preference optimisation on pairs of answers, without a reference; options as for `finetune`."""
+    return finetune(model, pairs, out, method="cpo", **options)
+
+
+def kto(model: LanguageModel | str, answers: Data, out: str, **options: Any) -> TrainingResult:
+    """Kahneman-Tversky optimisation on answers with a `label`, true or false; options as for `finetune`."""
+    return finetune(model, answers, out, method="kto", **options)
 
 
 def grpo(

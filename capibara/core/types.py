@@ -31,7 +31,10 @@ A batch of preference pairs has both answers of each pair in one row: for pair i
 answer and segment 2i + 2 the rejected one; `weights` are 1 on the answers. A batch of prompts has one prompt a row. Both
 also have
   numbers     [B, T] int32    n + 1 at the first token of document n of the split; 0 at all other tokens
-An answer counts as a document: pair p is numbered 2p + 1 (chosen) and 2p + 2 (rejected).
+An answer counts as a document: pair p is numbered 2p + 1 (chosen) and 2p + 2 (rejected). A batch of unpaired preferences
+has each answer in the place of a chosen one, and the mismatched answer to its prompt, if there is one, in that of the rejected
+one. It also has, as pairs with margins have,
+  labels      [B, T] float32  at the first token of the answer 1: desirable, 0: undesirable; of a pair its margin; else 0
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Dataset:
       masking: which tokens of a text are masked.
       too_long: what happens to a conversation longer than a row; other documents are cut according to `packing`.
         Preference pairs (a row holds both answers) and prompts are never cut.
-      pairs_per_row: the largest number of preference pairs in a row.
+      pairs_per_row: the largest number of preference pairs, or of unpaired answers, in a row.
       domains: names of the domains that are marked in the batches, from number 1; empty: none.
     """
 
@@ -177,7 +177,7 @@ class Dataset:
 
     @property
     def data_format(self) -> DataFormat:
-        """Whether the documents are texts, preference pairs or prompts."""
+        """What the documents are."""
         return DataFormat.TEXTS if self.source is None else self.source.data_format
 
     def documents(self, split: str) -> Documents | Blocks:
@@ -195,8 +195,13 @@ class Dataset:
         return found
 
     @property
+    def has_answers(self) -> bool:
+        """Whether the documents are answers, paired or not."""
+        return self.data_format in (DataFormat.PREFERENCES, DataFormat.UNPAIRED)
+
+    @property
     def most_pairs(self) -> int:
-        """The largest number of preference pairs in a row."""
+        """The largest number of preference pairs, or of unpaired answers, in a row."""
         return 1 if self.packing is Packing.NONE else self.pairs_per_row
 
     def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
@@ -211,7 +216,13 @@ class Dataset:
     def _entries(self) -> dict[str, Any]:
         """Options of `packing.batch_spec`."""
         numbers = self.data_format is not DataFormat.TEXTS
-        marks = {"domains": bool(self.domains), "numbers": numbers, "prefix": self.kind is Kind.PREFIX}
+        labels = self.source is not None and self.source.has_labels
+        marks = {
+            "domains": bool(self.domains),
+            "numbers": numbers,
+            "prefix": self.kind is Kind.PREFIX,
+            "labels": labels,
+        }
         return {"encoder_length": self.encoder_length} | marks
 
     def preload(self) -> None:

@@ -16,6 +16,12 @@ from capibara.models.api import Model
 from capibara.objectives.base import Normalization, Objective
 from capibara.objectives.batches import BatchProvider, LoaderBatches, RunParts
 
+_SOURCES = {
+    DataFormat.PREFERENCES: "@PreferenceJsonlSource()",
+    DataFormat.UNPAIRED: "@UnpairedJsonlSource()",
+    DataFormat.PROMPTS: "@PromptJsonlSource()",
+}
+
 
 class ResidentArrays(NamedTuple):
     """Arrays that training keeps on the devices beside the train state and the memory of the step.
@@ -83,10 +89,10 @@ class Loss(abc.ABC):
         """Raises UserError if the loss does not support this data or batch size."""
         del batch_size
         if dataset.data_format is not self.data_format:
-            name = type(self).__name__
+            source = _SOURCES.get(self.data_format, "another source")
             raise UserError(
-                f"Trainer.loss (@{name}()) is for {self.data_format}, but Dataset.source has {dataset.data_format}: set "
-                "another Dataset.source, or leave Trainer.loss out"
+                f"Trainer.loss (@{type(self).__name__}()) is for {self.data_format}, and Dataset.source holds "
+                f"{dataset.data_format}: set Dataset.source = {source}, or leave Trainer.loss out"
             )
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:

@@ -137,11 +137,7 @@ class Grpo(Loss):
                 "Sampling.thinking_tokens forces tokens that the policy did not choose, which GRPO would reward: leave it "
                 "out, or reward short thoughts"
             )
-        if dataset.data_format is not DataFormat.PROMPTS:
-            raise UserError(
-                f"Trainer.loss (@Grpo()) is for prompts, but Dataset.source has {dataset.data_format}: set Dataset.source = "
-                "@PromptJsonlSource(), or leave Trainer.loss out"
-            )
+        super().check(dataset, batch_size)
         if dataset.packing is not Packing.NONE:
             raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) must be 'none' with @Grpo(): set it to that")
         if batch_size % self.group:

@@ -24,7 +24,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom, log_probabilities
 from capibara.objectives.batches import BatchProvider, RunParts
-from capibara.objectives.preference import weights_fingerprint
+from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, Answering, name_of, prompts_of
 

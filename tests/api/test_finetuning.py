@@ -81,6 +81,18 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
     pairs = cb.dpo(f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "dpo"), steps=1, batch_size=8, length=64)
     assert pairs.step == 1 and "reward_margin" in pairs.history[-1]
 
+    alone = cb.orpo(f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "orpo"), steps=1, batch_size=8, length=64)
+    assert alone.step == 1 and "log_odds_ratio" in alone.history[-1]
+    short = cb.simpo(f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "simpo"), steps=1, batch_size=8, length=64)
+    assert short.step == 1 and short.history[-1]["reward_margin"] != 0
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in records(f"{folder}/pairs.jsonl")
+        for side in ("chosen", "rejected")
+    ]
+    unpaired = cb.kto(f"{folder}/hf", labelled, str(tmp_path / "kto"), steps=1, batch_size=8, length=64)
+    assert unpaired.step == 1 and {"kl", "reward_desirable"} <= unpaired.history[-1].keys()
+
     def near(prompt, answer, record):
         return -abs(len(answer) - int(record["answer"]))
 
@@ -104,6 +116,15 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
         ({"data": "nothing.jsonl"}, "'nothing.jsonl'"),
         ({"method": "dpo"}, "method 'dpo' reads lines with 'chosen' and 'rejected'"),
         ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, "set method = 'dpo'"),
+        ({"data": [{"prompt": "a", "completion": "b", "label": True}]}, "answers with labels: set method = 'kto'"),
+        (
+            {"data": [{"prompt": "a", "completion": "b", "label": True}], "method": "simpo"},
+            "method 'simpo' reads lines with 'chosen' and 'rejected', and the first one has prompt, completion, label: set",
+        ),
+        (
+            {"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}], "method": "kto"},
+            "method 'kto' reads lines with a 'label', true or false, and the first one has prompt, chosen, rejected: set",
+        ),
         ({"steps": 1, "epochs": 1}, "exclude each other"),
         ({"steps": 0}, "steps (0) must be at least 1"),
         ({"rewards": [cb.exact_answer], "steps": 1}, "rewards are of method 'grpo', and method is 'lora'"),
@@ -246,6 +267,8 @@ def test_what_was_named_is_what_is_trained(folder, tmp_path, monkeypatch):
         ("full", 1, 2e-5),
         ("full", 20, 1e-5),
         ("dpo", 1, 1e-4),
+        ("kto", 1, 1e-4),
+        ("simpo", 1, 2e-5),
         ("grpo", 1, 2e-5),
     ],
 )

@@ -1,9 +1,10 @@
 """TRL's training and masks: the peer program of test_transformers_trl.py.
 
 Run by that test in an environment with torch, transformers, trl and datasets:
-        python tests/interop/trl_peer.py dpo FOLDER       runs DPOTrainer for each of FOLDER/cases.json on FOLDER/base
+        python tests/interop/trl_peer.py train FOLDER     runs the trainer of each of FOLDER/cases.json on FOLDER/base
         and the
-                                                          pairs of FOLDER/pairs.jsonl, into found.json and FOLDER/NAME
+                                                          lines of FOLDER/pairs.jsonl, or unpaired.jsonl of KTO, into
+                                                          found.json and FOLDER/NAME
         python tests/interop/trl_peer.py masks FOLDER     the assistant's tokens in each conversation of
         FOLDER/asked.json, under
                                                           TRL's templates for training, into FOLDER/masks.json
@@ -20,6 +21,7 @@ import torch
 import transformers
 import trl
 from trl import chat_template_utils
+from trl.experimental import cpo, orpo
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "models" / "golden"))
@@ -49,14 +51,24 @@ SETTINGS = dict(
 
 
 METRICS = ("loss", "grad_norm", *(f"rewards/{x}" for x in ("chosen", "rejected", "margins", "accuracies")))
-METRICS += ("logps/chosen", "logps/rejected")
+METRICS += ("logps/chosen", "logps/rejected", "nll_loss", "log_odds_chosen", "kl")
 
 
-class InOrder(trl.DPOTrainer):
-    """Reads the pairs in the file's order."""
+TRAINERS = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig),
+    "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
+    "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
+}
 
-    def _get_train_sampler(self, *_):
+
+def in_order(trainer: type) -> type:
+    """A trainer that reads the lines in the file's order."""
+
+    def sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return type(f"InOrder{trainer.__name__}", (trainer,), {"_get_train_sampler": sampler})
 
 
 def tokenizer_of(folder: pathlib.Path) -> transformers.PreTrainedTokenizerFast:
@@ -68,28 +80,40 @@ def tokenizer_of(folder: pathlib.Path) -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def dpo(folder: pathlib.Path) -> None:
+def turn(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def lines(path: pathlib.Path) -> list[dict]:
+    """The lines of a file as conversations."""
+    answers = ("chosen", "rejected", "completion")
+    return [
+        {"prompt": turn("user", line["prompt"])}
+        | {key: turn("assistant", line[key]) for key in answers if key in line}
+        | {key: line[key] for key in line if key not in ("prompt", *answers)}
+        for line in map(json.loads, path.read_text().splitlines())
+    ]
+
+
+def train(folder: pathlib.Path) -> None:
     make.model_of(make.CASES["llama"] | {"vocab_size": VOCAB}).save_pretrained(folder / "base")
     tokenizer = tokenizer_of(folder / "tokenizer")
-    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    turn = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
-    data = datasets.Dataset.from_list(
-        [
-            {"prompt": turn("user", pair["prompt"])}
-            | {side: turn("assistant", pair[side]) for side in ("chosen", "rejected")}
-            for pair in pairs
-        ]
-    )
     found = {}
     for name, options in json.loads((folder / "cases.json").read_text()).items():
-        load = dict(attn_implementation="eager", dtype=torch.float32)
+        method, load = options.pop("method"), dict(attn_implementation="eager", dtype=torch.float32)
+        trainer_class, config_class = TRAINERS[method]
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
-        config = trl.DPOConfig(output_dir=str(folder / f"{name}_of_trl"), **SETTINGS, **options)
-        trainer = InOrder(model=model, ref_model=reference, args=config, train_dataset=data, processing_class=tokenizer)
+        more = {}
+        if method in ("dpo", "kto"):
+            more["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
+        data = datasets.Dataset.from_list(lines(folder / ("unpaired.jsonl" if method == "kto" else "pairs.jsonl")))
+        config = config_class(output_dir=str(folder / f"{name}_of_trl"), **SETTINGS, **options)
+        trainer = in_order(trainer_class)(
+            model=model, args=config, train_dataset=data, processing_class=tokenizer, **more
+        )
         trainer.train()
         logged = [step for step in trainer.state.log_history if "loss" in step]
-        found[name] = [{key: step[key] for key in METRICS} for step in logged]
+        found[name] = [{key: step[key] for key in METRICS if key in step} for step in logged]
         model.save_pretrained(folder / name)
     (folder / "found.json").write_text(
         "{\n" + ",\n".join(f'"{k}": {json.dumps(v)}' for k, v in found.items()) + "\n}\n"
@@ -118,4 +142,4 @@ def masks(folder: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"dpo": dpo, "masks": masks}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"train": train, "masks": masks}[sys.argv[1]](pathlib.Path(sys.argv[2]))

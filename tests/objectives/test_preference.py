@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,17 @@ import numpy as np
 import pytest
 
 from capibara import sharding
+from capibara.core.types import UserError
 from capibara.kernels.cross_entropy import by_tokens
 from capibara.kernels.cross_entropy.dispatch import token_log_probabilities
 from capibara.models.api import DecoderConfig
 from capibara.objectives.preference import Dpo
 from capibara.sharding import Plan, Rules
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import pairs_case  # noqa: E402
+from pairs_case import log_sigmoid, rows_of_pairs, sigmoid  # noqa: E402
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
 
@@ -71,27 +80,6 @@ def test_log_probabilities_on_every_mesh(axes):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def rows_of_pairs(rng, rows=3, length=24, pairs=2):
-    """Targets, weights, segment ids and reference of rows of two pairs, and of each answer (row, begin, end, reference)."""
-    targets = rng.integers(0, 40, (rows, length))
-    weights, segments, reference = (np.zeros((rows, length), np.float32) for _ in range(3))
-    answers = []
-    for row in range(rows):
-        cuts = np.sort(rng.choice(np.arange(1, 10), 2 * pairs - 1, replace=False)) * 2
-        bounds = [0, *cuts.tolist(), 22]
-        for k in range(2 * pairs - 2 * (row == 1)):  # the second row has one pair
-            begin, end = bounds[k] + 1, bounds[k + 1]
-            segments[row, bounds[k] : end], weights[row, begin:end] = k + 1, 1
-            reference[row, begin] = -rng.uniform(3, 30)
-            answers.append((row, begin, end, reference[row, begin]))
-    return {
-        "targets": targets,
-        "weights": weights,
-        "segment_ids": segments.astype(np.int32),
-        "reference": reference,
-    }, answers
-
-
 def plain_loss(log_p, answers, dpo):
     """Of a matrix of log-probabilities, in its precision: the mean over pairs, pair by pair, and its gradient."""
     loss, gradient, count = 0.0, np.zeros_like(log_p), len(answers) // 2
@@ -131,7 +119,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("dpo", LOSSES, ids=str)
+@pytest.mark.parametrize("dpo", LOSSES, ids=lambda x: f"{x.kind}-{x.beta}-{x.label_smoothing}-{x.sft_weight}")
 def test_the_loss_and_its_gradient_equal_the_formula_in_float64(dpo):
     rng = np.random.default_rng(1)
     batch, answers = rows_of_pairs(rng)
@@ -155,3 +143,84 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(dpo):
     }
     for name, values in want_values.items():
         assert float(totals.values[name]) == pytest.approx(values.sum(), rel=1e-4), name
+
+
+# Kinds and divergences that the formula above does not have: the loss of the log ratios c of chosen and r of rejected answers.
+def of_sorted(left, right, beta, smoothing):
+    margin = np.sort(left) - np.sort(right)
+    return -(1 - smoothing) * log_sigmoid(beta * margin) - smoothing * log_sigmoid(-beta * margin)
+
+
+def exo(x, smoothing):
+    return sigmoid(x) * (log_sigmoid(x) - np.log(1 - smoothing)) + sigmoid(-x) * (log_sigmoid(-x) - np.log(smoothing))
+
+
+FORMULAS = [
+    (
+        Dpo(kind="sigmoid_norm", beta=2.0, label_smoothing=0.1),
+        lambda c, r, a: (
+            -0.9 * log_sigmoid(2 * (c / a.tokens[:, 0] - r / a.tokens[:, 1]))
+            - 0.1 * log_sigmoid(-2 * (c / a.tokens[:, 0] - r / a.tokens[:, 1]))
+        ),
+    ),
+    (Dpo(kind="exo_pair", beta=0.2, label_smoothing=0.01), lambda c, r, a: exo(0.2 * (c - r), 0.01)),
+    (
+        Dpo(kind="discopop", beta=0.1, discopop_tau=0.5),
+        lambda c, r, a: (
+            -log_sigmoid(0.1 * (c - r)) * sigmoid(-0.2 * (c - r)) + np.exp(-0.1 * (c - r)) * sigmoid(0.2 * (c - r))
+        ),
+    ),
+    (
+        Dpo(kind="aot", beta=0.2, label_smoothing=0.2),
+        lambda c, r, a: of_sorted(a.log_p @ [1, -1], a.reference @ [1, -1], 0.2, 0.2),
+    ),
+    (Dpo(kind="aot_unpaired", beta=0.2), lambda c, r, a: of_sorted(c, r, 0.2, 0.0)),
+    (
+        Dpo(kind="nca_pair", beta=0.2),
+        lambda c, r, a: -log_sigmoid(0.2 * c) - 0.5 * log_sigmoid(-0.2 * c) - 0.5 * log_sigmoid(-0.2 * r),
+    ),
+    (Dpo(kind="bco_pair", beta=0.2), lambda c, r, a: -log_sigmoid(0.2 * c) - log_sigmoid(-0.2 * r)),
+    (Dpo(kind="sppo_hard", beta=0.2), lambda c, r, a: (c - 2.5) ** 2 + (r + 2.5) ** 2),
+    (Dpo(kind="apo_zero", beta=0.2), lambda c, r, a: 1 - sigmoid(0.2 * c) + sigmoid(0.2 * r)),
+    (Dpo(kind="apo_down", beta=0.2), lambda c, r, a: sigmoid(0.2 * c) + 1 - sigmoid(0.2 * (c - r))),
+    (
+        Dpo(beta=1e-3, divergence="forward_kl"),
+        lambda c, r, a: -log_sigmoid(1e-3 * (np.exp(-r) - np.exp(-c))),
+    ),
+    (
+        Dpo(kind="hinge", beta=0.2, divergence="js_divergence"),
+        lambda c, r, a: np.maximum(0, 1 - 0.2 * (log_sigmoid(c) - log_sigmoid(r))),
+    ),
+    (
+        Dpo(kind="ipo", beta=0.2, divergence="alpha_divergence", alpha=0.75),
+        lambda c, r, a: ((np.exp(-0.25 * c) - np.exp(-0.25 * r)) / -0.25 - 2.5) ** 2,
+    ),
+    (
+        Dpo(beta=0.2, divergence="alpha_divergence", alpha=1.0, sft_weight=0.5),
+        lambda c, r, a: -log_sigmoid(0.2 * (c - r)) - 0.5 * a.log_p[:, 0] / a.tokens[:, 0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("dpo", "formula"), FORMULAS, ids=[f"{x.kind}-{x.divergence}-{x.alpha}" for x, _ in FORMULAS])
+def test_each_kind_and_divergence_has_the_loss_and_gradient_of_its_paper(dpo, formula):
+    # Answers are about as probable as in the reference, so that no exponential is far from 1.
+    ratios = lambda answers: (answers.log_p - answers.reference).T  # noqa: E731
+    pairs_case.check(dpo, lambda answers: np.mean(formula(*ratios(answers), answers)), scale=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "exo_pair"}, "Dpo.label_smoothing is 0, and must be above 0 for Dpo.kind 'exo_pair'"),
+        ({"kind": "nca_pair", "label_smoothing": 0.1}, "Dpo.label_smoothing is 0.1, and Dpo.kind 'nca_pair' has none"),
+        ({"kind": "discopop", "label_smoothing": 0.1}, "'discopop' has none"),
+        ({"kind": "discopop", "discopop_tau": 0.0}, "Dpo.discopop_tau is 0.0, must be above 0"),
+        ({"kind": "aot", "divergence": "forward_kl"}, "Dpo.divergence is 'forward_kl', and Dpo.kind 'aot' is of"),
+        ({"kind": "apo_zero", "divergence": "js_divergence"}, "Dpo.kind 'apo_zero' is of 'reverse_kl' alone"),
+        ({"divergence": "alpha_divergence", "alpha": float("inf")}, "Dpo.alpha is inf"),
+    ],
+)
+def test_options_that_a_kind_does_not_have_are_refused(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Dpo(**options)

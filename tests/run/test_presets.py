@@ -31,6 +31,13 @@ GIVEN = {
 }  # fmt: skip
 
 
+TASKS = {
+    **dict.fromkeys((f"runs/{name}.gin" for name in ("dpo", "orpo", "simpo", "cpo")), "tasks/preferences.gin"),
+    "runs/kto.gin": "tasks/unpaired.gin",
+    "runs/grpo.gin": "tasks/prompts.gin",
+}
+
+
 def files_of(name: str) -> list[str]:
     """A file with what it is used beside: a run, a model and a task."""
     text = (GIN / name).read_text(encoding="utf-8")
@@ -50,13 +57,9 @@ def files_of(name: str) -> list[str]:
         for run, model in (("t5", "models/t5_small.gin"), ("bert", "models/bert_base.gin")):
             if run in name:
                 beside["models"] = model
-        beside["tasks"] = {"runs/dpo.gin": "tasks/preferences.gin", "runs/grpo.gin": "tasks/prompts.gin"}.get(
-            name, beside["tasks"]
-        )
+        beside["tasks"] = TASKS.get(name, beside["tasks"])
     if kind == "tasks":
-        beside["runs"] = {"tasks/preferences.gin": "runs/dpo.gin", "tasks/prompts.gin": "runs/grpo.gin"}.get(
-            name, beside["runs"]
-        )
+        beside["runs"] = {task: run for run, task in TASKS.items()}.get(name, beside["runs"])
     return [name] if kind not in beside else [*(beside | {kind: name}).values()]
 
 

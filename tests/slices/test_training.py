@@ -15,7 +15,7 @@ from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
-from capibara.objectives import preference
+from capibara.objectives import reference
 from capibara.objectives.base import of_cross_entropy
 from capibara.objectives.batches import LoaderBatches
 from capibara.optim import Optimizer
@@ -48,7 +48,7 @@ def evaluation(case):
 
 def preference_totals(case):
     objective = case.trainer.loss.objective(case.model, case.trainer.dataset)
-    return preference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+    return reference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
 
 
 def own_loss_evaluation(case):
@@ -60,7 +60,7 @@ def own_loss_evaluation(case):
 
 def reference_answers(case):
     dataset = case.trainer.dataset
-    answers = preference.make_answers(case.model, case.plan, case.mesh, dataset.most_pairs)
+    answers = reference.make_answers(case.model, case.plan, case.mesh, dataset.most_pairs)
     return answers.lower(case.state.abstract.params, case.batch(dataset.batch_spec(case.plan.batch_size)))
 
 
@@ -89,7 +89,7 @@ def all_finite(case):
 
 
 def fingerprint(case):
-    return preference.weighed.lower(jax.tree.leaves(case.state.abstract.params))
+    return reference.weighed.lower(jax.tree.leaves(case.state.abstract.params))
 
 
 def merge(case):
@@ -134,7 +134,7 @@ STEP, START, MERGE = (
     "training/run_folder/reading.py merger",
 )
 OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
-ANSWERS, LOG_P = "objectives/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"
+ANSWERS, LOG_P = "objectives/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
@@ -150,7 +150,7 @@ PROGRAMS = {
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "gemma3n", "decoder QLoRA")),
-    "evaluation, DPO": Program("objectives/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "evaluation, DPO": Program("objectives/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
@@ -158,7 +158,7 @@ PROGRAMS = {
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
-    "fingerprint of weights": Program("objectives/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
+    "fingerprint of weights": Program("objectives/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "loss of a group's node": Program("strategies/group/member.py sums", group_sums, ("decoder",)),
     "parameter of a group's node": Program(
         "strategies/group/member.py replicating", group_whole, ("decoder", "experts")

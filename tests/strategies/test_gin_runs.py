@@ -12,6 +12,9 @@ from capibara.consensus.aggregation import Aggregation, Krum
 from capibara.consensus.outer import FedAdam, OuterSgd
 from capibara.core.types import UserError
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.objectives.cpo import Cpo
+from capibara.objectives.kto import Kto
+from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
 from capibara.training import emulation
 from capibara.training.trainer import Trainer
@@ -39,6 +42,29 @@ def test_dpo(build):
         build("preferences", "dpo", "Dpo.kind=hinges")
     with pytest.raises(UserError, match="set Dataset.source = @PreferenceJsonlSource()"):
         build("chat", "dpo")
+
+
+@pytest.mark.parametrize(
+    ("run", "bindings", "loss"),
+    [
+        ("orpo", ["BETA=0.3"], Orpo(beta=0.3)),
+        ("cpo", ["Cpo.kind=hinge"], Cpo(kind="hinge")),
+        ("simpo", ["GAMMA=1.6", "Cpo.alpha=0.1"], Cpo(kind="simpo", beta=2.0, gamma=1.6, nll_weight=0.0, alpha=0.1)),
+    ],
+)
+def test_methods_without_a_reference(build, run, bindings, loss):
+    assert build("preferences", run, *bindings).loss == loss
+    with pytest.raises(UserError, match="set Dataset.source = @PreferenceJsonlSource()"):
+        build("unpaired", run)
+
+
+def test_kto(build):
+    trainer = build("unpaired", "kto", "BETA=0.2", "Kto.desirable_weight=0.5")
+    assert trainer.loss == Kto(beta=0.2, desirable_weight=0.5) and trainer.dataset.source.mismatched
+    anchored = ["Kto.kind=apo_zero_unpaired", "UnpairedJsonlSource.mismatched=False"]
+    assert build("unpaired", "kto", *anchored).loss.kind == "apo_zero_unpaired"
+    with pytest.raises(UserError, match="set it to False"):
+        build("unpaired", "kto", anchored[0])
 
 
 def test_grpo_with_rewards_of_ones_own(build, tmp_path, monkeypatch):

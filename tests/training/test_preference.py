@@ -13,14 +13,18 @@ import pytest
 
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
-from capibara.data.chat.answers import PreferenceJsonlSource
+from capibara.data.chat.answers import PreferenceJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
-from capibara.objectives import preference
+from capibara.objectives import reference
+from capibara.objectives.cpo import Cpo
+from capibara.objectives.kto import Kto
+from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
+from capibara.objectives.reference import ReferenceLoss
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training.base.options import Evaluation
@@ -95,7 +99,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     two = jax.devices()[:2]
     whole = train(make_trainer(steps=6, model_dir=make_trainer().model_dir + "_whole"), two)
     train(make_trainer(steps=3), two)
-    monkeypatch.setattr(preference.ReferenceTables, "_computed", None)  # it has its tables
+    monkeypatch.setattr(reference.ReferenceTables, "_computed", None)  # it has its tables
     resumed = train(make_trainer(steps=6), two)
     assert resumed.start_step == 3 and whole.batches[3:] == resumed.batches
     same_state(whole.state, resumed.state)
@@ -103,7 +107,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
 
 @pytest.mark.heavy
 def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch, tmp_path):
-    two, step = jax.devices()[:2], preference._each
+    two, step = jax.devices()[:2], reference._each
 
     def signalled(*args):
         for count, one in enumerate(step(*args)):
@@ -112,7 +116,7 @@ def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, 
             yield one
 
     with monkeypatch.context() as patch:
-        patch.setattr(preference, "_each", signalled)
+        patch.setattr(reference, "_each", signalled)
         stopped = train(make_trainer(steps=2), two)
     assert dataclasses.astuple(stopped.outcome) == (0, "interrupted", signal.SIGTERM)
     assert stopped.start_step == 0 and not stopped.losses and not stopped.checkpoints
@@ -133,6 +137,60 @@ def test_the_mesh_accumulation_and_packing_change_nothing(make_trainer, train):
         for step in (1, 2, 3):
             for key in ("loss", "grad_norm", "reward_margin", "log_prob_chosen"):
                 assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=2e-4, abs=1e-5), (name, key)
+
+
+@pytest.fixture
+def make_unpaired(make_trainer, pairs, tmp_path):
+    """The run of make_trainer on labelled answers: chosen ones of two pairs, the rejected one of the third."""
+
+    def make(loss, **changes):
+        lines = []
+        for i, line in enumerate(map(json.loads, pairs.read_text().splitlines())):
+            label = i % 3 != 2
+            lines.append(
+                {"prompt": line["prompt"], "completion": line["chosen" if label else "rejected"], "label": label}
+            )
+        (tmp_path / "unpaired.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        dataset = make_trainer().dataset
+        source = UnpairedJsonlSource(
+            files=(str(tmp_path / "unpaired.jsonl"),),
+            template=dataset.source.template,
+            validation_fraction=0.3,
+            mismatched=loss.kind == "kto",
+        )
+        return make_trainer(loss=loss, dataset=dataclasses.replace(dataset, source=source), **changes)
+
+    return make
+
+
+OTHER_LOSSES = {
+    "aot": Dpo(kind="aot", beta=0.3),
+    "simpo": Cpo(kind="simpo", beta=2.0, nll_weight=0.5),
+    "orpo": Orpo(beta=0.5),
+    "kto": Kto(beta=0.3),
+    "apo_zero_unpaired": Kto(kind="apo_zero_unpaired", beta=0.3),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == "kto" else pytest.mark.heavy) for x in OTHER_LOSSES])
+def test_a_mesh_changes_no_method(name, make_trainer, make_unpaired, train):
+    """Evaluations included; those without a reference compute none."""
+    loss, runs = OTHER_LOSSES[name], []
+    for devices, plan in ((1, Plan(batch_size=8)), (8, Plan(batch_size=8, data=2, fsdp=2, tensor=2))):
+        options = dict(
+            steps=3, plan=plan, evaluation=Evaluation(every=3), model_dir=f"{make_trainer().model_dir}{devices}"
+        )
+        trainer = make_unpaired(loss, **options) if isinstance(loss, Kto) else make_trainer(loss=loss, **options)
+        runs.append(train(trainer, jax.devices()[:devices]))
+        assert os.path.exists(f"{trainer.model_dir}/reference.train.npz") == isinstance(loss, ReferenceLoss)
+    want, got = runs
+    for step in (1, 2, 3):
+        assert got.metrics[step].keys() == want.metrics[step].keys() >= {*loss.means}
+        for key in ("loss", "grad_norm", *loss.means):
+            assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=2e-4, abs=2e-5), key
+    for key in ("loss", *loss.means):
+        assert got.evaluations[3][key] == pytest.approx(want.evaluations[3][key], rel=2e-4, abs=2e-5), key
+    assert want.metrics[3]["loss"] < want.metrics[1]["loss"] and want.evaluations[3]["pairs"] > 5
 
 
 @pytest.mark.heavy
@@ -197,6 +255,26 @@ def test_a_reference_is_computed_anew_where_it_is_not_of_this_run(make_trainer, 
         file.write(b"cut off")
     with pytest.raises(UserError, match="no longer has the initial weights of this run"):
         train(dataclasses.replace(trainer, steps=5, seed=1), two)
+
+
+def test_data_of_another_kind_is_refused(make_trainer, make_unpaired):
+    with pytest.raises(
+        UserError, match=r"@Kto\(\)\) is for unpaired preferences, and Dataset.source holds preferences: set Data"
+    ):
+        make_trainer(loss=Kto())
+    unpaired = make_unpaired(Kto())
+    with pytest.raises(
+        UserError, match=r"@Cpo\(\)\) is for preferences, .* holds unpaired preferences: set Dataset.source = @P"
+    ):
+        dataclasses.replace(unpaired, loss=Cpo())
+    with pytest.raises(
+        UserError, match=r"holds unpaired preferences and Trainer.loss is None: set Trainer.loss = @Kto\(\)"
+    ):
+        dataclasses.replace(unpaired, loss=None)
+    with pytest.raises(
+        UserError, match="mismatched is True, and Kto.kind 'apo_zero_unpaired' does not read .*: set it to False"
+    ):
+        dataclasses.replace(unpaired, loss=Kto(kind="apo_zero_unpaired"))
 
 
 def test_mistakes_in_the_configuration_are_named(make_trainer, pairs):

@@ -24,14 +24,19 @@ _PARTS = 5  # evaluations and checkpoints of a run
 class Method(enum.StrEnum):
     """What is trained, and by which loss.
 
-    LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO: adapters, on pairs of a
-    chosen and a rejected answer. GRPO: adapters, on the model's own answers and their rewards.
+    LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO, ORPO, SIMPO, CPO: adapters,
+    on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. GRPO: adapters, on the model's own
+    answers and their rewards.
     """
 
     LORA = "lora"
     QLORA = "qlora"
     FULL = "full"
     DPO = "dpo"
+    ORPO = "orpo"
+    SIMPO = "simpo"
+    CPO = "cpo"
+    KTO = "kto"
     GRPO = "grpo"
 
 
@@ -41,21 +46,17 @@ class Kind(enum.StrEnum):
     TEXT = "text"
     CHAT = "chat"
     PREFERENCES = "preferences"
+    UNPAIRED = "unpaired"
     PROMPTS = "prompts"
 
 
-# Method -> Gin files of the run. What adapters add comes before the loss, whose defaults win.
-_RUNS = {
-    Method.LORA: ("runs/lora.gin",),
-    Method.QLORA: ("runs/lora.gin",),
-    Method.FULL: ("runs/full.gin",),
-    Method.DPO: ("runs/lora.gin", "runs/dpo.gin"),
-    Method.GRPO: ("runs/lora.gin", "runs/grpo.gin"),
-}
+# Gin files of a run without a loss; others have what adapters add, and then the loss, whose defaults win.
+_RUNS = {Method.LORA: ("runs/lora.gin",), Method.QLORA: ("runs/lora.gin",), Method.FULL: ("runs/full.gin",)}
 _TASKS = {
     Kind.TEXT: "tasks/jsonl.gin",
     Kind.CHAT: "tasks/chat.gin",
     Kind.PREFERENCES: "tasks/preferences.gin",
+    Kind.UNPAIRED: "tasks/unpaired.gin",
     Kind.PROMPTS: "tasks/prompts.gin",
 }
 _OWN = {  # binding -> the option
@@ -68,7 +69,16 @@ _OWN = {  # binding -> the option
     "Trainer.steps": "steps",
 }
 _CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
-_OF_LOSS = {Method.DPO: Kind.PREFERENCES, Method.GRPO: Kind.PROMPTS}
+_OF_LOSS = {
+    **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO), Kind.PREFERENCES),
+    Method.KTO: Kind.UNPAIRED,
+    Method.GRPO: Kind.PROMPTS,
+}
+_KEYS = {Kind.PREFERENCES: "'chosen' and 'rejected'", Kind.UNPAIRED: "a 'label', true or false"}
+_OTHER_METHOD = {
+    Kind.PREFERENCES: "set method = 'dpo', or leave the rejected answers out",
+    Kind.UNPAIRED: "set method = 'kto', or leave label and the undesirable answers out",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +203,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     if asked.method is Method.QLORA:
         lines += ["Lora.base_dtype = 'nf4'", "Lora.double_quantization = True"]
     chosen = Chosen(
-        (_TASKS[kind], *_RUNS[asked.method], *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
+        (_TASKS[kind], *_runs(asked.method), *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
     )
     return _with_steps(asked, chosen, show)
 
@@ -202,14 +212,21 @@ def learning_rate(method: Method, model: Pretrained) -> float:
     """The highest learning rate of a method for a model of this size, as published.
 
     Adapters: 2e-4 up to 13 B parameters, 1e-4 above (Dettmers et al. 2023, arXiv:2305.14314, table 9). All weights: 2e-5 up to
-    7 B, 1e-5 above (Stanford Alpaca, 2023). DPO and GRPO of adapters: as the comments of gin/runs/dpo.gin and grpo.gin have it.
+    7 B, 1e-5 above (Stanford Alpaca, 2023). Adapters with another loss: as the comments of its file in gin/runs have it.
     """
     from capibara.models import api
 
     count = api.build(model.model).param_count
     if method is Method.FULL:
         return 2e-5 if count < 8e9 else 1e-5
-    return {Method.DPO: 1e-4, Method.GRPO: 2e-5}.get(method, 2e-4 if count < 15e9 else 1e-4)
+    if method not in _OF_LOSS:
+        return 2e-4 if count < 15e9 else 1e-4
+    return 2e-5 if method in (Method.GRPO, Method.SIMPO) else 1e-4
+
+
+def _runs(method: Method) -> tuple[str, ...]:
+    """The Gin files of a run."""
+    return _RUNS.get(method, ("runs/lora.gin", f"runs/{method}.gin"))
 
 
 def _literal(value: object) -> str:
@@ -271,16 +288,21 @@ def _kind(asked: FineTuning) -> Kind:
     wanted = _OF_LOSS.get(asked.method)
     if wanted is Kind.PROMPTS:
         return wanted
-    is_pairs = {"chosen", "rejected"} <= record.keys()
-    if wanted is Kind.PREFERENCES:
-        if not is_pairs:
-            raise UserError(
-                f"{path}: method 'dpo' reads lines with 'chosen' and 'rejected', and the first one has {_keys(record)}"
-            )
-        return wanted
-    if is_pairs:
-        raise UserError(f"{path} has pairs of answers: set method = 'dpo', or leave the rejected ones out")
-    return Kind.TEXT if "text" in record and not _CHATS & record.keys() else Kind.CHAT
+    kind = Kind.TEXT if "text" in record and not _CHATS & record.keys() else Kind.CHAT
+    if {"chosen", "rejected"} <= record.keys():
+        kind = Kind.PREFERENCES
+    elif kind is Kind.CHAT and isinstance(record.get("label"), bool):
+        kind = Kind.UNPAIRED
+    fix = f": {_OTHER_METHOD[kind]}" if kind in _OTHER_METHOD else ""
+    if wanted is None and fix:
+        noun = {Kind.PREFERENCES: "pairs of answers", Kind.UNPAIRED: "answers with labels"}[kind]
+        raise UserError(f"{path} has {noun}{fix}")
+    if wanted not in (None, kind):
+        raise UserError(
+            f"{path}: method {str(asked.method)!r} reads lines with {_KEYS[wanted]}, and the first one has "
+            f"{_keys(record)}{fix}"
+        )
+    return kind
 
 
 def _first(files: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,6 @@ from capibara.core.fields import short
 from capibara.core.types import Dataclass, UserError
 from capibara.data.dataset import Kind
 from capibara.data.packing.packing import Packing
-from capibara.data.sources.sources import DataFormat
 from capibara.optim import OptimizerName, ScheduleKind
 from capibara.sharding import Remat
 from capibara.training.stability.anomalies import OnSpike
@@ -76,6 +75,7 @@ _OF_FILES = (
     "ShardedSource",
     "ChatJsonlSource",
     "PreferenceJsonlSource",
+    "UnpairedJsonlSource",
     "PromptJsonlSource",
 )
 DEPENDENT = (
@@ -193,8 +193,8 @@ DEPENDENT = (
     ),
     Dependent(
         ("Dataset.pairs_per_row",),
-        "a Dataset.source of preference pairs, and Dataset.packing = 'best_fit'",
-        lambda run, own: own.data_format is DataFormat.PREFERENCES and own.packing is not Packing.NONE,
+        "a Dataset.source of preferences, paired or not, and Dataset.packing = 'best_fit'",
+        lambda run, own: own.has_answers and own.packing is not Packing.NONE,
     ),
     Dependent(tuple(f"{name}.validation_fraction" for name in _OF_FILES), "validation_files = ()", _holds_out),
     Dependent(
@@ -233,6 +233,11 @@ DEPENDENT = (
         "'local' in DecoderConfig.layer_pattern",
         lambda run, own: "local" in getattr(run.model, "layer_pattern", ()),
     ),
+    Dependent(
+        ("Dpo.alpha",), "Dpo.divergence = 'alpha_divergence'", lambda run, own: own.divergence == "alpha_divergence"
+    ),
+    Dependent(("Dpo.discopop_tau",), "Dpo.kind = 'discopop'", lambda run, own: own.kind == "discopop"),
+    Dependent(("Cpo.gamma",), "Cpo.kind = 'simpo'", lambda run, own: own.kind == "simpo"),
     Dependent(("Grpo.clip_low", "Grpo.clip_high"), "Grpo.updates above 1", lambda run, own: own.updates > 1),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
 )

@@ -1,9 +1,10 @@
-"""Sources of preference pairs and of prompts, from JSON lines that a chat template renders."""
+"""Sources of preferences, paired or not, and of prompts, from JSON lines that a chat template renders."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
-from capibara.data.chat.formats import Conversation, Preference, read_preference, read_prompt
+from capibara.data.chat.formats import Conversation, Preference, Unpaired, read_preference, read_prompt, read_unpaired
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.sources.sources import DataFormat, Documents, Example, LineDocuments, Source, open_lines
 from capibara.data.text import disk
@@ -70,6 +71,36 @@ class PreferenceJsonlSource(_ChatLines):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UnpairedJsonlSource(_ChatLines):
+    """JSON lines, one answer per line: a conversation and its `label`, true or false (see `read_unpaired`).
+
+    Attributes:
+      mismatched: whether each prompt also gets the answer of the line before it in the split (the first one that of the
+        last), from which KTO estimates the KL divergence of the model from the reference.
+    """
+
+    mismatched: bool = False
+
+    @property
+    def data_format(self) -> DataFormat:
+        return DataFormat.UNPAIRED
+
+    @property
+    def has_labels(self) -> bool:
+        return True
+
+    def open(self, split: str) -> Documents:
+        documents = self._open(split, functools.partial(_Unpaired, mismatched=self.mismatched))
+        if self.mismatched and len(documents) < 2:
+            raise UserError(
+                f"the {split} split has one answer, and UnpairedJsonlSource.mismatched needs that of another line: add "
+                "lines, or set it to False and Kto.kind = 'apo_zero_unpaired'"
+            )
+        return documents
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptJsonlSource(_ChatLines):
     """JSON lines, one prompt per line (see `read_prompt`), with further fields for rewards, such as an answer or a test."""
 
@@ -113,6 +144,33 @@ class _Preferences(_Lines):
         if pair.chosen == pair.rejected:
             raise UserError(f"{self.where(i)}: chosen and rejected are the same answer: remove the line")
         return pair
+
+
+class _Unpaired(_Lines):
+    """One labelled answer per line."""
+
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: _ChatLines, *, mismatched: bool):
+        super().__init__(paths, ranges, source)
+        self._mismatched = mismatched
+
+    def check(self, i: int) -> None:
+        self._unpaired(i)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "mismatched": self._mismatched}
+
+    def example(self, i: int) -> Example:
+        (conversation, label), rejected = self._unpaired(i), None
+        if self._mismatched:
+            answer = self._unpaired(i - 1 if i else len(self) - 1).conversation.messages[-1]
+            rejected = self._rendered(conversation._replace(messages=[*conversation.messages[:-1], answer]), i)
+        return self._rendered(conversation, i)._replace(rejected=rejected, label=float(label))
+
+    def _rendered(self, conversation: Conversation, i: int) -> Example:
+        return render_example(self._template, conversation, TrainOn.LAST, self.where(i))
+
+    def _unpaired(self, i: int) -> Unpaired:
+        return read_unpaired(self.record(i), self.where(i))
 
 
 class _Prompts(_Lines):

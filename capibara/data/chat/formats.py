@@ -66,6 +66,13 @@ class Preference(NamedTuple):
     rejected: Conversation
 
 
+class Unpaired(NamedTuple):
+    """A conversation, whose last message is desirable or not."""
+
+    conversation: Conversation
+    label: bool
+
+
 def read_conversation(record: object, where: str, format: Format = Format.AUTO) -> Conversation:
     """Reads the conversation of a JSON object.
 
@@ -104,7 +111,8 @@ def read_preference(record: object, where: str) -> Preference:
     """
     record = _object(record, where)
     if not ("chosen" in record and "rejected" in record):
-        raise UserError(f"{where} is no preference pair: it needs chosen and rejected (it has: {_keys(record)})")
+        hint = ": set Dataset.source = @UnpairedJsonlSource() and Trainer.loss = @Kto()" if "label" in record else ""
+        raise UserError(f"{where} is no preference pair: it needs chosen and rejected (it has: {_keys(record)}){hint}")
     prompt = _preference_prompt(record, where)
     endings = [
         _conversation(record, prompt + _answer(record[key], key, where), where) for key in ("chosen", "rejected")
@@ -116,6 +124,28 @@ def read_preference(record: object, where: str) -> Preference:
         if len(ending.messages) < 2 or ending.messages[-1]["role"] != "assistant":
             raise UserError(f"{where}: {key} must end with a message of the assistant after another message")
     return Preference(chosen, rejected)
+
+
+def read_unpaired(record: object, where: str) -> Unpaired:
+    """Reads the labelled answer of a JSON object: a conversation in any format of `read_conversation`, and "label".
+
+    Raises:
+      UserError: it is a preference pair, the label is missing or not true or false, or no assistant's message is last.
+    """
+    record = _object(record, where)
+    if "chosen" in record and "rejected" in record:
+        raise UserError(
+            f"{where} is a preference pair, and an answer with a label is expected: set Dataset.source = "
+            "@PreferenceJsonlSource() and another Trainer.loss, such as @Dpo(), or write chosen and rejected as two lines "
+            "with completion and label"
+        )
+    if not isinstance(label := record.get("label"), bool):
+        has = f"{_short(label)}" if "label" in record else f"missing (it has: {_keys(record)})"
+        raise UserError(f"{where}: label is {has}, must be true (desirable) or false (undesirable)")
+    conversation = read_conversation(record, where)
+    if len(conversation.messages) < 2 or conversation.messages[-1]["role"] != "assistant":
+        raise UserError(f"{where} must end with a message of the assistant after another message")
+    return Unpaired(conversation, label)
 
 
 def read_prompt(record: object, where: str) -> Conversation:

@@ -1,4 +1,4 @@
-"""Packs preference pairs: both answers of a pair are in one row, as segments that each begin with the prompt."""
+"""Packs pairs of answers: both answers of a pair are in one row, as segments that each begin with the prompt."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from capibara.data.packing.packing import Document, Rows, best_fit
 
 
 class Answers(NamedTuple):
-    """A tokenized preference pair.
+    """A tokenized preference pair, or a labelled answer.
 
     Attributes:
-      chosen: the prompt and the preferred answer; only the answer has weights.
-      rejected: the prompt and the other answer.
+      chosen: the prompt and the preferred answer, or the labelled one; only the answer has weights.
+      rejected: the prompt and the other answer; of a labelled answer the mismatched one, or an empty document.
       number: the pair's number in its split, from 1.
       position: the pair's position in the data.
+      label: of an answer: 1: desirable, 0: undesirable; of a pair its margin; None: there are no `labels`.
     """
 
     chosen: Document
     rejected: Document
     number: int
     position: tuple[int, ...] = ()
+    label: float | None = None
 
     @property
     def need(self) -> int:
@@ -71,12 +73,17 @@ class PreferenceWindow(Rows):
         for segment, (pair, side) in enumerate(answers, 1):
             answer = (pair.chosen, pair.rejected)[side]
             begin, end = end, end + len(answer.ids)
+            if begin == end:
+                continue
             row["tokens"][begin] = answer.previous
             row["tokens"][begin + 1 : end] = answer.ids[:-1]
             row["targets"][begin:end] = answer.ids
             row["weights"][begin:end] = answer.weights
             row["segment_ids"][begin:end] = segment
             row["positions"][begin:end] = np.arange(len(answer.ids))
-            row["numbers"][begin + int(np.argmax(answer.weights > 0))] = 2 * pair.number - 1 + side
+            first = begin + int(np.argmax(answer.weights > 0))
+            row["numbers"][first] = 2 * pair.number - 1 + side
+            if side == 0 and pair.label is not None:
+                row["labels"][first] = pair.label
         row["tokens"][end:] = self._pad_id
         row["targets"][end:] = self._pad_id

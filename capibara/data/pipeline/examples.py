@@ -18,6 +18,8 @@ from capibara.data.packing.rows import PackedDocuments, PackedRow
 from capibara.data.sources.sources import DataFormat, Example
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
+_EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.float32), 0)
+
 
 class Tally:
     """Counts the conversations that this process has read, and logs how many of them were cut or dropped.
@@ -128,12 +130,12 @@ class Assembler:
         """Makes a document or answers from an example rendered by a chat template.
 
         Args:
-          example: a conversation, a preference pair or a prompt.
+          example: a conversation, a preference pair, an unpaired answer or a prompt.
           number: the example's number in its split, from 1.
           position: the example's position in the data.
         """
         match self.dataset.data_format:
-            case DataFormat.PREFERENCES:
+            case DataFormat.PREFERENCES | DataFormat.UNPAIRED:
                 return self._answers(example, number, position)
             case DataFormat.PROMPTS:
                 return self._prompt(example, number, position)
@@ -169,18 +171,18 @@ class Assembler:
         return Document(ids, weights, first, self._domains.get(example.domain, 0), position=position)
 
     def _answers(self, example: Example, number: int, position: tuple[int, ...]) -> Answers:
-        """Both answers of a preference pair; empty if they do not fit a row, or one has no loss."""
-        assert example.rejected is not None, "a preference pair has both"
-        read = [self._read(side) for side in (example, example.rejected)]
+        """Both answers of a pair, the second empty if there is none; both if they do not fit a row, or one has no loss."""
+        read = [self._read(side) for side in (example, example.rejected) if side is not None]
         size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
         self.tally.add(size, self.dataset, carries_loss=counts)
         kept = size if counts and size <= self.dataset.length else 0
         bos_id = self._vocabulary.bos_id
-        chosen, rejected = (
+        documents = [
             Document(ids[:kept], weights[:kept], bos_id if first is None else first, position=position)
             for first, ids, weights in read
-        )
-        return Answers(chosen, rejected, number, position)
+        ]
+        chosen, rejected = (*documents, _EMPTY)[:2]
+        return Answers(chosen, rejected, number, position, example.label)
 
     def _prompt(self, example: Example, number: int, position: tuple[int, ...]) -> Document:
         """A prompt's tokens; empty if they do not fit a row."""

@@ -20,7 +20,12 @@ from capibara.data.text import provenance
 from capibara.data.text.counts import Counts
 from capibara.data.tokenizers.decoder_start import start_id
 
-_NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
+_NOUNS = {
+    DataFormat.TEXTS: "conversations",
+    DataFormat.PREFERENCES: "preference pairs",
+    DataFormat.UNPAIRED: "answers",
+    DataFormat.PROMPTS: "prompts",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +219,7 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
             settings["start_id"] = first
     if dataset.source is not None and dataset.source.has_conversations:
         settings["too_long"] = str(dataset.too_long)
-    if dataset.data_format is DataFormat.PREFERENCES:
+    if dataset.has_answers:
         settings["pairs_per_row"] = dataset.most_pairs
     return settings | ({"domains": list(dataset.domains)} if dataset.domains else {})
 
@@ -230,7 +235,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
         window_documents=math.ceil(dataset.window_documents / streams),
         shuffle_seeds=seeds,
         encoder_length=dataset.encoder_length,
-        most_pairs=dataset.most_pairs if dataset.data_format is DataFormat.PREFERENCES else None,
+        most_pairs=dataset.most_pairs if dataset.has_answers else None,
     )
 
 

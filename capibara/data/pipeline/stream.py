@@ -75,7 +75,7 @@ class Layout:
       shuffle_seeds: integers that choose the order of a window's rows; None: the order of the corpus.
       encoder_length: positions in a row of an encoder, for pairs; None: for other documents.
       start_id: a decoder's first input, for pairs; None: the padding id.
-      most_pairs: the largest number of preference pairs in a row; None: for other documents.
+      most_pairs: the largest number of pairs of answers in a row; None: for other documents.
     """
 
     length: int

@@ -40,11 +40,13 @@ class DataFormat(enum.StrEnum):
 
     TEXTS: texts, for language modelling.
     PREFERENCES: pairs of a preferred and a rejected answer.
+    UNPAIRED: answers that are desirable or not.
     PROMPTS: prompts, which the model answers during training.
     """
 
     TEXTS = "texts"
     PREFERENCES = "preferences"
+    UNPAIRED = "unpaired preferences"
     PROMPTS = "prompts"
 
 
@@ -56,7 +58,8 @@ class Example(NamedTuple):
       inputs: the inputs from which `text` is predicted; None: there are none.
       domain: such as "python" or "sql"; None: unknown.
       loss: ranges of characters with loss, of a rendered conversation; None: `text` is not a conversation.
-      rejected: the rejected answer of a preference pair; this is the chosen one.
+      rejected: the rejected answer of a preference pair, this is the chosen one; of an unpaired answer the mismatched one.
+      label: of an unpaired answer 1: desirable, 0: undesirable; of a pair its margin; None: it has none.
       row: a row that was packed before, with no text; None: this is a document.
     """
 
@@ -65,6 +68,7 @@ class Example(NamedTuple):
     domain: str | None = None
     loss: tuple[tuple[int, int], ...] | None = None
     rejected: Example | None = None
+    label: float | None = None
     row: PackedRow | None = None
 
     @property
@@ -150,8 +154,13 @@ class Source(abc.ABC):
 
     @property
     def data_format(self) -> DataFormat:
-        """Whether the documents are texts, preference pairs or prompts."""
+        """What the documents are."""
         return DataFormat.TEXTS
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether batches have `labels` (`Example.label`)."""
+        return False
 
     @abc.abstractmethod
     def open(self, split: str) -> Documents | Blocks:

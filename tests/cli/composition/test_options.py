@@ -12,7 +12,7 @@ from capibara import config
 from capibara.cli.composition import options
 from capibara.config import search
 from capibara.core.types import UserError
-from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
@@ -25,6 +25,8 @@ from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sample import SampleText, Sampling
 from capibara.inference.sampling.sampling import BeamSearch
 from capibara.models.api import DecoderConfig, Rope
+from capibara.objectives.cpo import Cpo
+from capibara.objectives.kto import Kto
 from capibara.objectives.preference import Dpo
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
@@ -74,6 +76,8 @@ def of_source(cls, *, validation=True):
     made, kind = source(cls, validation_fraction=0.5, **held), {}
     if cls is PreferenceJsonlSource:
         kind = {"Trainer.loss": Dpo()}
+    if cls is UnpairedJsonlSource:
+        kind = {"Trainer.loss": Kto(kind="apo_zero_unpaired")}
     if cls is PromptJsonlSource:
         kind = {"Trainer.loss": GRPO(), "Dataset.packing": "none"}
     return {"Dataset.source": made, **kind}
@@ -83,6 +87,7 @@ def GRPO(**changes):
     return Grpo(rewards=(exact_answer,), group=2, sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
 
 
+PAIRS = {"Dataset.source": source(PreferenceJsonlSource)}
 PROMPTS = {"Dataset.source": source(PromptJsonlSource), "Dataset.packing": "none"}
 SEQIO = {"Trainer.dataset": Dataset(mixture_or_task_name="task", vocabulary=ByteVocabulary())}
 TASK = lambda **fields: {"Trainer.dataset": dataclasses.replace(SEQIO["Trainer.dataset"], **fields)}  # noqa: E731
@@ -171,7 +176,7 @@ CASES = [
     ("Dataset.pairs_per_row", TEXT(pairs_per_row=3), {"Trainer.loss": Dpo(), "Dataset.source": source(PreferenceJsonlSource), "Dataset.pairs_per_row": 3}),
     *[
         (f"{cls.__name__}.validation_fraction", of_source(cls), of_source(cls, validation=False))
-        for cls in (JsonlSource, TextSource, ShardedSource, ChatJsonlSource, PreferenceJsonlSource, PromptJsonlSource)
+        for cls in (JsonlSource, TextSource, ShardedSource, ChatJsonlSource, PreferenceJsonlSource, UnpairedJsonlSource, PromptJsonlSource)
     ],
     (
         "HuggingFaceSource.validation_fraction",
@@ -192,6 +197,9 @@ CASES = [
     ("Rope.factor", {"DecoderConfig.rope": Rope(factor=4.0)}, {"DecoderConfig.rope": Rope(factor=4.0, scaling="linear")}),
     ("Rope.local_theta", {"DecoderConfig.rope": Rope(local_theta=9.0)}, {"DecoderConfig.rope": Rope(local_theta=9.0), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
     ("Grpo.mesh", PROMPTS | {"Trainer.loss": GRPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": GRPO(mesh=ServingMesh(tensor=1))}),
+    ("Dpo.alpha", PAIRS | {"Trainer.loss": Dpo(alpha=0.7)}, PAIRS | {"Trainer.loss": Dpo(alpha=0.7, divergence="alpha_divergence")}),
+    ("Dpo.discopop_tau", PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7)}, PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7, kind="discopop")}),
+    ("Cpo.gamma", PAIRS | {"Trainer.loss": Cpo(gamma=0.7)}, PAIRS | {"Trainer.loss": Cpo(gamma=0.7, kind="simpo")}),
     ("Grpo.clip_low", PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1)}, PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1, updates=2)}),
     ("Grpo.clip_high", PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3)}, PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3, updates=2)}),
 ]  # fmt: skip
@@ -263,7 +271,8 @@ ALONE = {
     "Plan": "batch_size data fsdp expert context tensor stage node accumulation remat rules slice",
     "Dataset": "source mixture_or_task_name vocabulary kind length encoder_length inputs_length packing shuffle task_shards "
     "prefetch window_rows window_documents domains",
-    "Dpo": "kind beta label_smoothing sft_weight",
+    "Dpo": "kind beta label_smoothing sft_weight divergence",
+    "Cpo": "kind beta label_smoothing nll_weight alpha",
     "Grpo": "rewards reward_weights group sampling variant kl updates importance_cap engine where",
     "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
-from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.formats import read_prompt
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
@@ -33,9 +33,10 @@ def write(path, lines):
 
 @pytest.fixture
 def make_dataset(tmp_path, toy_tokenizer):
-    def make(lines=None, source=PreferenceJsonlSource, **changes):
+    def make(lines=None, source=PreferenceJsonlSource, of_source=None, **changes):
         path = write(tmp_path / "lines.jsonl", records() if lines is None else lines)
-        one = source(files=(str(path),), template=ChatTemplate(tokenizer=toy_tokenizer), validation_fraction=0.1)
+        template = ChatTemplate(tokenizer=toy_tokenizer)
+        one = source(files=(str(path),), template=template, validation_fraction=0.1, **(of_source or {}))
         vocabulary = TokenizerJsonVocabulary(path=toy_tokenizer)
         options = dict(source=one, vocabulary=vocabulary, length=LENGTH, window_rows=2, window_documents=8)
         return Dataset(**options | changes)
@@ -115,6 +116,58 @@ def test_pairs_that_a_row_does_not_hold_are_left_out(make_dataset):
 def test_pairs_that_are_none_are_refused_with_their_line(make_dataset, line, said):
     with pytest.raises(UserError, match=rf"lines.jsonl:2.*{said}"):
         make_dataset([next(records()), line]).source.open("train")
+
+
+def unpaired(count=23):
+    return [{"prompt": f"{i}? ", "completion": f"yes {i}" + "!" * (i % 5), "label": i % 3 == 0} for i in range(count)]
+
+
+@pytest.mark.parametrize("mismatched", [False, True])
+@pytest.mark.parametrize("packing", list(Packing)[::2])
+def test_an_answer_has_its_label_and_the_answer_of_the_line_before(make_dataset, packing, mismatched):
+    source = dict(source=UnpairedJsonlSource, of_source={"mismatched": mismatched})
+    dataset = make_dataset(unpaired(), packing=packing, pairs_per_row=3, shuffle=False, **source)
+    documents, seen, labels = dataset.source.open("train"), {}, {}
+    for batch in make_loader(dataset, batch_size=4, epochs=1):
+        assert batch["labels"].dtype == np.float32 and batch.keys() == dataset.batch_spec(4).keys()
+        seen |= answers_of(dataset, batch) if mismatched else {}
+        first = batch["numbers"] % 2 == 1
+        labels |= dict(zip(batch["numbers"][first].tolist(), batch["labels"][first].tolist()))
+        assert not batch["labels"][~first].any()
+    records = [documents.record(i) for i in range(len(documents))]
+    assert labels == {2 * i + 1: float(record["label"]) for i, record in enumerate(records)}
+    for (i, side), (text, answer) in seen.items():
+        assert answer == records[i - side]["completion"] and text == f"u:{records[i]['prompt']}a:{answer}"
+    assert len(seen) == 2 * mismatched * len(documents)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"label is missing \(it has: prompt, completion\), must be true"),
+        ({"prompt": "a", "completion": "b", "label": 1}, r"label is 1, must be true \(desirable\) or false"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "is a preference pair, and an answer with a label is expected: set",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "label": True}, "must end with a message of the assistant"),
+    ],
+)
+def test_answers_without_a_label_are_refused_with_their_line(make_dataset, line, message):
+    with pytest.raises(UserError, match=rf"lines.jsonl:2.*{message}") as caught:
+        make_dataset([unpaired()[0], line], source=UnpairedJsonlSource).source.open("train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_label_in_place_of_a_pair_is_refused_with_its_method(make_dataset):
+    with pytest.raises(UserError, match="needs chosen and rejected .*: set Dataset.source = @UnpairedJsonlSource"):
+        make_dataset(unpaired()).source.open("train")
+
+
+def test_a_mismatched_answer_needs_another_line(make_dataset):
+    dataset = make_dataset(unpaired(2), source=UnpairedJsonlSource, of_source={"mismatched": True})
+    with pytest.raises(UserError, match="the validation split has one answer, and UnpairedJsonlSource.mismatched"):
+        dataset.source.open("validation")
 
 
 def test_prompts_come_whole_with_their_number(make_dataset):
