@@ -68,10 +68,10 @@ def finetune(
 
     Args:
       model: a path or name, as for `load`, or a loaded model, which needs memory beside the one that is trained.
-      data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo" and "cpo" pairs of answers, of
-        "kto" answers with a label, of "grpo" prompts.
+      data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo", "cpo" and "reward" pairs of
+        answers, of "kto" answers with a label, of "grpo" prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto" or "grpo".
+      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward" or "grpo".
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
       rewards: of "grpo": functions (prompt, answer, record) -> a number.
@@ -125,6 +125,11 @@ def cpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> Tr
 def kto(model: LanguageModel | str, answers: Data, out: str, **options: Any) -> TrainingResult:
     """Kahneman-Tversky optimisation on answers with a `label`, true or false; options as for `finetune`."""
     return finetune(model, answers, out, method="kto", **options)
+
+
+def reward_model(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
+    """Trains a model that scores answers on pairs of answers, by Bradley-Terry; options as for `finetune`."""
+    return finetune(model, pairs, out, method="reward", **options)
 
 
 def grpo(

@@ -200,6 +200,16 @@ class Dataset:
         return self.data_format in (DataFormat.PREFERENCES, DataFormat.UNPAIRED)
 
     @property
+    def has_labels(self) -> bool:
+        """Whether batches have `labels`."""
+        return self.source is not None and self.source.has_labels
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether the documents are pairs for a reward model."""
+        return self.data_format is DataFormat.PREFERENCES and self.has_labels
+
+    @property
     def most_pairs(self) -> int:
         """The largest number of preference pairs, or of unpaired answers, in a row."""
         return 1 if self.packing is Packing.NONE else self.pairs_per_row
@@ -216,12 +226,11 @@ class Dataset:
     def _entries(self) -> dict[str, Any]:
         """Options of `packing.batch_spec`."""
         numbers = self.data_format is not DataFormat.TEXTS
-        labels = self.source is not None and self.source.has_labels
         marks = {
             "domains": bool(self.domains),
             "numbers": numbers,
             "prefix": self.kind is Kind.PREFIX,
-            "labels": labels,
+            "labels": self.has_labels,
         }
         return {"encoder_length": self.encoder_length} | marks
 

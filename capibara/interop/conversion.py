@@ -202,11 +202,7 @@ def convert(
     run = _run(path, reader)
     if form in _ADAPTERS:
         _check_unquantized(how)
-        if run is None:
-            raise UserError(f"--format={form} is for a run with adapters, and --from={path} is no run folder")
-        if form == "gguf_lora":
-            return adapters.run_as_gguf(run, target, base)
-        return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
+        return _as_adapter(run, path, target, form, base)
     if base is not None:
         raise UserError(f"--base={base} is for adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
@@ -217,6 +213,17 @@ def convert(
     if form == "t5x":
         source = dataclasses.replace(source, optimizer=_optimizer(source, run, reader.optimizer(run)))
     return write(source, target, form, dtype, reader.save, how, show)
+
+
+def _as_adapter(run: LoadedModel | None, path: str, target: str, form: str, base: str | None) -> str:
+    """`convert` of a run's adapters to files of adapters."""
+    if run is None:
+        raise UserError(f"--format={form} is for a run with adapters, and --from={path} is no run folder")
+    if run.model.config.head is api.Head.SCORE:
+        raise UserError(f"--format={form} has no reward models: use hf, which merges the adapters")
+    if form == "gguf_lora":
+        return adapters.run_as_gguf(run, target, base)
+    return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
 
 
 def _of_sum(
@@ -415,10 +422,14 @@ def write(
     show: Show = _silent,
 ) -> str:
     """`convert` for a model that was read, to a new target."""
+    if how is not None and "score.weight" in source.shapes():
+        raise UserError(f"--quantize={how.method} is for language models, and this is a reward model: leave it out")
     if how is not None:
         return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
         return _as_run(source, target, save)
+    if form in ("gguf", "t5x") and "score.weight" in source.shapes():
+        raise UserError(f"--format={form} has no reward models: use hf, pytorch or capibara")
     view = source if isinstance(source, OurModel) else _CheckedModel(source)
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
         raise UserError(f"--format={form} has no decoder with T5's relative positions: use t5x or capibara")

@@ -26,7 +26,7 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import finite
-from capibara.models.api import Adapter, Model
+from capibara.models.api import Adapter, Head, Model, with_head
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies
 
@@ -193,7 +193,7 @@ class Loader:
 
     Attributes:
       foreign: the model, whose tensors are read when this is called.
-      model: of the run, without adapters.
+      model: of the run, without adapters, and without a head of scores that the foreign model lacks.
     """
 
     foreign: ForeignModel
@@ -201,6 +201,7 @@ class Loader:
 
     def __call__(self, target: Params) -> Params:
         dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest one
+        target = {name: target[name] for name in self.model.abstract_params}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         params = load_params(self.foreign, self.model, shardings, dtype=dtype)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target)
@@ -249,9 +250,12 @@ def loader(path: str, model: Model) -> Loader:
       UserError: it is another model. Only its reach (RoPE, windows) may differ, with a warning.
     """
     foreign = open_model(path)
+    ignored = set()
+    if model.config.head is Head.SCORE and hf_config.from_hf(foreign.config).head is not Head.SCORE:
+        model, ignored = with_head(model, Head.TIED), {"head"}  # the scores begin anew
     guessed: Container[str] = getattr(foreign, "guessed", frozenset())
     for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
-        if name in guessed:
+        if name in guessed or name in ignored:
             continue
         if name in ("rope", "window", "layer_pattern"):
             logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)

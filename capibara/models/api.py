@@ -185,7 +185,7 @@ class Model:
     @property
     def trains_head(self) -> bool:
         """Whether training changes the output projection."""
-        name = "embedding" if self.config.head is Head.TIED else "output"
+        name = {Head.TIED: "embedding", Head.SEPARATE: "output", Head.SCORE: "score"}[self.config.head]
         if self.config.head is Head.TIED and self.config.lora is not None and self.config.lora.trainable_tokens:
             return True
         return self.config.lora is None or any(self.config.lora.trains(part) for part in (name, "output_bias"))
@@ -283,9 +283,9 @@ class Model:
         return serving_params.computed(self.config, self.axes, params)
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Logits after the model's soft cap."""
+        """Logits after the model's soft cap, which scores do not have."""
         cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits if cap is None or self.config.head is Head.SCORE else cap * jnp.tanh(logits / cap)
 
     def layer_loss(self, stats: Stats) -> jax.Array | float:
         """What the layers' statistics add to the loss sum: the router losses of a mixture of experts."""
@@ -322,6 +322,11 @@ class Model:
         return flops.flops_per_token(self.config, self.whole_params, self.whole_axes, length, encoder_length)
 
 
+def with_head(model: Model, head: Head) -> Model:
+    """The model with another head, without adapters; all other parameters are the same."""
+    return build(dataclasses.replace(model.config, lora=None, head=head))
+
+
 @functools.lru_cache(maxsize=32)
 def build(config: TransformerConfig) -> Model:
     """Builds the model of a configuration. Computes nothing and places nothing on a device."""
@@ -342,6 +347,8 @@ def build(config: TransformerConfig) -> Model:
         return nnx.to_pure_dict(nnx.state(module))
 
     def adapt(params: Params, key: jax.Array) -> Params:
+        if config.head is Head.SCORE and "score" not in params:
+            params = {**params, "score": init(key)["score"]}
         return nnx.to_pure_dict(nnx.state(_adapted(_bound(*of_plain, params), config, key)))
 
     def hidden(

@@ -42,9 +42,10 @@ def flops_per_token(
       length: tokens in a row; for an encoder-decoder, in a decoder row. Decoder tokens are counted.
       encoder_length: tokens in an encoder row; their cost is divided among the decoder's tokens.
     """
-    head = "embedding" if config.head == "tied" else "output"
+    head = {"tied": "embedding", "separate": "output", "score": "score"}[config.head]
     width = config.embedding_width if isinstance(config, EncoderConfig) else config.embed_dim
-    weights = config.vocab_size * width * _share(config, head)  # tied or not; the lookup is no matmul
+    outputs = 1 if config.head == "score" else config.vocab_size
+    weights = outputs * width * _share(config, head)  # tied or not; the lookup is no matmul
     of_encoder, repeats = 0.0, config.depth // config.num_layers
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True

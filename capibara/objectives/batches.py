@@ -132,7 +132,7 @@ class LoaderBatches(BatchProvider):
 
     def __init__(self, run: RunParts, objective: Objective):
         self.run, self._objective = run, objective
-        self._sums = jax.jit(self._batch_sums)
+        self._totals = make_totals(objective, run.plan, run.mesh)
 
     def on_host(self, step: int, batch: Batch) -> Batch:
         """Transforms this process's rows of a step's batch (numpy arrays) before training."""
@@ -151,7 +151,7 @@ class LoaderBatches(BatchProvider):
         total = None
         with self.run.validation() as batches:
             for batch in batches:
-                sums = jax.device_get(self._sums(params, sharding.global_batch(self.run.batch_sharding, batch)))
+                sums = jax.device_get(self._totals(params, sharding.global_batch(self.run.batch_sharding, batch)))
                 total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         if total is None:
             raise UserError("the validation split has no document: add data, or set Evaluation.every = 0")
@@ -162,7 +162,12 @@ class LoaderBatches(BatchProvider):
     def state(self) -> dict[str, Any]:
         return {}
 
-    def _batch_sums(self, params: Params, batch: Batch) -> PyTree:
-        plan, mesh = self.run.plan, self.run.mesh
+
+def make_totals(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], PyTree]:
+    """Makes a jitted function (params, batch) -> the sums of an objective's metrics over the batch."""
+
+    def totals(params: Params, batch: Batch) -> PyTree:
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
-            return self._objective.checked_sums(params, batch, RematPolicy(), None)[1]
+            return objective.checked_sums(params, batch, RematPolicy(), None)[1]
+
+    return jax.jit(totals)

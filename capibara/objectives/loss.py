@@ -12,7 +12,7 @@ from capibara.core.fields import returned
 from capibara.core.types import Params, UserError
 from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.data.sources.sources import DataFormat
-from capibara.models.api import Model
+from capibara.models.api import Head, Model, TransformerConfig
 from capibara.objectives.base import Normalization, Objective
 from capibara.objectives.batches import BatchProvider, LoaderBatches, RunParts
 
@@ -93,6 +93,15 @@ class Loss(abc.ABC):
             raise UserError(
                 f"Trainer.loss (@{type(self).__name__}()) is for {self.data_format}, and Dataset.source holds "
                 f"{dataset.data_format}: set Dataset.source = {source}, or leave Trainer.loss out"
+            )
+
+    def check_model(self, model: TransformerConfig) -> None:
+        """Raises UserError if the loss does not support this model."""
+        if model.head is Head.SCORE:
+            name, loss = type(model).__name__, type(self).__name__
+            raise UserError(
+                f"{name}.head is 'score', of a reward model, and Trainer.loss is {loss}: set Trainer.loss = @Reward(), or "
+                f"{name}.head = 'tied' or 'separate'"
             )
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
-from capibara.core.types import Batch, Params
+from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Model, Stats
@@ -60,6 +60,14 @@ class PairLoss(Loss):
     """A loss of pairs as a function of their log-probabilities; its mean over pairs is minimised."""
 
     data_format = DataFormat.PREFERENCES
+
+    def check(self, dataset: Dataset, batch_size: int) -> None:
+        super().check(dataset, batch_size)
+        if dataset.scores_answers:
+            raise UserError(
+                f"PreferenceJsonlSource.scored is True, for @Reward(), and Trainer.loss is @{type(self).__name__}(): set it to "
+                "False"
+            )
 
     @abc.abstractmethod
     def totals(self, log_p_BT: jax.Array, batch: Batch, pairs: int) -> tuple[jax.Array, Totals]:

@@ -30,8 +30,8 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.models.api import Model
 from capibara.multihost import hosts
-from capibara.objectives.base import Objective, Totals, log_probabilities
-from capibara.objectives.batches import BatchProvider, RunParts
+from capibara.objectives.base import Objective, log_probabilities
+from capibara.objectives.batches import BatchProvider, RunParts, make_totals
 from capibara.objectives.pairs import PairLoss, answer_sums
 from capibara.sharding import Plan
 from capibara.storage import stores
@@ -174,16 +174,6 @@ def _weighed(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(x.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
-
-
-def make_totals(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], Totals]:
-    """Makes a jitted function (params, batch) -> the sums of an objective's metrics over the batch."""
-
-    def totals(params: Params, batch: Batch) -> Totals:
-        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
-            return objective.sums(params, batch, None, None)[1]
-
-    return jax.jit(totals)
 
 
 def make_answers(

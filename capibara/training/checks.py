@@ -60,6 +60,7 @@ def options(trainer: Trainer, mesh: Mesh) -> None:
     _check_evaluation(trainer, mesh)
     check_rows(trainer, mesh)
     trainer.training_method.check_start()
+    trainer.training_loss.check_model(trainer.model)
     if trainer.dataset.is_seqio:
         _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # a SeqIO task's own is only known once SeqIO is imported

@@ -20,7 +20,7 @@ from capibara.checkpoints.policy import Checkpointing
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
-from capibara.models.api import Lora, Model
+from capibara.models.api import Head, Lora, Model
 from capibara.storage import stores
 from capibara.training import run_folder
 from capibara.training.base import state as states
@@ -221,6 +221,12 @@ def _newest(trainer: Trainer, target: TrainState) -> Restored:
 
 def _of_run(trainer: Trainer, model: Model, mesh: Mesh, target: Params) -> tuple[Params, Callable[[Params], Params]]:
     """Which parameters of the run folder at `trainer.init_from` are read, and what makes those like `target` of them."""
+    head = run_folder.head(_folder(trainer))
+    if model.config.head is Head.SCORE and head is not Head.SCORE:
+        model = api.with_head(model, head)
+        stored, made = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
+        # Its projection is not needed, and the scores begin anew.
+        return stored, lambda params: {name: value for name, value in made(params).items() if name != "output"}
     lora = run_folder.lora(_folder(trainer))
     if trainer.init_with is InitWith.ADAPTERS:
         if lora is None:

@@ -229,10 +229,10 @@ def test_token_ids_and_the_like_are_kept():
 
 REFUSED = {
     "model_type 'rwkv', must be one of llama, mistral": dict(model_type="rwkv"),
-    "the head of LlamaForSequenceClassification is not read, take the folder of the language model": PUBLISHED[
-        "llama2_7b"
-    ]
+    "config.json has 2 labels, must have 1, of a reward model: take the language model": PUBLISHED["llama2_7b"]
     | dict(architectures=["LlamaForSequenceClassification"]),
+    "the head of LlamaForTokenClassification is not read, take the folder of the language model": PUBLISHED["llama2_7b"]
+    | dict(architectures=["LlamaForTokenClassification"]),
     "rope_type 'spiral', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED["llama2_7b"]
     | dict(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
     "short_factor = None, must be a list of numbers": PUBLISHED["phi3_mini"]

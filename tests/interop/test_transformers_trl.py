@@ -33,6 +33,7 @@ from capibara.models import api
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import reward_folders  # noqa: E402
 import test_trl as ours  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
@@ -70,7 +71,7 @@ def of_folder(path):
 
 @pytest.mark.parametrize("name", ours.LOSSES)
 def test_preferences_are_learned_as_by_trl(name, folder, toy_tokenizer, monkeypatch):
-    base = jax.device_get(of_folder(folder / "base"))  # the steps take its buffers
+    base = ours.with_scores(name, jax.device_get(of_folder(folder / "base")))  # the steps take its buffers
     got, params = ours.trained(name, base, folder, toy_tokenizer, monkeypatch)
     found = ours.apart(got, json.loads((folder / "found.json").read_text())[name])
     largest = lambda other: max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, other)))  # noqa: E731
@@ -78,6 +79,22 @@ def test_preferences_are_learned_as_by_trl(name, folder, toy_tokenizer, monkeypa
     told = ", ".join(f"{key} {value:.1e}" for key, value in (found | {"parameters": parameters}).items())
     print(f"\n{name}: largest differences to TRL: {told} (moved by {largest(base):.1e})", file=sys.stderr)
     assert ours.too_large(found) == {} and parameters <= PARAMETERS
+
+
+@pytest.mark.parametrize("model_type", reward_folders.FAMILIES)
+def test_reward_models_have_the_scores_of_transformers(model_type, scored):
+    folder, want = scored
+    np.testing.assert_allclose(reward_folders.scores(folder / model_type), want[model_type], rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scored")
+    for model_type in reward_folders.FAMILIES:
+        reward_folders.write(folder / model_type, model_type)
+    (folder / "ids.json").write_text(json.dumps(reward_folders.TEXTS))
+    peer("scores", folder)
+    return folder, json.loads((folder / "scores.json").read_text())
 
 
 # The beginning and the end of a text in each template, and more special tokens.

@@ -26,6 +26,7 @@ from capibara.objectives.cpo import Cpo
 from capibara.objectives.kto import Kto
 from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
+from capibara.objectives.reward import Reward
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
@@ -87,6 +88,8 @@ LOSSES = {
         Kto(beta=0.1, desirable_weight=1.2, undesirable_weight=0.8),
         dict(method="kto", beta=0.1, desirable_weight=1.2, undesirable_weight=0.8),
     ),
+    "reward": (Reward(), dict(method="reward")),
+    "reward_centred": (Reward(centering=0.01), dict(method="reward", center_rewards_coefficient=0.01)),
     "apo_zero_unpaired": (
         Kto(kind="apo_zero_unpaired", beta=0.1),
         dict(method="kto", loss_type="apo_zero_unpaired", beta=0.1),
@@ -102,6 +105,8 @@ METRICS = {
     "logps/rejected": "log_prob_rejected",
     "log_odds_chosen": "log_odds_ratio",
     "kl": "kl",
+    "accuracy": "pair_accuracy",
+    "margin": "score_margin",
     "grad_norm": "grad_norm",
 }
 UNPAIRED = {"rewards/chosen": "reward_desirable", "rewards/rejected": "reward_undesirable"}
@@ -146,6 +151,14 @@ def drawn():
     return tree.map_with_names(lambda name, _: values[name], model.abstract_params)
 
 
+def with_scores(name, params):
+    """Parameters for the loss of this name: a reward model has the peer's scores in the place of the output projection."""
+    if not isinstance(LOSSES[name][0], Reward):
+        return params
+    rest = {key: value for key, value in params.items() if key != "output"}
+    return rest | {"score": np.linspace(-0.5, 0.5, MODEL.embed_dim, dtype=np.float32)}
+
+
 class Seen(Callback):
     """The metrics of each step."""
 
@@ -162,7 +175,8 @@ def trained(name, params, folder, tokenizer, monkeypatch):
     is_kto, template = isinstance(loss, Kto), ChatTemplate(tokenizer=tokenizer)
     files = (str(folder / ("unpaired.jsonl" if is_kto else "pairs.jsonl")),)
     options = dict(files=files, template=template, validation_files=files)  # no rows are held out
-    source = PreferenceJsonlSource(**options)
+    is_reward = isinstance(loss, Reward)
+    source = PreferenceJsonlSource(scored=is_reward, **options)
     if is_kto:
         source = UnpairedJsonlSource(mismatched=loss.kind == "kto", **options)
     vocabulary = TokenizerJsonVocabulary(path=tokenizer)
@@ -170,7 +184,7 @@ def trained(name, params, folder, tokenizer, monkeypatch):
     trainer = Trainer(
         model_dir=str(folder / f"run_{name}"),
         steps=STEPS,
-        model=MODEL,
+        model=dataclasses.replace(MODEL, head="score") if is_reward else MODEL,
         init_from="the reference",
         plan=Plan(batch_size=ROWS),
         dataset=Dataset(source=source, vocabulary=vocabulary, length=96, packing="none", shuffle=False),
@@ -218,5 +232,5 @@ def too_large(differences):
 @pytest.mark.parametrize("name", [x if x in IN_CI else pytest.param(x, marks=pytest.mark.heavy) for x in LOSSES])
 def test_preferences_are_learned_as_by_trl(name, toy_tokenizer, tmp_path, monkeypatch):
     write_lines(tmp_path)
-    got, _ = trained(name, drawn(), tmp_path, toy_tokenizer, monkeypatch)
+    got, _ = trained(name, with_scores(name, drawn()), tmp_path, toy_tokenizer, monkeypatch)
     assert too_large(apart(got, json.loads((HERE / "trl.json").read_text())[name])) == {}

@@ -8,6 +8,9 @@ Run by that test in an environment with torch, transformers, trl and datasets:
         python tests/interop/trl_peer.py masks FOLDER     the assistant's tokens in each conversation of
         FOLDER/asked.json, under
                                                           TRL's templates for training, into FOLDER/masks.json
+        python tests/interop/trl_peer.py scores FOLDER    the scores of the token ids in FOLDER/ids.json by each reward
+        model
+                                                          in FOLDER, as one padded batch, into FOLDER/scores.json
 """
 
 from __future__ import annotations
@@ -51,13 +54,14 @@ SETTINGS = dict(
 
 
 METRICS = ("loss", "grad_norm", *(f"rewards/{x}" for x in ("chosen", "rejected", "margins", "accuracies")))
-METRICS += ("logps/chosen", "logps/rejected", "nll_loss", "log_odds_chosen", "kl")
+METRICS += ("accuracy", "margin", "mean_reward", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_chosen", "kl")
 
 
 TRAINERS = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "cpo": (cpo.CPOTrainer, cpo.CPOConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
     "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
 }
 
@@ -95,6 +99,12 @@ def lines(path: pathlib.Path) -> list[dict]:
     ]
 
 
+def padded(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.PreTrainedTokenizerFast:
+    """The tokenizer with another pad token than the end: transformers scores the last token that is not the pad token."""
+    tokenizer.pad_token = "<|turn|>"
+    return tokenizer
+
+
 def train(folder: pathlib.Path) -> None:
     make.model_of(make.CASES["llama"] | {"vocab_size": VOCAB}).save_pretrained(folder / "base")
     tokenizer = tokenizer_of(folder / "tokenizer")
@@ -102,7 +112,14 @@ def train(folder: pathlib.Path) -> None:
     for name, options in json.loads((folder / "cases.json").read_text()).items():
         method, load = options.pop("method"), dict(attn_implementation="eager", dtype=torch.float32)
         trainer_class, config_class = TRAINERS[method]
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
+        model_class = transformers.AutoModelForCausalLM
+        if method == "reward":
+            model_class, tokenizer = transformers.AutoModelForSequenceClassification, padded(tokenizer)
+            load["num_labels"] = 1
+        model = model_class.from_pretrained(folder / "base", **load)
+        if method == "reward":
+            with torch.no_grad():
+                model.score.weight[:] = torch.linspace(-0.5, 0.5, model.score.weight.numel())
         more = {}
         if method in ("dpo", "kto"):
             more["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
@@ -140,6 +157,19 @@ def masks(folder: pathlib.Path) -> None:
     (folder / "masks.json").write_text(json.dumps(found))
 
 
+def scores(folder: pathlib.Path) -> None:
+    texts, found = json.loads((folder / "ids.json").read_text()), {}
+    width = max(map(len, texts))
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+        pad = model.config.pad_token_id
+        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in texts])
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in texts])
+        with torch.no_grad():
+            found[path.name] = model(input_ids=ids, attention_mask=mask).logits[:, 0].tolist()
+    (folder / "scores.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train, "masks": masks}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"train": train, "masks": masks, "scores": scores}[sys.argv[1]](pathlib.Path(sys.argv[2]))

@@ -32,7 +32,9 @@ GIVEN = {
 
 
 TASKS = {
-    **dict.fromkeys((f"runs/{name}.gin" for name in ("dpo", "orpo", "simpo", "cpo")), "tasks/preferences.gin"),
+    **dict.fromkeys(
+        (f"runs/{name}.gin" for name in ("reward", "orpo", "simpo", "cpo", "dpo")), "tasks/preferences.gin"
+    ),
     "runs/kto.gin": "tasks/unpaired.gin",
     "runs/grpo.gin": "tasks/prompts.gin",
 }

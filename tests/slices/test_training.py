@@ -17,7 +17,7 @@ from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
 from capibara.objectives import reference
 from capibara.objectives.base import of_cross_entropy
-from capibara.objectives.batches import LoaderBatches
+from capibara.objectives.batches import LoaderBatches, make_totals
 from capibara.optim import Optimizer
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import slices, xla_flags
@@ -48,14 +48,14 @@ def evaluation(case):
 
 def preference_totals(case):
     objective = case.trainer.loss.objective(case.model, case.trainer.dataset)
-    return reference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+    return make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
 
 
 def own_loss_evaluation(case):
     """As a loss of the user's own evaluates, on the loader's batches."""
     run = types.SimpleNamespace(plan=case.plan, mesh=case.mesh)
     batches = LoaderBatches(run, of_cross_entropy(case.model, 0.0))
-    return batches._sums.lower(case.state.abstract.params, case.batch())
+    return batches._totals.lower(case.state.abstract.params, case.batch())
 
 
 def reference_answers(case):
@@ -133,7 +133,7 @@ STEP, START, MERGE = (
     "training/setup.py StateSpec.init",
     "training/run_folder/reading.py merger",
 )
-OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
+OWN_LOSS = "objectives/batches.py make_totals"
 ANSWERS, LOG_P = "objectives/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
@@ -150,7 +150,7 @@ PROGRAMS = {
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "gemma3n", "decoder QLoRA")),
-    "evaluation, DPO": Program("objectives/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "evaluation, DPO": Program("objectives/batches.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),

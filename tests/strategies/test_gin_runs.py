@@ -16,6 +16,7 @@ from capibara.objectives.cpo import Cpo
 from capibara.objectives.kto import Kto
 from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
+from capibara.objectives.reward import Reward
 from capibara.training import emulation
 from capibara.training.trainer import Trainer
 
@@ -56,6 +57,11 @@ def test_methods_without_a_reference(build, run, bindings, loss):
     assert build("preferences", run, *bindings).loss == loss
     with pytest.raises(UserError, match="set Dataset.source = @PreferenceJsonlSource()"):
         build("unpaired", run)
+
+
+def test_reward_models(build):
+    trainer = build("preferences", "reward", "Reward.centering=0.01")
+    assert trainer.loss == Reward(centering=0.01) and trainer.dataset.scores_answers and trainer.model.head == "score"
 
 
 def test_kto(build):

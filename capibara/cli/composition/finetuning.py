@@ -25,8 +25,8 @@ class Method(enum.StrEnum):
     """What is trained, and by which loss.
 
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO, ORPO, SIMPO, CPO: adapters,
-    on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. GRPO: adapters, on the model's own
-    answers and their rewards.
+    on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
+    answers, on pairs. GRPO: adapters, on the model's own answers and their rewards.
     """
 
     LORA = "lora"
@@ -37,6 +37,7 @@ class Method(enum.StrEnum):
     SIMPO = "simpo"
     CPO = "cpo"
     KTO = "kto"
+    REWARD = "reward"
     GRPO = "grpo"
 
 
@@ -70,7 +71,7 @@ _OWN = {  # binding -> the option
 }
 _CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
 _OF_LOSS = {
-    **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO), Kind.PREFERENCES),
+    **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO, Method.REWARD), Kind.PREFERENCES),
     Method.KTO: Kind.UNPAIRED,
     Method.GRPO: Kind.PROMPTS,
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from capibara.config import configurable
-from capibara.core.fields import FilePath
+from capibara.core.fields import FilePath, short
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation, Preference, Unpaired, read_preference, read_prompt, read_unpaired
@@ -59,7 +60,18 @@ class _ChatLines(Source):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceJsonlSource(_ChatLines):
-    """JSON lines, one preference pair per line: `chosen`, `rejected` and their prompt (see `read_preference`)."""
+    """JSON lines, one preference pair per line: `chosen`, `rejected` and their prompt (see `read_preference`).
+
+    Attributes:
+      scored: whether rows are for reward models: an answer's last token is an input too, and a line may have a `margin`, by
+        which the score of the chosen answer should exceed the other.
+    """
+
+    scored: bool = False
+
+    @property
+    def has_labels(self) -> bool:
+        return self.scored
 
     @property
     def data_format(self) -> DataFormat:
@@ -129,15 +141,27 @@ class _Lines(LineDocuments, abc.ABC):
 class _Preferences(_Lines):
     """One preference pair per line."""
 
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: PreferenceJsonlSource):
+        super().__init__(paths, ranges, source)
+        self._scored = source.scored
+
     def check(self, i: int) -> None:
         self._pair(i)
+        if self._scored:
+            self._margin(i)
 
     def example(self, i: int) -> Example:
         chosen, rejected = (
             render_example(self._template, side, TrainOn.LAST, f"{self.where(i)}: {name}")
             for name, side in self._pair(i)._asdict().items()
         )
-        return chosen._replace(rejected=rejected)
+        return chosen._replace(rejected=rejected, label=self._margin(i) if self._scored else None)
+
+    def _margin(self, i: int) -> float:
+        margin = self.record(i).get("margin", 0.0)
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+            raise UserError(f"{self.where(i)}: margin is {short(margin)}, must be a finite number: leave it out for 0")
+        return float(margin)
 
     def _pair(self, i: int) -> Preference:
         pair = read_preference(self.record(i), self.where(i))

@@ -66,6 +66,22 @@ class Tally:
         return UserError(f"no {self.noun.rstrip('s')} of a row can be trained on ({reason}): {fix}")
 
 
+def _joined(ids: np.ndarray, inputs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Concatenates inputs, without loss, and text."""
+    if inputs is None or not len(inputs):
+        return ids, None
+    weights = np.ones(len(inputs) + len(ids), np.float32)
+    weights[: len(inputs)] = 0
+    return np.concatenate([inputs, ids]), weights
+
+
+def _with_end(
+    first: int | None, ids: np.ndarray, weights: np.ndarray, pad_id: int
+) -> tuple[int | None, np.ndarray, np.ndarray]:
+    """A tokenized conversation whose last token is an input, too, with a target that has no weight."""
+    return first, np.append(ids, np.int32(pad_id)), np.append(weights, np.float32(0))
+
+
 def _is_power_of_ten(count: int) -> bool:
     return count == 10 ** (len(str(count)) - 1)
 
@@ -115,11 +131,11 @@ class Assembler:
             prefix = 0
             if self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs):
                 prefix = len(inputs) + len(self._vocabulary.begin_ids)  # which come before the inputs
-            document = Document.begun(*self._joined(self._ended(ids), inputs), self._vocabulary.begin_ids)
+            document = Document.begun(*_joined(self._ended(ids), inputs), self._vocabulary.begin_ids)
             return document._replace(domain=number, position=position, prefix=prefix)
         seeds = (self.dataset.seed, *position)
         if self.dataset.kind is Kind.MASKED:
-            document = self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
+            document = self._masked(_joined(self._ended(ids), inputs)[0], number, seeds)
             return document._replace(position=position)
         if inputs is None:
             return Pairs(self._spans(ids, seeds), number, position)
@@ -173,6 +189,8 @@ class Assembler:
     def _answers(self, example: Example, number: int, position: tuple[int, ...]) -> Answers:
         """Both answers of a pair, the second empty if there is none; both if they do not fit a row, or one has no loss."""
         read = [self._read(side) for side in (example, example.rejected) if side is not None]
+        if self.dataset.scores_answers:
+            read = [_with_end(*answer, self._vocabulary.pad_id) for answer in read]
         size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
         self.tally.add(size, self.dataset, carries_loss=counts)
         kept = size if counts and size <= self.dataset.length else 0
@@ -223,15 +241,6 @@ class Assembler:
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         return np.append(ids, np.int32(self._vocabulary.eos_id)) if self.adds_end else ids
-
-    @staticmethod
-    def _joined(ids: np.ndarray, inputs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Concatenates inputs, without loss, and text."""
-        if inputs is None or not len(inputs):
-            return ids, None
-        weights = np.ones(len(inputs) + len(ids), np.float32)
-        weights[: len(inputs)] = 0
-        return np.concatenate([inputs, ids]), weights
 
     def _masked(self, ids: np.ndarray, domain: int, seeds: tuple[int, ...]) -> Document:
         vocabulary = self._vocabulary

@@ -25,7 +25,7 @@ from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.engine.warm_up import warm_up
 from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampling import Sampling
-from capibara.models.api import Adapter, Model, longest_encoded
+from capibara.models.api import Adapter, Head, Model, longest_encoded
 from capibara.sharding import Rules
 
 __all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
@@ -235,6 +235,11 @@ def check_generates(model: Model) -> None:
             else f"the model of {name} has no `read` and `start_cache`, which generation needs"
         )
         raise UserError(f"{why}; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty")
+    if model.config.head is Head.SCORE:
+        raise UserError(
+            f"the model ({type(model.config).__name__}.head is 'score') is a reward model and generates no text: name the "
+            "language model, or score pairs by capibara evaluate --task=validation"
+        )
     if model.config.moe is not None and model.config.moe.routing == "expert_choice":
         raise UserError(
             "Moe.routing is 'expert_choice': experts compare a token with later ones, which do not exist yet in generation; "

@@ -162,7 +162,7 @@ def text_part(values: Values) -> dict[str, Any]:
     if text.get("model_type") not in FAMILIES:
         raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
     classes = wrappers.architectures(values)
-    if names and names[0] not in classes:
+    if names and names[0] not in (*classes, families.score_architecture(FAMILIES[text["model_type"]])):
         raise UserError(
             f"config.json has architectures {names}, must be {classes[0]} for {model_type}: "
             f"the head of {names[0]} is not read, take the folder of the language model that it was made of"
@@ -195,7 +195,8 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
         values = _written(config, family)
         different = _inexpressible_fields(values, ours, family)
         if not different:
-            about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
+            about = {"architectures": values.get("architectures", [family.architectures[0]])}
+            about |= {"dtype": dtype, "torch_dtype": dtype}
             about |= {"model_type": family.model_type}
             defaults = families.written_defaults(config, family)
             if like.get("model_type") != family.model_type:
@@ -346,6 +347,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if "head_dim" in family.read_keys and config.head_size * config.num_heads != config.embed_dim:
         values["head_dim"] = config.head_size
     values |= families.write_head(config) | families.write_activation(config, family)
+    if config.head == "score" and (name := families.score_architecture(family)):
+        values["architectures"] = [name]
     if isinstance(config, EncoderDecoderConfig):
         values |= {} if family.write is None else family.write(config)
         of_t5 = {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}

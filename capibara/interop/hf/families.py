@@ -377,8 +377,23 @@ for _module in pkgutil.walk_packages(catalog.__path__, f"{catalog.__name__}."):
         add(_family, _names)
 
 
+_SCORED = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "phi3")
+
+
+def score_architecture(family: Family) -> str | None:
+    """The class of transformers that is the family's decoder with a score for each text; None: it is not supported."""
+    name = family.architectures[0]
+    return name.replace("ForCausalLM", "ForSequenceClassification") if family.model_type in _SCORED else None
+
+
 def head(values: Values, family: Family) -> str:
-    """The head's kind: tied or separate."""
+    """The head's kind: tied, separate or score."""
+    if (values.get("architectures") or [""])[0] == score_architecture(family):
+        labels = values.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+        if count != 1:
+            raise UserError(f"config.json has {count} labels, must have 1, of a reward model: take the language model")
+        return "score"
     tied = values.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool | None):
         raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
@@ -415,7 +430,9 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
 
 def write_head(config: TransformerConfig) -> dict[str, Any]:
     """Values of config.json for a tied, scaled or separate head."""
-    written = {"tie_word_embeddings": config.head == "tied"}
+    written: dict[str, Any] = {"tie_word_embeddings": config.head == "tied"}
+    if config.head == "score":
+        written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if isinstance(config, EncoderDecoderConfig) and config.head == "tied" and config.head_scale == "none":
         written["scale_decoder_outputs"] = False
     return written

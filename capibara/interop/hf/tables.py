@@ -203,6 +203,8 @@ LONGT5, LONGT5_GATED = (renamed(table, ("encoder.block.{l}.layer.0.Self", _LOCAL
 
 _GATED = ((T5, T5_GATED), (UMT5, UMT5_GATED), (LONGT5, LONGT5_GATED))
 
+SCORE = rows([("score.weight", "u d", "score")])  # of every reward model
+
 T5X_DECODER_TYPE = "t5x_decoder"  # model_type of T5X's decoders: transformers has none with relative positions
 _X = "decoder/layers_{l}/"
 T5X_DECODER = rows(
@@ -325,7 +327,7 @@ def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, f
     if fused_experts and "layers/mlp/router" in shapes and not is_fused([row.name for row in rows]):
         fused = {path for row in FUSED_EXPERTS for path in row.ours}
         rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
-    return tuple(_in_layers(row, layers) for row in rows if row.ours[0] in shapes)
+    return tuple(_in_layers(row, layers) for row in (*rows, *SCORE) if row.ours[0] in shapes)
 
 
 def is_fused(names: Collection[str]) -> bool:

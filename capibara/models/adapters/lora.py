@@ -167,7 +167,8 @@ class Lora:
         """Whether training changes the named parameter."""
         *owners, last = name.split("/")
         adapter = any(owner.endswith(SUFFIX) for owner in owners) and last not in ("seed", "scale")
-        return adapter or any(_matches(name, pattern) for pattern in self.modules_to_save)
+        is_new = name == "score"  # a reward model's head, which the base does not have
+        return adapter or is_new or any(_matches(name, pattern) for pattern in self.modules_to_save)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -313,6 +313,8 @@ class DecoderBase(nnx.Module):
             self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+        if config.head is Head.SCORE:
+            self.score = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
         if config.head_bias is HeadBias.VOCAB:
             self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
 
@@ -342,7 +344,12 @@ class DecoderBase(nnx.Module):
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def head(self) -> jax.Array:
-        """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias."""
+        """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias.
+
+        Of Head.SCORE [1, D].
+        """
+        if self.config.head is Head.SCORE:
+            return self.score[...][None]
         head_VD = trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
         if self.config.head_bias is HeadBias.NONE:
             return head_VD

@@ -60,10 +60,15 @@ class Positions(enum.StrEnum):
 
 
 class Head(enum.StrEnum):
-    """Whether the output projection is tied to the token embedding or has its own weights."""
+    """What reads the final hidden states.
+
+    TIED, SEPARATE: an output projection that is the token embedding, or has its own weights.
+    SCORE: one score in the place of logits, for reward models.
+    """
 
     TIED = "tied"
     SEPARATE = "separate"
+    SCORE = "score"
 
 
 class HeadBias(enum.StrEnum):
@@ -268,6 +273,10 @@ class TransformerConfig(Layers):
         own = type(self).__name__
         _check_numbers(self)
         _check_variants(self)
+        if self.head is Head.SCORE and (self.data_kind != "causal" or self.head_bias is not HeadBias.NONE):
+            raise UserError(
+                f"{own}.head is 'score', which causal decoders without head_bias have alone: set it to 'tied' or 'separate'"
+            )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))

@@ -163,6 +163,8 @@ class RunOptions:
             )
         loss.check_options(self.cross_entropy_options, self.evaluation.unigram_batches)
         loss.check(self.dataset, self.plan.batch_size)
+        if self.loss is not None:  # a reward model's folder is opened without one; a run checks it at its start
+            loss.check_model(self.model)
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
             why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
             raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")

@@ -192,6 +192,13 @@ def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[R
     return found
 
 
+def head(folder: str) -> api.Head:
+    """The head of a run's model, from its config.gin."""
+    bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
+    heads = [ast.literal_eval(value) for name, (_, value) in bound.items() if value and name.endswith("Config.head")]
+    return api.Head(heads[0]) if heads else api.Head.TIED
+
+
 def lora(folder: str) -> api.Lora | None:
     """The configuration of a run's adapters, from its config.gin; None: it has none."""
     run_manifest.check(stores.folder_of(folder))

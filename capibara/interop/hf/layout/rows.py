@@ -31,6 +31,7 @@ _LAYOUTS = {
     "projection_bias": "d",
     "transform": "do",
     "output_bias": "v",
+    "score": "d",
     **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
     "transform_bias": "d",
     **{f"layers/{path}": layout for path, layout in _LAYER.items()},
