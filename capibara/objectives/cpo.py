@@ -74,7 +74,9 @@ class Cpo(PairLoss):
         answers = Pairs.of(log_p_BT, batch, pairs)
         per_token = self.kind in (CpoKind.IPO, CpoKind.SIMPO)
         log_p_BK2 = answers.means(answers.log_p_BK2) if per_token else answers.log_p_BK2
-        reward_BK2 = -jnp.expm1(-self.alpha * log_p_BK2) / self.alpha if self.alpha else log_p_BK2
+        reward_BK2 = log_p_BK2
+        if self.alpha:  # exp overflows float32 above 88
+            reward_BK2 = -jnp.expm1(jnp.minimum(-self.alpha * log_p_BK2, 80.0)) / self.alpha
         margin_BK = reward_BK2[..., 0] - reward_BK2[..., 1]
         nll_BK = -answers.token_mean(answers.log_p_BK2[..., 0], answers.tokens_BK2[..., 0])
         straight, swapped = 1 - self.label_smoothing, self.label_smoothing

@@ -26,10 +26,13 @@ class KtoKind(enum.StrEnum):
       arXiv:2402.01306). z is beta times the KL divergence of the model from the reference: the mean log(pi / ref) of
       mismatched answers in the micro-batch, at least 0, without gradient.
     APO_ZERO_UNPAIRED: the same with z = 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+    BCO: -log sigmoid(r - d) of a desirable answer, -log sigmoid(d - r) of an undesirable one (Jung et al. 2024,
+      arXiv:2404.04656). d is the mean reward in the micro-batch, without gradient; the paper averages it over steps, too.
     """
 
     KTO = "kto"
     APO_ZERO_UNPAIRED = "apo_zero_unpaired"
+    BCO = "bco"
 
 
 @configurable
@@ -61,7 +64,7 @@ class Kto(ReferenceLoss):
 
     def check(self, dataset: Dataset, batch_size: int) -> None:
         super().check(dataset, batch_size)
-        source, needs = dataset.source, self.kind is not KtoKind.APO_ZERO_UNPAIRED
+        source, needs = dataset.source, self.kind not in (KtoKind.APO_ZERO_UNPAIRED, KtoKind.BCO)
         if isinstance(source, UnpairedJsonlSource) and source.mismatched is not needs:
             raise UserError(
                 f"UnpairedJsonlSource.mismatched is {source.mismatched}, and Kto.kind {str(self.kind)!r} "
@@ -74,21 +77,20 @@ class Kto(ReferenceLoss):
         answers = answers._replace(is_pair_BK=is_answer_BK)
         ratio_BK2 = answers.log_p_BK2 - answer_sums(batch["reference"], segments_BT, pairs)
         desirable_BK = answer_sums(batch["labels"], segments_BT, pairs)[..., 0]
-        shift = jnp.zeros(())
-        if self.kind is KtoKind.KTO:
-            mean = jnp.sum(ratio_BK2[..., 1] * is_answer_BK) / jnp.maximum(jnp.sum(is_answer_BK), 1.0)
-            shift = jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
-        sign_BK = 2 * desirable_BK - 1
-        weight_BK = jnp.where(desirable_BK > 0, self.desirable_weight, self.undesirable_weight)
-        loss_BK = weight_BK * jax.nn.sigmoid(-self.beta * sign_BK * (ratio_BK2[..., 0] - shift))
-        reward_BK = self.beta * ratio_BK2[..., 0]
+        mean_2 = jnp.einsum("bkc,bk->c", ratio_BK2, is_answer_BK) / jnp.maximum(jnp.sum(is_answer_BK), 1.0)
+        kl = jnp.maximum(jax.lax.stop_gradient(mean_2[1]), 0.0) if self.kind is KtoKind.KTO else jnp.zeros(())
+        shift = jax.lax.stop_gradient(mean_2[0]) if self.kind is KtoKind.BCO else kl
+        sign_BK, reward_BK = 2 * desirable_BK - 1, self.beta * ratio_BK2[..., 0]
+        gain_BK = sign_BK * (reward_BK - self.beta * shift)
+        of_gain = -jax.nn.log_sigmoid(gain_BK) if self.kind is KtoKind.BCO else jax.nn.sigmoid(-gain_BK)
+        loss_BK = jnp.where(desirable_BK > 0, self.desirable_weight, self.undesirable_weight) * of_gain
         return answers.totals(
             {
                 "loss": loss_BK,
                 "reward_desirable": reward_BK * desirable_BK,
                 "reward_undesirable": reward_BK * (1 - desirable_BK),
                 "desirable": desirable_BK,
-                "kl": jnp.broadcast_to(shift, loss_BK.shape),
+                "kl": jnp.broadcast_to(kl, loss_BK.shape),
                 "log_prob": answers.log_p_BK2[..., 0],
             }
         )

@@ -110,7 +110,7 @@ METRICS = {
     "grad_norm": "grad_norm",
 }
 UNPAIRED = {"rewards/chosen": "reward_desirable", "rewards/rejected": "reward_undesirable"}
-IN_CI = ("robust", "orpo", "kto")
+IN_CI = ("robust", "simpo", "orpo", "kto", "reward")
 ATOL = 1e-4  # for log-probabilities of about -40 and values computed from them
 RTOL = 5e-5  # of gradient norms: float32 has log-probabilities of about -100 to 1e-5, and "forward_kl" is their exponential
 
@@ -138,6 +138,7 @@ def write_pairs(file):
     for i in range(STEPS * ROWS):
         word, other = rng.choice(words, 2)
         pair = {"prompt": f"{i}?", "chosen": word.upper() + "!" * (i % 4), "rejected": f"{word} or {other}"}
+        pair["margin"] = 0.5 * (i % 3)  # which reward models read
         lines.append(json.dumps(pair) + "\n")
     file.write_text("".join(lines))
 

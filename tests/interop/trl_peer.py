@@ -123,7 +123,9 @@ def train(folder: pathlib.Path) -> None:
         more = {}
         if method in ("dpo", "kto"):
             more["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
-        data = datasets.Dataset.from_list(lines(folder / ("unpaired.jsonl" if method == "kto" else "pairs.jsonl")))
+        pairs = lines(folder / ("unpaired.jsonl" if method == "kto" else "pairs.jsonl"))
+        unread = set() if method == "reward" else {"margin"}
+        data = datasets.Dataset.from_list([{k: v for k, v in pair.items() if k not in unread} for pair in pairs])
         config = config_class(output_dir=str(folder / f"{name}_of_trl"), **SETTINGS, **options)
         trainer = in_order(trainer_class)(
             model=model, args=config, train_dataset=data, processing_class=tokenizer, **more

@@ -62,6 +62,12 @@ def test_the_loss_and_its_gradient_equal_the_formula(loss, formula):
         assert metrics["reward_accuracy"] == pytest.approx(np.mean(log_p @ [1, -1] > 0))
 
 
+def test_rewards_of_improbable_answers_are_finite():
+    batch, _ = pairs_case.rows_of_pairs(np.random.default_rng(1))
+    loss, _ = Cpo(alpha=1.0).totals(np.full(batch["weights"].shape, -200.0, np.float32), batch, 2)
+    assert np.isfinite(loss)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -50,6 +50,19 @@ def test_the_loss_and_its_gradient_equal_the_formula(labels, scale):
         assert metrics[name] == pytest.approx(these.mean() if len(these) else 0.0, rel=1e-4), name
 
 
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_bco_classifies_rewards_about_their_mean(labels):
+    kto, fixed = Kto(kind="bco", beta=0.1, undesirable_weight=0.5), []
+
+    def formula(answers):
+        rewards = 0.1 * (answers.log_p - answers.reference)[:, 0]
+        fixed.append(rewards.mean())  # of the first call: it has no gradient
+        gains = np.where(np.array(labels) > 0, 1, -1) * (rewards - fixed[0])
+        return np.mean(np.where(np.array(labels) > 0, 1.0, 0.5) * np.log1p(np.exp(-gains)))
+
+    pairs_case.check(kto, formula, labels=labels)
+
+
 def test_without_mismatched_answers_the_divergence_is_left_out():
     kto, labels = Kto(kind="apo_zero_unpaired", beta=0.1), LABELS["both"]
     metrics, _ = pairs_case.check(kto, lambda answers: losses(answers, kto, labels, 0.0), labels=labels)

@@ -169,6 +169,7 @@ OTHER_LOSSES = {
     "orpo": Orpo(beta=0.5),
     "kto": Kto(beta=0.3),
     "apo_zero_unpaired": Kto(kind="apo_zero_unpaired", beta=0.3),
+    "bco": Kto(kind="bco", beta=0.3),
 }
 
 
