@@ -53,7 +53,7 @@ class Kto(ReferenceLoss):
     undesirable_weight: float = 1.0
 
     data_format = DataFormat.UNPAIRED
-    means = ("reward_desirable", "reward_undesirable", "desirable", "kl", "log_prob")
+    means = ("reward_desirable", "reward_undesirable", "reward_margin", "desirable", "kl", "log_prob")
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
@@ -96,8 +96,9 @@ class Kto(ReferenceLoss):
         )
 
     def metrics(self, totals: Totals, weight: jax.Array) -> Metrics:
-        """As of pairs; a mean reward is that of the answers with its label, 0 if there are none."""
+        """As of pairs; a mean reward is that of the answers with its label, 0 if there are none; the margin their difference."""
         count = totals.values["desirable"]
         sums = {"reward_desirable": count, "reward_undesirable": totals.weight - count}
         rewards = {name: totals.values[name] / jnp.maximum(answers, 1.0) for name, answers in sums.items()}
-        return super().metrics(totals, weight) | rewards
+        margin = rewards["reward_desirable"] - rewards["reward_undesirable"]
+        return super().metrics(totals, weight) | rewards | {"reward_margin": margin}

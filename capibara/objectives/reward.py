@@ -36,7 +36,7 @@ class Reward(Loss):
     centering: float = 0.0
 
     data_format = DataFormat.PREFERENCES
-    means = ("score_chosen", "score_rejected", "score_margin", "pair_accuracy")
+    means = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
     def __post_init__(self) -> None:
         if not 0 <= self.centering < math.inf:
@@ -92,9 +92,9 @@ class Reward(Loss):
         return answers.totals(
             {
                 "loss": loss_BK,
-                "score_chosen": score_BK2[..., 0],
-                "score_rejected": score_BK2[..., 1],
-                "score_margin": margin_BK,
-                "pair_accuracy": (margin_BK > 0).astype(jnp.float32),
+                "reward_chosen": score_BK2[..., 0],
+                "reward_rejected": score_BK2[..., 1],
+                "reward_margin": margin_BK,
+                "reward_accuracy": (margin_BK > 0).astype(jnp.float32),
             }
         )

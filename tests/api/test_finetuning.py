@@ -88,7 +88,7 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
     scores = cb.reward_model(
         f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "reward"), steps=1, batch_size=8, length=64
     )
-    assert scores.step == 1 and "pair_accuracy" in scores.history[-1] and scores.model.logits("river?").shape[-1] == 1
+    assert scores.step == 1 and "reward_accuracy" in scores.history[-1] and scores.model.logits("river?").shape[-1] == 1
     labelled = [
         {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
         for pair in records(f"{folder}/pairs.jsonl")

@@ -105,8 +105,8 @@ METRICS = {
     "logps/rejected": "log_prob_rejected",
     "log_odds_chosen": "log_odds_ratio",
     "kl": "kl",
-    "accuracy": "pair_accuracy",
-    "margin": "score_margin",
+    "accuracy": "reward_accuracy",
+    "margin": "reward_margin",
     "grad_norm": "grad_norm",
 }
 UNPAIRED = {"rewards/chosen": "reward_desirable", "rewards/rejected": "reward_undesirable"}

@@ -47,8 +47,8 @@ def test_the_loss_and_its_gradient_equal_the_formula(centering):
     (got, totals), gradient = jax.value_and_grad(mean, has_aux=True)(jnp.asarray(scores, jnp.float32), batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(totals.weight) == 5
     np.testing.assert_allclose(gradient, want_gradient, atol=1e-6)
-    assert float(totals.values["pair_accuracy"]) == (chosen > rejected).sum()
-    assert float(totals.values["score_margin"]) == pytest.approx((chosen - rejected).sum(), rel=1e-5)
+    assert float(totals.values["reward_accuracy"]) == (chosen > rejected).sum()
+    assert float(totals.values["reward_margin"]) == pytest.approx((chosen - rejected).sum(), rel=1e-5)
     order = np.argsort(np.random.default_rng(3).random(segments.shape[1]))
     moved = {name: value[:, order] for name, value in batch.items()}
     again, _ = mean(jnp.asarray(scores[:, order], jnp.float32), moved)

@@ -78,7 +78,7 @@ def test_a_mesh_changes_nothing(make_trainer, train):
         for key in ("loss", "grad_norm", *Reward.means):
             assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=2e-4, abs=2e-5), key
     assert want.metrics[4]["loss"] < want.metrics[1]["loss"]
-    assert got.evaluations[4]["pair_accuracy"] == want.evaluations[4]["pair_accuracy"] >= 0.9
+    assert got.evaluations[4]["reward_accuracy"] == want.evaluations[4]["reward_accuracy"] >= 0.9
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_language_model_becomes_a_folder_of_transformers(head, lora, make_trai
     np.testing.assert_allclose(cb.load(folder).logits(text), scores, rtol=1e-5, atol=1e-6)
     assert exits.run_verb(evaluate_verb.main, [f"--model_dir={run.model_dir}", f"--out={tmp_path}/found.json"]) == 0
     metrics = json.loads((tmp_path / "found.json").read_text())["tasks"]["validation"]["metrics"]
-    assert metrics["pair_accuracy"]["value"] >= 0.8 and metrics["pairs"]["value"] > 5
+    assert metrics["reward_accuracy"]["value"] >= 0.8 and metrics["pairs"]["value"] > 5
     with pytest.raises(UserError, match="--format=gguf has no reward models: use hf, pytorch or capibara"):
         cb.convert(run.model_dir, str(tmp_path / "model.gguf"))
     if lora is not None:

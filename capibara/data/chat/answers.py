@@ -106,7 +106,7 @@ class UnpairedJsonlSource(_ChatLines):
         if self.mismatched and len(documents) < 2:
             raise UserError(
                 f"the {split} split has one answer, and UnpairedJsonlSource.mismatched needs that of another line: add "
-                "lines, or set it to False and Kto.kind = 'apo_zero_unpaired'"
+                "lines, or raise UnpairedJsonlSource.validation_fraction"
             )
         return documents
 
