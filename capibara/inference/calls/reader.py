@@ -123,26 +123,30 @@ class _Spaces:
     """Drops white space at both ends of thoughts, and where an answer meets thoughts or calls."""
 
     def __init__(self) -> None:
-        self._kept = ""
+        self._pending = self._before_call = ""
         self._before: type[Event] | None = None
 
     def without(self, event: Event) -> Iterator[Event]:
         """The event, with white space between it and the same before it, but without what ends it."""
         kind = type(event)
         if not isinstance(event, (Content, Reasoning)):
-            self._kept, self._before = "", Content if kind is Broken else kind
+            if isinstance(event, Call):
+                self._before_call = self._pending
+            elif isinstance(event, Broken):  # the call is a part of the answer
+                event = Broken(self._before_call + event.text, self._before_call + event.rest)
+            self._pending, self._before = "", Content if kind is Broken else kind
             yield event
             return
         is_first = self._before is None and kind is Content
-        text = self._kept + event.text if kind is self._before or is_first else event.text.lstrip()
+        text = self._pending + event.text if kind is self._before or is_first else event.text.lstrip()
         solid = text.rstrip()
-        self._kept = text[len(solid) :]
-        if solid or kind is Reasoning:
+        self._pending = text[len(solid) :]
+        if solid or not event.text:
             self._before = kind
         if solid:
             yield Content(solid) if kind is Content else Reasoning(solid)
 
     def rest(self) -> Iterator[Event]:
         """White space at the end of an answer."""
-        if self._kept and self._before in (Content, None):
-            yield Content(self._kept)
+        if self._pending and self._before in (Content, None):
+            yield Content(self._pending)

@@ -94,6 +94,14 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         ).removeprefix("{{ m.content }}"),
         (),
     ),
+    "command r": (
+        _listed(
+            "\nAction:\n```json\n",
+            "\n```",
+            '{"tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+        ),
+        (),
+    ),
     "apertus": (
         "{% if m.reasoning %}<|inner_prefix|>{{ m.reasoning }}<|inner_suffix|>{% endif %}"
         + _listed("<|tools_prefix|>", "<|tools_suffix|>", '{"{{ f.name }}": {{ f.arguments | tojson }}}'),

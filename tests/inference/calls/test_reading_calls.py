@@ -189,6 +189,7 @@ THOUGHTS = {
     ("<thin ice", False): ("", "<thin ice", 0),
     (f"<think>a</think>So.\n{ONE}", False): ("a", "So.", 1),
     (f"a</think>{ONE}<think>b</think>{ONE}", True): ("ab", "", 2),
+    ("<think>\n\n  a\n\nb \n</think> So.", False): ("a\n\nb", "So.", 0),
     ("<think>a</think><response>So.</response>", False): ("a", "So.", 0),
     (f"<think>{ONE}</think>So.", False): (ONE, "So.", 0),
 }

@@ -93,20 +93,20 @@ def mistakes(dialect: Dialect, index: int, count: int, prompt: str, turn: str) -
     if thinks and dialect.tags.close not in text:  # of a thought that the template left out
         text = dialect.tags.close + text
     content, thought, calls = DIALOGUES[index]
-    found = []
+    result = []
     message, _ = read(dialect, text, thinks, "whole")
-    got_content, got_thought, got_calls = in_whole(message)
+    answer, reasoning, called = in_whole(message)
     expected = [(name, arguments) for name, arguments in calls[:count]]
-    if [(name, json.loads(arguments)) for name, arguments in got_calls] != expected:
-        found.append(f"calls {got_calls} of {text!r}")
+    if [(name, json.loads(arguments)) for name, arguments in called] != expected:
+        result.append(f"calls {called} of {text!r}")
     if content and f"<|channel|>analysis<|message|>{content}" in text:  # what comes before a call in gpt-oss's template
         content, thought = "", thought or content
-    if got_content.strip() != (content if content and content in text else ""):
-        found.append(f"content {got_content!r} of {text!r}")
-    if got_thought != (thought if thought and thought in text else ""):
-        found.append(f"thought {got_thought!r} of {text!r}")
+    if answer.strip() != (content if content and content in text else ""):
+        result.append(f"content {answer!r} of {text!r}")
+    if reasoning != (thought if thought and thought in text else ""):
+        result.append(f"thought {reasoning!r} of {text!r}")
     for how in ("characters", "tokens"):
         whole, deltas = read(dialect, text, thinks, how)
         if not joined(deltas) == in_whole(whole) == in_whole(message):
-            found.append(f"by {how} {joined(deltas)} of {text!r}")
-    return found
+            result.append(f"by {how} {joined(deltas)} of {text!r}")
+    return result

@@ -142,6 +142,9 @@ _COMMAND = Objects(
     listed=True,
     before=r'"\"tool_call_id\": \"" /[0-9]{1,3}/ "\", "',
 )
+_COMMAND_R = Objects(
+    begin="Action:\n```json", end="```", name="tool_name", arguments="parameters", listed=True, padding="\n"
+)
 _APERTUS = Objects(begin="<|tools_prefix|>", end="<|tools_suffix|>", name=None, listed=True)
 _INTERNLM = Objects(begin="<|action_start|><|plugin|>", end="<|action_end|>", arguments="parameters", padding="\n")
 _PHI = Objects(begin="<|tool_call|>", end="<|/tool_call|>", listed=True)
@@ -169,6 +172,7 @@ _XLAM_FORM = dataclasses.replace(
 )
 FORMS = (
     _COMMAND_FORM,
+    _form("command r", _COMMAND_R, lambda model: model.mentions('"tool_name"') and model.mentions("Action:")),
     _form("apertus", _APERTUS),
     _form("phi", _PHI, lambda model: model.has_token(_PHI.end)),  # its template has no calls
     _form("functools", Objects(begin="functools", listed=True)),

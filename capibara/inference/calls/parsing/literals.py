@@ -17,6 +17,25 @@ _ESCAPES = {**dict(zip("nrtbf0", "\n\r\t\b\f\0", strict=True)), **{c: c for c in
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
+def parse(literal: str) -> Any:
+    """The value of a whole text.
+
+    Raises:
+      Malformed: it is no value.
+    """
+    text = Text()
+    text.add(literal)
+    text.ended = True
+    steps = read_value(text)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        if text.at != len(literal):
+            raise Malformed from None
+        return end.value
+
+
 def read_value(text: Text, quote: str = "", deepest: int = _DEEPEST) -> Steps[Any]:
     """Reads one value.
 

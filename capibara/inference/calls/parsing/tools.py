@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capibara.core import limits
+from capibara.inference.calls.parsing import literals
+from capibara.inference.calls.parsing.text import Malformed
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -65,7 +65,7 @@ class Tools:
             return dumped(text)
         try:
             value = _value(text.strip())
-        except (limits.Refused, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        except Malformed:
             return dumped(text)
         if isinstance(value, str) or ("string" in types and not _is_one_of(value, types - {"string"})):
             return dumped(text)
@@ -92,15 +92,9 @@ def _value(text: str) -> Any:
     """What a text means as JSON, or as Python, which some templates write.
 
     Raises:
-      ValueError: it is neither.
+      Malformed: it is neither.
     """
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        value = limits.parse_json(text)
-    except (limits.Refused, ValueError):
-        value = ast.literal_eval(text)
-    return json.loads(dumped(value))
+    return text.lower() == "true" if text.lower() in ("true", "false") else literals.parse(text)
 
 
 def _is_one_of(value: Any, types: set[str]) -> bool:
