@@ -64,13 +64,14 @@ class Reader:
         silent += tags.answer if tags is not None else ()
         if self.thinks:
             yield from self._read_thought()
+        is_start = True
         while True:
-            yield from self._read_start()
+            if is_start:
+                yield from self._read_start()
             marker = yield from text.until((*calls, *silent), Content, forget=True)
             if not marker:
                 return
-            if marker in calls:
-                yield from self._read_calls(marker, text.at - len(marker))
+            is_start = marker in silent or (yield from self._read_calls(marker, text.at - len(marker)))
 
     def _read_start(self) -> Steps[None]:
         """Reads thoughts and a bare call, which begin a text or follow what is no answer: elsewhere they are text."""
@@ -97,8 +98,12 @@ class Reader:
         yield Reasoning("")  # also of a thought without text: what follows is an answer
         self.thinks = False
 
-    def _read_calls(self, marker: str, start: int) -> Steps[None]:
-        """Reads calls, which begin at `start`, after their marker; what is malformed is content."""
+    def _read_calls(self, marker: str, start: int) -> Steps[bool]:
+        """Reads calls, which begin at `start`, after their marker; what is malformed is content.
+
+        Returns:
+          Whether they are well-formed.
+        """
         assert self._form is not None, "only forms have markers"
         text, last = self._text, None
         after = text.at + (marker in self._form.bare)
@@ -109,6 +114,7 @@ class Reader:
                 if event is not None:
                     last, sent = event, text.at
                     accounted = accounted if isinstance(event, (Call, Arguments)) else sent
+            return True
         except Malformed:
             if last is None:
                 text.at = after  # other calls may follow
@@ -117,6 +123,7 @@ class Reader:
                 yield Broken(text.part(accounted), text.part(sent))
             else:
                 yield Content(text.part(accounted))
+            return False
 
 
 class _Spaces:

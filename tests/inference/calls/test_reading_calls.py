@@ -190,6 +190,7 @@ THOUGHTS = {
     (f"<think>a</think>So.\n{ONE}", False): ("a", "So.", 1),
     (f"a</think>{ONE}<think>b</think>{ONE}", True): ("ab", "", 2),
     ("<think>\n\n  a\n\nb \n</think> So.", False): ("a\n\nb", "So.", 0),
+    ("As <tool_call><think>a</think>", False): ("", "As <tool_call><think>a</think>", 0),
     ("<think>a</think><response>So.</response>", False): ("a", "So.", 0),
     (f"<think>{ONE}</think>So.", False): (ONE, "So.", 0),
 }

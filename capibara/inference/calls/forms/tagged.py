@@ -13,7 +13,7 @@ from capibara.inference.calls.parsing.tools import Tools, dumped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tags:
+class CallTags:
     """How calls are written.
 
     Attributes:
@@ -153,7 +153,7 @@ class Tags:
         return "TEXT"
 
 
-_QWEN = Tags(
+_QWEN = CallTags(
     begin="<tool_call>",
     call="<function=",
     name_end=">",
@@ -165,7 +165,7 @@ _QWEN = Tags(
     padding="\n",
 )
 _SEED = dataclasses.replace(_QWEN, begin="<seed:tool_call>", end="</seed:tool_call>", padding="")
-_MINIMAX = Tags(
+_MINIMAX = CallTags(
     begin="<minimax:tool_call>",
     call='<invoke name="',
     name_end='">',
@@ -176,7 +176,7 @@ _MINIMAX = Tags(
     end="</minimax:tool_call>",
     is_section=True,
 )
-_DEEPSEEK = Tags(
+_DEEPSEEK = CallTags(
     begin="<｜DSML｜function_calls>",
     call='<｜DSML｜invoke name="',
     name_end='">',
@@ -188,7 +188,7 @@ _DEEPSEEK = Tags(
     is_section=True,
 )
 _DEEPSEEK_V4 = dataclasses.replace(_DEEPSEEK, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
-_GLM = Tags(
+_GLM = CallTags(
     begin="<tool_call>",
     key="<arg_key>",
     key_ends={"</arg_key>": None},
@@ -198,7 +198,7 @@ _GLM = Tags(
 )
 
 
-def _form(name: str, tags: Tags, detect: Callable[[Evidence], bool]) -> Form:
+def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form:
     marks = (tags.begin, tags.call, tags.key, *tags.key_ends, tags.value, tags.value_end, tags.call_end, tags.end)
     return Form(name, detect, (tags.begin,), tags.read, tags.rules, marks)
 
