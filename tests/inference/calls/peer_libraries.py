@@ -9,7 +9,7 @@ import re
 
 from dialogues import DIALOGUES, TOOLS, message
 
-_BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # as mistral-common decodes bytes, unless it drops special tokens
+_BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # findings/mistral_common_kept_bytes.sh
 
 
 def mistral() -> None:
@@ -46,7 +46,7 @@ def mistral() -> None:
                 print(json.dumps(row))
                 continue
             after = rendered[1].split("[/INST]", 1)[1]
-            text = _BYTES.sub(lambda found: bytes.fromhex(found[0].replace("<0x", "").replace(">", "")).decode(), after)
+            text = _BYTES.sub(lambda match: bytes.fromhex(match[0].replace("<0x", "").replace(">", "")).decode(), after)
             text = text.split("</s>")[0].replace("\u2581", " ").removeprefix(" ")
             form = "[TOOL_CALLS][ARGS]" if "[ARGS]" in rendered[1] else "[TOOL_CALLS]"
             print(json.dumps([path.name, form, index, len(turn.get("tool_calls", ())), "", text]))
