@@ -185,6 +185,15 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         .replace("v | gemma", "v | escaped"),
         (),
     ),
+    "solar open": (
+        "{% if m.reasoning %}<|think|>{{ m.reasoning }}<|end|><|begin|>assistant{% endif %}"
+        "{% if m.content %}<|content|>{{ m.content }}<|end|>{{ '<|begin|>assistant' if m.tool_calls }}{% endif %}"
+        "{% if m.tool_calls %}<|tool_calls|>"
+        + CALLS
+        + "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>{{ f.arguments | tojson }}<|tool_call:end|>"
+        "{% endfor %}{% endif %}",
+        (),
+    ),
     "harmony": (_HARMONY, ("<|channel|>",)),
 }  # fmt: skip
 

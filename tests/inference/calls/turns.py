@@ -15,6 +15,12 @@ from tests.inference.calls.dialogues import DIALOGUES, TOOLS
 
 # Tokens that a tokenizer has and its template does not name.
 UNNAMED = ("<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>")
+BEGINS = (
+    "助手：",
+    "<|header_start|>assistant<|header_end|>\n\n",
+    "<|CHATBOT_TOKEN|>",
+)  # of turns, not in their prompts
+COMMAND_R_INSTRUCTION = "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Write"
 ENDS = re.compile(
     r"(?:\s*(?:</s>|<EOS>|<\|(?:im_end|eot_id|eom_id|eot|end|call|return|END_OF_TURN_TOKEN|end_of_text|endoftext"
     r"|role_end|message_sep|calls|assistant|eos|EOT)\|>|<\|tool_response>|<start_function_response>|<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>|<end_of_turn>|<turn\|>|<seed:eos>"
@@ -88,7 +94,9 @@ def in_whole(message: dict) -> tuple[str, str, list[tuple[str, str]]]:
 
 def mistakes(dialect: Dialect, index: int, count: int, prompt: str, turn: str) -> list[str]:
     """How the turn of a dialogue is read otherwise than it was written; `count`: of its calls that the template took."""
-    text = ENDS.sub("", turn.removeprefix("助手：").removeprefix("<|header_start|>assistant<|header_end|>\n\n"))
+    for begin in BEGINS:
+        turn = turn.removeprefix(begin)
+    text = ENDS.sub("", turn.split(COMMAND_R_INSTRUCTION)[0])
     thinks = dialect.thinks_after(prompt)
     if thinks and dialect.tags.close not in text:  # of a thought that the template left out
         text = dialect.tags.close + text
