@@ -42,7 +42,7 @@ def check(choice: Any, tools: Sequence[Any]) -> None:
         raise UserError(f"tool_choice names {name[:_LONGEST]!r}, the tools are {', '.join(map(repr, known))}"[:300])
 
 
-def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool, thinks: bool) -> Grammar | None:
+def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool) -> Grammar | None:
     """What a text must match so that it calls a tool that is demanded; None: nothing is demanded.
 
     Args:
@@ -50,7 +50,6 @@ def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool,
       choice: a tool_choice that was checked.
       tools: that may be called.
       parallel: whether several calls are allowed.
-      thinks: whether the prompt ends inside a thought.
 
     Raises:
       UserError: the form of the model's calls is not known, or a tool's schema is malformed.
@@ -60,7 +59,7 @@ def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool,
         return None
     names = Tools(tools).parameters if name is None else (name,)
     # A named tool is called once, as by OpenAI.
-    return dialect.grammar(tools, names, parallel and name is None, thinks)
+    return dialect.grammar(tools, names, parallel and name is None)
 
 
 def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect) -> Sampling:

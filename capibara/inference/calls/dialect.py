@@ -66,14 +66,13 @@ class Dialect:
         ends = (*chat.ends, *(self.ids[name] for name in names if name in self.ids))
         return tuple(token for token in ends if token not in spelled)
 
-    def grammar(self, tools: Sequence[Any], names: Collection[str], parallel: bool, thinks: bool = False) -> Grammar:
+    def grammar(self, tools: Sequence[Any], names: Collection[str], parallel: bool) -> Grammar:
         """What a text matches that calls tools.
 
         Args:
           tools: of the request.
           names: of the tools that it may call.
           parallel: whether it may have several calls.
-          thinks: whether the prompt ends inside a thought.
 
         Raises:
           UserError: the form of the model's calls is not known, or a schema is malformed.
@@ -82,11 +81,7 @@ class Dialect:
             raise UserError("the form of the model's calls is not known: leave tool_choice out, or set it to 'auto'")
         known = Tools(tools)
         known.parameters = {name: known.parameters[name] for name in known.parameters if name in names}
-        start = ["start: calls"]
-        # The engine's tags of thoughts are text: it finds no special tokens.
-        if thinks and self.tags is not None and self.tags.close in self.ids:
-            start = [f"start: THOUGHT {self._mark(self.tags.close)} calls", "THOUGHT: /(?s:.*)/"]
-        return Grammar(lark="\n".join([*start, *self.form.rules(known, self._mark, parallel)]))
+        return Grammar(lark="\n".join(["start: calls", *self.form.rules(known, self._mark, parallel)]))
 
     def _mark(self, text: str) -> str:
         special = "|".join(re.escape(name) for name in sorted(self.ids, key=len, reverse=True))

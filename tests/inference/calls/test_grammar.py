@@ -13,7 +13,6 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.calls.dialect import Dialect
 from capibara.inference.calls.forms import table
-from capibara.inference.calls.reasoning import Tags
 from capibara.inference.grammars.matcher import Grammars
 from capibara.inference.sampling.text import TextStream
 from tests.inference.calls import turns
@@ -123,16 +122,6 @@ def test_what_keeps_to_a_grammar_is_read_as_calls(vocabulary, form):
             assert (content, thought) == ("", "") and calls and (parallel or len(calls) == 1), text
             check(calls, names)
             assert turns.joined(deltas) == (content, thought, calls)
-
-
-def test_a_thought_that_the_prompt_has_opened_comes_first(vocabulary):
-    ids = {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}
-    form = next(form for form in table.FORMS if form.name == "hermes")
-    dialect, draw = Dialect(form, Tags("<|tool_call_begin|>", "<|tool_call_end|>"), ids), np.random.default_rng(0)
-    text = spoken(vocabulary, dialect, dialect.grammar(TOOLS, ["look"], False, thinks=True), draw)
-    message, _ = turns.read(dialect, text, True, "characters", tools=TOOLS)
-    content, thought, calls = turns.in_whole(message)
-    assert content == "" and thought and [name for name, _ in calls] == ["look"]
 
 
 def test_an_unknown_form_is_refused():

@@ -50,10 +50,10 @@ HOT = {"model": "tiny", "max_tokens": 200, "temperature": 1, "seed": 3}
 LENGTH = 512
 
 
-def served_with(folder, form):
-    """A tiny model with the tokens of a form, in an engine of its own."""
+def served_with(folder, form, prompt="<|turn|>", more=()):
+    """A tiny model with the tokens of a form, in an engine of its own; its prompts end with `prompt`."""
     call, tokens = FORMS[form]
-    chat = chat_of(folder, TURNS.replace("CALL", call) + "<|turn|>", [*tokens, "<|turn|>"])
+    chat = chat_of(folder, TURNS.replace("CALL", call) + prompt, [*tokens, *more, "<|turn|>"])
     sizes = dict(vocab_size=320, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
     model = api.build(api.DecoderConfig(**sizes))
     params = jax.jit(model.init)(jax.random.key(1))
@@ -93,6 +93,17 @@ def test_a_model_calls_the_tool_that_is_demanded(tmp_path, form):
         assert functions(create(tool_choice=NAMED).choices[0].message) == [("now", {})]
         _, _, calls, finish = streamed(create(tool_choice="required", parallel_tool_calls=False, stream=True))
         assert calls == [(name, arguments)] and finish == "tool_calls"
+
+
+@pytest.mark.parametrize("tag, special", [("think", False), ("think", True), ("seed:think", False)])
+def test_a_call_that_is_demanded_follows_the_thought_that_the_prompt_has_opened(tmp_path, tag, special):
+    tokens = (f"<{tag}>", f"</{tag}>") if special else ()
+    served = served_with(tmp_path, "hermes", f"<|turn|><{tag}>\n{{# </{tag}> #}}", tokens)
+    with served.engine.start(), Running(served) as running:
+        options = {**HOT, "tools": TOOLS, "tool_choice": NAMED, "extra_body": {"thinking_tokens": 5}}
+        (choice,) = running.client().chat.completions.create(messages=HELLO, **options).choices
+        assert functions(choice.message) == [("now", {})] and choice.message.content is None
+        assert 1 <= len(choice.message.reasoning_content) <= 5
 
 
 def test_calls_that_cannot_be_forced_are_refused(tmp_path, served):

@@ -58,7 +58,7 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
     asks = _asks(request, talk.ids_of(text), dialect.ends_of(talk), served, config, "messages")
     parallel, thinks = request.parallel_tool_calls is not False, dialect.thinks_after(text)
     with invalid("tool_choice"):
-        forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel, thinks)
+        forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel)
         if forced is not None:
             served.engine.check(forced)
         samplings = [choice.forced(ask.sampling, forced, dialect) for ask in asks]
