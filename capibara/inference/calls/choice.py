@@ -62,8 +62,8 @@ def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool)
     return dialect.grammar(tools, names, parallel and name is None)
 
 
-def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect) -> Sampling:
-    """The sampling with this grammar, which begins after a thought that the prompt has opened.
+def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect, thinks: bool) -> Sampling:
+    """The sampling with this grammar, else its own; `thinks`: whether the prompt ends inside a thought, which comes first.
 
     Raises:
       UserError: the sampling has another grammar.
@@ -72,8 +72,12 @@ def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect) -> Sam
         raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
     if (grammar := grammar or sampling.grammar) is None:
         return sampling
-    tags = sampling.thinking_tags if dialect.tags is None else (dialect.tags.open.strip(), dialect.tags.close)
-    return dataclasses.replace(sampling, grammar=grammar, thinking_tags=tags)
+    if dialect.tags is None:
+        return dataclasses.replace(sampling, grammar=grammar)
+    # The engine looks for an opening tag after the last closing one: where both are one tag, it finds none, and takes no tag
+    # that a user's message mentions for a thought.
+    opening = dialect.tags.open.strip() if thinks else dialect.tags.close
+    return dataclasses.replace(sampling, grammar=grammar, thinking_tags=(opening, dialect.tags.close))
 
 
 def _name(choice: Any) -> str | None:

@@ -106,6 +106,15 @@ def test_a_call_that_is_demanded_follows_the_thought_that_the_prompt_has_opened(
         assert 1 <= len(choice.message.reasoning_content) <= 5
 
 
+def test_a_message_that_mentions_a_tag_opens_no_thought(tmp_path):
+    served = served_with(tmp_path, "hermes", "<|turn|>{# <think></think> #}")
+    messages = [{"role": "user", "content": "What is <think>?"}]
+    with served.engine.start(), Running(served) as running:
+        options = {**HOT, "tools": TOOLS, "tool_choice": NAMED}
+        (choice,) = running.client().chat.completions.create(messages=messages, **options).choices
+        assert functions(choice.message) == [("now", {})] and choice.message.content is None
+
+
 def test_calls_that_cannot_be_forced_are_refused(tmp_path, served):
     plain = chat_of(tmp_path, TURNS, [])
     cases = [

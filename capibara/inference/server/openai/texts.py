@@ -61,7 +61,7 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
         forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel)
         if forced is not None:
             served.engine.check(forced)
-        samplings = [choice.forced(ask.sampling, forced, dialect) for ask in asks]
+        samplings = [choice.forced(ask.sampling, forced, dialect, thinks) for ask in asks]
     spelled = dialect.spelled
     return [
         dataclasses.replace(ask, sampling=sampling, spelled=spelled, dialect=dialect, thinks=thinks)
