@@ -80,7 +80,7 @@ class Engine:
         )
         self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._inputs.probe))
         sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens}
-        self.reader = Reader(model, self._core.params, rules, lambda: self._loop.leads, **sizes)
+        self.reader = Reader(model, self._core.params, self._core.adapters, rules, lambda: self._loop.leads, **sizes)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 

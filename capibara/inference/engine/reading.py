@@ -15,6 +15,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.inference.engine.cache.batching import bucket
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs import programs
+from capibara.inference.engine.requests.adapters import Adapters
 from capibara.models.api import Model
 from capibara.sharding import Rules
 
@@ -30,9 +31,13 @@ class Pooling(enum.StrEnum):
 
 
 class TokenScores(NamedTuple):
-    """Of each token after the first: its log probability [T - 1], and the likeliest tokens [T - 1, n] with theirs."""
+    """Of each token after the first: its log probability and rank [T - 1], and the likeliest tokens [T - 1, n] with theirs.
+
+    The likeliest token has rank 1.
+    """
 
     log_probabilities: np.ndarray
+    ranks: np.ndarray
     likeliest: np.ndarray
     their_log_probabilities: np.ndarray
 
@@ -43,6 +48,7 @@ class Reader:
     Args:
       model: of the engine.
       params: that the engine serves.
+      adapters: of the engine.
       rules: how rows are sharded.
       leads: says whether other processes make the engine's steps, too: they would not read these texts.
       usable: ids of its vocabulary.
@@ -54,6 +60,7 @@ class Reader:
         self,
         model: Model,
         params: ServedParams,
+        adapters: Adapters,
         rules: Rules,
         leads: Callable[[], bool],
         *,
@@ -62,7 +69,7 @@ class Reader:
         prefill_tokens: int,
     ):
         self._params, self._length, self._most_tokens = params, length, prefill_tokens
-        self._encodes, self._leads = model.encode is not None, leads
+        self._encodes, self._leads, self._adapters = model.encode is not None, leads, adapters
         plain, self._reading = model.plain, threading.Lock()
 
         def hidden_of(params: Params, batch: Batch) -> jax.Array:
@@ -80,11 +87,16 @@ class Reader:
         self._embed: Callable[..., jax.Array] = programs.on_mesh(mesh, rules, embed, static_argnums=2)
         self._score: Callable[..., tuple[jax.Array, ...]] = programs.on_mesh(mesh, rules, score, static_argnums=2)
 
-    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None) -> np.ndarray:
         """The embeddings of texts, given as token ids: [texts, D] float32, each of length 1.
 
+        Args:
+          texts: token ids of each.
+          pooling: which hidden states are its embedding.
+          adapter: name of the adapter to use; None: no adapter.
+
         Raises:
-          UserError: a text is empty or too long.
+          UserError: a text is empty or too long, or there is no such adapter.
         """
         for ids in texts:
             self._check(ids)
@@ -97,24 +109,33 @@ class Reader:
             rows = 1 << (len(group) - 1).bit_length()
             with self._reading:
                 read = np.asarray(
-                    self._embed(self._params.current, _batch([texts[i] for i in group], rows, size), pooling)
+                    self._embed(
+                        self._params.current, self._batch([texts[i] for i in group], rows, size, adapter), pooling
+                    )
                 )
             if not result.size:
                 result = np.zeros((len(texts), read.shape[1]), np.float32)
             result[group] = read[: len(group)]
         return result
 
-    def score(self, ids: Sequence[int], likeliest: int) -> TokenScores:
+    def score(self, ids: Sequence[int], likeliest: int, adapter: str | None = None) -> TokenScores:
         """The scores of a text's tokens by the model itself, and of the `likeliest` tokens in each place.
 
         Raises:
-          UserError: the text is empty or too long.
+          UserError: the text is empty or too long, or there is no such adapter.
         """
         self._check(ids)
         size = bucket(max(2, len(ids)), self._length)
         with self._reading:
-            scores = self._score(self._params.current, _batch([ids], 1, size), likeliest)
+            scores = self._score(self._params.current, self._batch([ids], 1, size, adapter), likeliest)
             return TokenScores(*(np.asarray(x)[: len(ids) - 1] for x in scores))
+
+    def _batch(self, texts: Sequence[Sequence[int]], rows: int, size: int, adapter: str | None) -> dict[str, Any]:
+        tokens, counts = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
+        for row, ids in enumerate(texts):
+            tokens[row, : len(ids)], counts[row] = ids, len(ids)
+        beside = self._adapters.of([self._adapters.number(adapter)] * rows)
+        return {"tokens": tokens, "counts": counts, "adapters": beside}
 
     def _check(self, ids: Sequence[int]) -> None:
         if self._encodes:
@@ -125,13 +146,6 @@ class Reader:
             )
         if not 1 <= len(ids) <= self._length:
             raise UserError(f"a text has {len(ids)} tokens, must have 1 to {self._length}")
-
-
-def _batch(texts: Sequence[Sequence[int]], rows: int, size: int) -> dict[str, Any]:
-    tokens, counts = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
-    for row, ids in enumerate(texts):
-        tokens[row, : len(ids)], counts[row] = ids, len(ids)
-    return {"tokens": tokens, "counts": counts, "adapters": None}
 
 
 def _pooled(hidden_BTD: jax.Array, counts_B: jax.Array, pooling: Pooling) -> jax.Array:
@@ -155,12 +169,14 @@ def _scores(
     """The fields of `TokenScores`, for all T tokens: the last place has no next token."""
     next_T = jnp.roll(tokens_T, -1)
 
-    def of_chunk(of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_chunk(of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         logits_CV = model.logits_of(params, of[0][None])[0]
         logits_CV = jnp.where(jnp.arange(logits_CV.shape[-1]) < usable, logits_CV, -jnp.inf)
         log_p_CV = jax.nn.log_softmax(logits_CV, axis=-1)
         theirs, ids = jax.lax.top_k(log_p_CV, likeliest)
-        return jnp.take_along_axis(log_p_CV, of[1][:, None], axis=-1)[:, 0], ids, theirs
+        chosen_C1 = jnp.take_along_axis(log_p_CV, of[1][:, None], axis=-1)
+        ranks_C = 1 + jnp.sum((log_p_CV > chosen_C1).astype(jnp.int32), axis=-1)
+        return chosen_C1[:, 0], ranks_C, ids, theirs
 
     count = -(-len(next_T) // _CHUNK)
     padded = [jnp.pad(x, ((0, count * _CHUNK - len(x)), *((0, 0),) * (x.ndim - 1))) for x in (hidden_TD, next_T)]

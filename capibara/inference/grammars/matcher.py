@@ -155,11 +155,27 @@ def _written(grammar: Grammar) -> str:
     if grammar.regex is not None:
         return matcher.grammar_from_regex(grammar.regex)
     if grammar.lark is not None:
-        return matcher.grammar_from_lark(grammar.lark)
+        return matcher.grammar_from_lark(_lark(grammar.lark))
     if grammar.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(map(_quoted, grammar.choice)))
     assert isinstance(grammar.json_schema, (str, bool))
     return matcher.grammar_from_json_schema(json.dumps(schemas.prepared(grammar.json_schema)), overrides=_WHITE_SPACE)
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's notation; llama.cpp's GBNF is translated.
+
+    Raises:
+      ValueError: it is no GBNF.
+    """
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises plain exceptions
+        raise ValueError(str(error)) from None
 
 
 def _quoted(text: str) -> str:

@@ -27,7 +27,8 @@ class Grammar:
         for any JSON object. Formats that llguidance does not know are annotations, as the standard says; keywords that it
         does not know are refused.
       regex: a regular expression of Rust's regex crate, which the whole text matches.
-      lark: a context-free grammar in Lark's notation with llguidance's additions, such as %json {...}.
+      lark: a context-free grammar in Lark's notation with llguidance's additions, such as %json {...}, or in llama.cpp's
+        GBNF (`root ::= ...`).
       choice: the text is one of these.
     """
 

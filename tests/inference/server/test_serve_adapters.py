@@ -93,6 +93,17 @@ def test_requests_name_an_adapter(folder, paths, want, monkeypatch):
         for name in ("coder", "base", "poet", "coder"):
             answer = client.completions.create(model=name, **how)
             assert answer.model == name and answer.choices[0].text == want[None if name == "base" else name]
+        vectors = {
+            n: client.embeddings.create(model=n, input="The river").data[0].embedding for n in ("base", "poet", "coder")
+        }
+        assert len({tuple(vector) for vector in vectors.values()}) == 3
+        for name in ("base", "poet"):  # a prompt is scored with the adapter, as its text is
+            scored = client.completions.create(
+                model=name, prompt="The river", echo=True, logprobs=3, max_tokens=1, temperature=0
+            )
+            of_river = client.completions.create(model=name, prompt="The rive", logprobs=3, max_tokens=1, temperature=0)
+            last, first = scored.choices[0].logprobs.top_logprobs[-2], of_river.choices[0].logprobs.top_logprobs[0]
+            assert max(last.values()) == pytest.approx(max(first.values()), abs=1e-3)
         chat = client.chat.completions.create(
             model="poet", messages=[{"role": "user", "content": "Hi"}], temperature=0, max_tokens=12, stream=True
         )

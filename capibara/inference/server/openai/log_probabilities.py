@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.requests.stream import Piece
 from capibara.inference.server.service.reply import Json
+from capibara.inference.server.service.service import RequestedText
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 
@@ -19,6 +20,28 @@ def token_log_probabilities(vocabulary: Vocabulary, pieces: Iterable[Piece]) -> 
         for piece in pieces
         if (token := piece.token) is not None
     ]
+
+
+def prompt_log_probabilities(vocabulary: Vocabulary, ask: RequestedText, likeliest: int) -> list[Json | None]:
+    """Those of a prompt's tokens as vLLM writes them: by id, the likeliest and the prompt's own; the first has none."""
+    scores = ask.scores
+    assert scores is not None, "they were asked for"
+    each: list[Json | None] = [None]
+    for place, token in enumerate(ask.ids[1:]):
+        ids, values = scores.likeliest[place, :likeliest], scores.their_log_probabilities[place, :likeliest]
+        ranked = [(int(one), float(value), rank) for rank, (one, value) in enumerate(zip(ids, values), 1)]
+        own = int(token), float(scores.log_probabilities[place]), int(scores.ranks[place])
+        if token not in ids:
+            ranked.append(own)
+        each.append(
+            {
+                str(one): {
+                    "logprob": max(LEAST_LOGPROB, value), "rank": rank, "decoded_token": named(vocabulary, one),
+                }
+                for one, value, rank in ranked
+            }
+        )  # fmt: skip
+    return each
 
 
 def _token(vocabulary: Vocabulary, token: int, log_probability: float) -> Json:

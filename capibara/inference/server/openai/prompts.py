@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from capibara.core.types import UserError
@@ -57,14 +57,29 @@ def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt") -
     return ids
 
 
-def prompt_scores(ids: list[int], likeliest: int, served: Served) -> TokenScores:
-    """What the model says of a prompt's tokens.
+def prompt_scores(ids: Sequence[int], likeliest: int, adapter: str | None, served: Served) -> TokenScores:
+    """What the model, with an adapter, says of a prompt's tokens.
 
     Raises:
       Refusal: the model reads no texts alone.
     """
-    with invalid("echo"):
-        return served.engine.reader.score(ids, likeliest)
+    with invalid("logprobs"):
+        return served.engine.reader.score(ids, likeliest, adapter)
+
+
+def truncated(ids: Sequence[int], count: int | None, side: str, most: int) -> Sequence[int]:
+    """The last ids of a prompt, or its first ones.
+
+    Args:
+      ids: of the prompt.
+      count: how many; None: all; -1: `most`.
+      side: which are left out, left or right.
+      most: the longest prompt.
+    """
+    if count is None:
+        return ids
+    count = max(1, most if count < 0 else count)
+    return ids[-count:] if side == "left" else ids[:count]
 
 
 @contextlib.contextmanager

@@ -51,7 +51,8 @@ def embeddings(request: EmbeddingRequest, served: Served, config: ServerConfig) 
     bounds.check_prompt(request.input, served, config, "input", config.max_embeddings)
     texts = [_embedded_ids(one, served, config) for one in given_prompts(request.input, "input")]
     with invalid("input"):
-        vectors = served.engine.reader.embed(texts, config.pooling)
+        adapter = request.model if request.model in served.adapters else None
+        vectors = served.engine.reader.embed(texts, config.pooling, adapter)
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions is {short(request.dimensions)}, and embeddings of this model have {vectors.shape[1]}: leave it out"
         raise Refusal(400, message, param="dimensions", code="unsupported_value")
@@ -61,7 +62,7 @@ def embeddings(request: EmbeddingRequest, served: Served, config: ServerConfig) 
     ]
     tokens = sum(map(len, texts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": request.model, "usage": usage}
+    return {"object": "list", "data": data, "model": request.model or served.name, "usage": usage}
 
 
 def tokenize(request: TokenizeRequest, served: Served, config: ServerConfig) -> Json:

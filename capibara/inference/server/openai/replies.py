@@ -8,9 +8,16 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.requests.stream import Completion, Piece
-from capibara.inference.server.openai.log_probabilities import LEAST_LOGPROB, named, token_log_probabilities
+from capibara.inference.server.openai.log_probabilities import (
+    LEAST_LOGPROB,
+    named,
+    prompt_log_probabilities,
+    token_log_probabilities,
+)
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service.chat_answer import ChatAnswer
 from capibara.inference.server.service.reply import Json, Reply
@@ -40,6 +47,8 @@ class OpenAiReply(Reply):
         }
         options = request.stream_options
         self._tells_usage = options is not None and options.include_usage
+        self._counts = self._tells_usage and options is not None and options.continuous_usage_stats
+        self._written = 0
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         choices = [
@@ -49,8 +58,12 @@ class OpenAiReply(Reply):
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
 
     def piece(self, index: int, piece: Piece) -> list[Json]:
-        named = self._names_tokens and piece.token is not None
-        return [self._chunk(index, self._text_of(piece), [piece], None)] if piece.text or named else []
+        self._written += piece.token is not None
+        return [self._chunk(index, self._text_of(piece), [piece], None)] if piece.text or self._shows(piece) else []
+
+    def _shows(self, piece: Piece) -> bool:
+        """Whether a piece without text has something to say."""
+        return piece.token is not None and (self._names_tokens or bool(self._asked.return_token_ids))
 
     def end(self, index: int, completion: Completion) -> list[Json]:
         return [self._chunk(index, "", [], str(completion.finish))]
@@ -86,10 +99,16 @@ class OpenAiReply(Reply):
             best += sorted(completions[first : first + drawn], key=_mean_log_probability, reverse=True)[:n]
         return best
 
-    def _chunk(self, index: int, text: str, pieces: Iterable[Piece], finish: str | None) -> Json:
-        choice = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
+    def _chunk(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Json:
+        choice: Json = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
+        if self._asked.return_token_ids:
+            choice["token_ids"] = _ids(pieces)
         chunk = self._about | {"object": self.chunk_kind, "choices": [choice]}
-        return chunk | {"usage": None} if self._tells_usage else chunk
+        return chunk | {"usage": self._usage_so_far() if self._counts else None} if self._tells_usage else chunk
+
+    def _usage_so_far(self) -> Json:
+        read = sum(len(ask.ids) for ask in self._asks[:: self._asked.drawn])
+        return {"prompt_tokens": read, "completion_tokens": self._written, "total_tokens": read + self._written}
 
     def _usage(self, completions: Sequence[Completion]) -> Json:
         n = self._asked.drawn
@@ -137,21 +156,28 @@ class CompletionReply(OpenAiReply):
         part = self._part(self._echoed[index] + text, pieces, finish, index)
         if echoed:
             part["logprobs"] = {name: values + part["logprobs"][name] for name, values in echoed.items()}
-        return {"index": index, "finish_reason": finish} | part
+        ask, extra = self._shown[index], dict[str, Any]()
+        if self._asked.return_token_ids:
+            extra = {"token_ids": _ids(pieces), "prompt_token_ids": list(ask.ids)}
+        if self._asked.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_log_probabilities(
+                self._served.vocabulary, ask, self._asked.prompt_logprobs
+            )
+        return {"index": index, "finish_reason": finish} | part | extra
 
     def _of_prompt(self, index: int) -> Json:
         """The log probabilities of an echoed prompt's tokens; the first has none."""
         ask, vocabulary = self._shown[index], self._served.vocabulary
         assert ask.scores is not None, "they were asked for"
         tokens = [named(vocabulary, token) for token in ask.ids]
-        likeliest = [
-            {
-                named(vocabulary, token): max(LEAST_LOGPROB, value)
-                for token, value in reversed([*zip(ids.tolist(), values.tolist())])
-            }
-            for ids, values in zip(ask.scores.likeliest, ask.scores.their_log_probabilities)
-        ]
+        count = self._asked.likeliest
         each = [max(LEAST_LOGPROB, value) for value in ask.scores.log_probabilities.tolist()]
+        likeliest = [
+            _named_values(vocabulary, [(token, value), *zip(ids[:count].tolist(), values[:count].tolist())])
+            for token, value, ids, values in zip(
+                ask.ids[1:], each, ask.scores.likeliest, ask.scores.their_log_probabilities
+            )
+        ]
         stream = vocabulary.stream()
         ends = [*itertools.accumulate(len(stream.feed(token)) for token in ask.ids)]
         self._offsets[index] = ends[-1]
@@ -169,8 +195,8 @@ class CompletionReply(OpenAiReply):
             if piece.token is not None:
                 found["tokens"].append(named(self._served.vocabulary, piece.token))
                 found["token_logprobs"].append(max(LEAST_LOGPROB, piece.log_probability))
-                best = {named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
-                found["top_logprobs"].append({token: max(LEAST_LOGPROB, value) for token, value in best.items()})
+                every = [(piece.token, piece.log_probability), *piece.likeliest]
+                found["top_logprobs"].append(_named_values(self._served.vocabulary, every))
                 found["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(self._text_of(piece))
         return found
@@ -202,17 +228,28 @@ class ChatReply(OpenAiReply):
             for piece in completion.pieces:
                 answer.add(piece)
             answer.close()
-        return super().whole(completions)
+        ask, extra = self._asks[0], dict[str, Any]()
+        if self._asked.return_token_ids:
+            extra["prompt_token_ids"] = list(ask.ids)
+        if self._asked.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_log_probabilities(
+                self._served.vocabulary, ask, self._asked.prompt_logprobs
+            )
+        return super().whole(completions) | extra
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
         answer = self._answers[index]
         finish = _CALLED.get(finish, finish) if answer.message.calls else finish
         message = answer.message.whole()
-        return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
+        extra = {"token_ids": _ids(pieces)} if self._asked.return_token_ids else {}
+        return {
+            "index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces),
+        } | extra  # fmt: skip
 
     def piece(self, index: int, piece: Piece) -> list[Json]:
+        self._written += piece.token is not None
         delta = self._answers[index].add(piece)
-        if not delta and not (self._names_tokens and piece.token is not None):
+        if not delta and not self._shows(piece):
             return []
         chunk = self._chunk(index, "", [piece], None)
         chunk["choices"][0]["delta"] = delta
@@ -238,6 +275,15 @@ class ChatReply(OpenAiReply):
         if not self._names_tokens:
             return None
         return {"content": token_log_probabilities(self._served.vocabulary, pieces), "refusal": None}
+
+
+def _named_values(vocabulary: Vocabulary, each: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """Log probabilities by the tokens' names, the chosen token's among them, as OpenAI returns it."""
+    return {named(vocabulary, token): max(LEAST_LOGPROB, value) for token, value in reversed([*each])}
+
+
+def _ids(pieces: Iterable[Piece]) -> list[int]:
+    return [piece.token for piece in pieces if piece.token is not None]
 
 
 def _mean_log_probability(completion: Completion) -> float:

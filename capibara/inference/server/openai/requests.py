@@ -1,12 +1,13 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
-Parameters beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, structured_outputs and
-guided_* as in vLLM, thinking_tokens as in `Sampling`.
+Parameters beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
+return_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_* as in vLLM, thinking_tokens as in
+`Sampling`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -33,6 +34,7 @@ class StreamOptions(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -56,6 +58,10 @@ class ApiRequest(TextParameters):
     min_tokens: int | None = pydantic.Field(None, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = pydantic.Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -71,6 +77,14 @@ class ApiRequest(TextParameters):
         if self.stream_options is not None and not self.stream:
             message = "stream_options needs stream = true: leave it out"
             raise Refusal(400, message, param="stream_options", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is not available in a stream: set stream = false"
+            raise Refusal(400, message, param="prompt_logprobs", code="invalid_value")
+
+    @property
+    def prompt_likeliest(self) -> int | None:
+        """How many of the likeliest tokens to return for each token of the prompt; None: it is not scored."""
+        return self.prompt_logprobs
 
     @property
     def longest(self) -> tuple[str, int | None]:
@@ -117,6 +131,12 @@ class CompletionRequest(ApiRequest):
             raise Refusal(400, message, param="best_of", code="invalid_value")
 
     logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
+
+    @property
+    def prompt_likeliest(self) -> int | None:
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
     @property
     def likeliest(self) -> int:

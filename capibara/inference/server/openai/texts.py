@@ -9,7 +9,7 @@ from capibara.core.fields import short
 from capibara.inference.calls import choice
 from capibara.inference.server.openai import sampling_options, structured
 from capibara.inference.server.openai.conversations import rendered
-from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids, prompt_scores
+from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids, prompt_scores, truncated
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service import bounds
 from capibara.inference.server.service.http_errors import Refusal
@@ -22,17 +22,12 @@ def completion_texts(request: CompletionRequest, served: Served, config: ServerC
     Raises:
       Refusal: a parameter is invalid, or a prompt is too long.
     """
-    bounds.check_prompt(request.prompt, served, config)
+    bounds.check_prompt(request.prompt, served, config, is_cut=request.truncate_prompt_tokens is not None)
     prompts = given_prompts(request.prompt)
     _check_count(request, len(prompts), config)
     asks: list[RequestedText] = []
     for prompt in prompts:
-        ids = prompt_ids(prompt, served)
-        of_prompt = _asks(request, ids, (), served, config, "prompt")
-        if request.echo and request.logprobs is not None:
-            scores = prompt_scores(ids, request.logprobs, served)
-            of_prompt = [dataclasses.replace(ask, scores=scores) for ask in of_prompt]
-        asks += of_prompt
+        asks += _asks(request, prompt_ids(prompt, served), (), served, config, "prompt")
     return asks
 
 
@@ -85,6 +80,7 @@ def _asks(
     config: ServerConfig,
     param: str,
 ) -> list[RequestedText]:
+    ids = truncated(ids, request.truncate_prompt_tokens, request.truncation_side, bounds.most_tokens(served, config))
     bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     grammar = structured.grammar_of(request.structured, served)
@@ -92,6 +88,9 @@ def _asks(
     seeds = [(sampling.seed + k) % sampling_options.SEEDS for k in range(request.drawn)]
     adapter = None if request.model == served.name else request.model
     ends = (*ends, *sampling_options.end_ids(request, served))
+    likeliest = request.prompt_likeliest
+    scores = None if likeliest is None else prompt_scores(ids, likeliest, adapter, served)
     return [
-        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter) for seed in seeds
+        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, scores=scores)
+        for seed in seeds
     ]

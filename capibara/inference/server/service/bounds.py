@@ -71,7 +71,12 @@ def _too_many(most: int, what: str) -> Refusal:
 
 
 def check_prompt(
-    prompt: object, served: Served, config: ServerConfig, param: str = "prompt", most: int | None = None
+    prompt: object,
+    served: Served,
+    config: ServerConfig,
+    param: str = "prompt",
+    most: int | None = None,
+    is_cut: bool = False,
 ) -> None:
     """Raises Refusal if there are too many texts, characters or tokens; does not read each of them.
 
@@ -81,13 +86,15 @@ def check_prompt(
       config: the limits.
       param: the parameter that contains it.
       most: most texts; None: ServerConfig.max_texts.
+      is_cut: whether prompts of too many tokens are cut.
     """
     if isinstance(prompt, str):
         check_characters(len(prompt), served, config, param)
     if not isinstance(prompt, list) or not prompt:
         return
     if isinstance(prompt[0], int):
-        check_tokens(len(prompt), served, config, param)
+        if not is_cut:
+            check_tokens(len(prompt), served, config, param)
         return
     most = config.max_texts if most is None else most
     if len(prompt) > most:
@@ -96,7 +103,7 @@ def check_prompt(
     for one in prompt:
         if isinstance(one, str):
             check_characters(len(one), served, config, param)
-        elif isinstance(one, list):
+        elif isinstance(one, list) and not is_cut:
             check_tokens(len(one), served, config, param)
 
 

@@ -146,11 +146,67 @@ def test_an_echoed_prompt_has_its_log_probabilities(client, served, run, stream)
     scores = np.asarray(log_probabilities_of(run, ids))
     for place, token in enumerate(ids[1:], 1):
         assert log_probabilities[place] == pytest.approx(scores[place - 1, token], abs=1e-4)
-        best = np.sort(scores[place - 1])[-2:]
-        assert sorted(likeliest[place].values()) == pytest.approx(best, abs=1e-4)
+        best = {*np.argsort(scores[place - 1])[-2:].tolist(), token}  # the prompt's own token is among them
+        assert sorted(likeliest[place].values()) == pytest.approx(sorted(scores[place - 1, [*best]]), abs=1e-4)
     assert offsets == [len(served.vocabulary.decode(ids[:count])) for count in range(len(ids))] + [
         len("the cat") + sum(map(len, tokens[len(ids) : count])) for count in range(len(ids), len(tokens))
     ]
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_prompts_are_scored_as_vllm_does(client, served, run, api):
+    """By id, with ranks: the likeliest tokens and the prompt's own."""
+    asked = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 2, "return_token_ids": True}}
+    if api == "chat":
+        reply = client.chat.completions.create(messages=HELLO, **asked)
+        ids, scored = reply.prompt_token_ids, reply.prompt_logprobs
+    else:
+        reply = client.completions.create(prompt="the cat", **asked)
+        ids, scored = reply.choices[0].prompt_token_ids, reply.choices[0].prompt_logprobs
+        assert ids == served.vocabulary.prompt_ids("the cat")
+    assert len(reply.choices[0].token_ids) == 1 and len(scored) == len(ids) and scored[0] is None
+    scores = np.asarray(log_probabilities_of(run, ids))
+    for place, (token, each) in enumerate(zip(ids[1:], scored[1:])):
+        order = np.argsort(-scores[place], kind="stable")
+        assert {*each} == {*map(str, order[:2]), str(token)}
+        own = each[str(token)]
+        assert own["rank"] == 1 + int((scores[place] > scores[place, token]).sum())
+        assert own["logprob"] == pytest.approx(scores[place, token], abs=1e-4)
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not available in a stream"):
+        client.completions.create(**asked, prompt="x", stream=True)
+
+
+def test_a_prompt_is_cut_to_the_tokens_asked_for(client):
+    asked = {"model": "tiny", "prompt": [*range(60, 80)], "max_tokens": 1}
+    for side, want in (("left", [*range(76, 80)]), ("right", [*range(60, 64)])):
+        body = {"return_token_ids": True, "truncate_prompt_tokens": 4, "truncation_side": side}
+        assert client.completions.create(**asked, extra_body=body).choices[0].prompt_token_ids == want
+    long = asked | {"prompt": [70] * 300}
+    cut = client.completions.create(**long, extra_body={"truncate_prompt_tokens": -1, "return_token_ids": True})
+    assert len(cut.choices[0].prompt_token_ids) == 256
+
+
+def test_each_chunk_tells_the_usage_so_far(client):
+    asked = {"model": "tiny", "max_tokens": 6, "temperature": 0, "logit_bias": {"65": 100}, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [
+        *client.completions.create(
+            prompt="the cat", stream_options=options, extra_body={"return_token_ids": True}, **asked
+        )
+    ]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6, 6, 6]
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {6}
+    assert [token for chunk in chunks for choice in chunk.choices for token in choice.token_ids] == [65] * 6
+    chat = [*client.chat.completions.create(messages=HELLO, stream_options=options, **asked)]
+    assert [chunk.usage.completion_tokens for chunk in chat] == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+
+
+def test_a_grammar_of_llama_cpp_is_read(client):
+    gbnf = 'root ::= "SELECT " column " FROM " [a-z]{2}\ncolumn ::= "a" | "b"'
+    reply = client.completions.create(**HOT, prompt="x", extra_body={"guided_grammar": gbnf})
+    assert re.fullmatch("SELECT [ab] FROM [a-z]{2}", reply.choices[0].text)
+    with pytest.raises(openai.BadRequestError, match="guided_grammar: Grammar.lark cannot be used"):
+        client.completions.create(**HOT, prompt="x", extra_body={"guided_grammar": "root ::= missing"})
 
 
 def test_embeddings_are_of_length_one_and_do_not_depend_on_their_batch(client, served):
