@@ -212,7 +212,9 @@ ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # na
 
 # Names of results in Plan.remat_names. Attention itself is no projection; its result lies between the values and `out`.
 QKV = tuple(one.result for one in (QUERY, KEY, VALUE) if one.result)
+# A layer's input has no weights: it is what the residual stream brings.
 ATTENDED = "attention"
+LAYER_INPUT = "layer_input"
 RESULTS = tuple(one.result for one in ALL if one.result)
 NEEDED = tuple(one.result for one in ALL if one.result and one.needed)
 

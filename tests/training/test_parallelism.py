@@ -134,8 +134,8 @@ def params_of(config):
     return jax.tree.map(add, params)
 
 
-def loss_and_grads(name, plan, devices):
-    """The mean loss and the gradients of all parameters, on the host."""
+def gradient_of(name, plan, devices):
+    """The compiled (parameters, batch) -> (mean loss, gradients), the parameters' shardings, and the batch."""
     model = api.build(MODELS[name])
     mesh = sharding.make_mesh(plan, devices)
     shardings = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
@@ -148,8 +148,24 @@ def loss_and_grads(name, plan, devices):
             return (total + model.layer_loss(stats)) / sums.weight
 
     batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch_of(name))
-    params = jax.device_put(params_of(MODELS[name]), shardings)
-    return jax.device_get(jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(params, batch))
+    return jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings)), shardings, batch
+
+
+def loss_and_grads(name, plan, devices):
+    """The mean loss and the gradients of all parameters, on the host."""
+    gradient, shardings, batch = gradient_of(name, plan, devices)
+    return jax.device_get(gradient(jax.device_put(params_of(MODELS[name]), shardings), batch))
+
+
+def five_steps(name, plan):
+    """Loss and gradients of each step of gradient descent."""
+    gradient, shardings, batch = gradient_of(name, plan, jax.devices())
+    params, results = params_of(MODELS[name]), []
+    for _ in range(5):
+        loss, gradients = jax.device_get(gradient(jax.device_put(params, shardings), batch))
+        results.append((loss, gradients))
+        params = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, gradients)
+    return results
 
 
 @functools.cache
@@ -195,6 +211,30 @@ def test_loss_and_gradients_are_those_of_one_device(name, sizes):
     devices = math.prod(size for axis, size in sizes.items() if axis in sharding.MESH_AXES)
     got = loss_and_grads(name, Plan(batch_size=ROWS, **sizes), jax.devices()[:devices])
     compare(name, got, one_device(name))
+
+
+INPUTS = ("layer_input",)
+OFFLOADED = [
+    pytest.param("dense", dict(fsdp=8), "offload", INPUTS, id="dense"),
+    pytest.param("dense", dict(fsdp=4, stage=2), "offload", INPUTS, id="stages", marks=pytest.mark.heavy),
+    pytest.param("dense", dict(fsdp=8), "save", INPUTS, id="save", marks=pytest.mark.heavy),
+    pytest.param("experts", dict(fsdp=2, expert=4), "offload", INPUTS, id="experts", marks=pytest.mark.heavy),
+    pytest.param("encoder_decoder", dict(fsdp=8), "offload", INPUTS, id="pairs", marks=pytest.mark.heavy),
+    pytest.param("gemma3n", dict(fsdp=8), "offload", INPUTS, id="gemma3n", marks=pytest.mark.heavy),
+    pytest.param("dense", dict(fsdp=8), "offload", (*INPUTS, "query", "mlp_down"), id="more", marks=pytest.mark.heavy),
+]
+
+
+@pytest.mark.parametrize("name, sizes, remat, names", OFFLOADED)
+def test_layer_inputs_elsewhere_change_no_number_of_five_steps(name, sizes, remat, names):
+    """Against full recomputation from inputs on the device."""
+    sizes = {"fsdp": 1} | sizes
+    want = five_steps(name, Plan(batch_size=ROWS, remat="full", **sizes))
+    got = five_steps(name, Plan(batch_size=ROWS, remat=remat, remat_names=names, **sizes))
+    for (loss, gradients), (other, others) in zip(got, want, strict=True):
+        assert loss == other
+        jax.tree.map(np.testing.assert_array_equal, gradients, others)
+    assert want[-1][0] < want[0][0]
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.heavy)])

@@ -10,6 +10,7 @@ from typing import Concatenate, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
 from capibara.core import projections, tree
@@ -327,8 +328,12 @@ def _recomputed(body: _Body, remat: RematPolicy, *, in_scan: bool) -> _Body:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
+
+    def named(x: jax.Array, layer: PyTree, rows: PyTree) -> tuple[jax.Array, Stats]:
+        return body(checkpoint_name(x, projections.LAYER_INPUT), layer, rows)
+
     # Where both passes of a layer are in one computation, XLA would find that it recomputes what it has, and keep it.
-    return jax.checkpoint(body, prevent_cse=not in_scan, policy=policy)
+    return jax.checkpoint(named, prevent_cse=not in_scan, policy=policy)
 
 
 def _as_state(template: nnx.State, values: Params) -> nnx.State:
