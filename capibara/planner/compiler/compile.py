@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from typing import Any
 
 import jax
 
-from capibara.planner.compiler import hbm_peak, hlo
+from capibara.planner.compiler import assignment, hbm_peak, hlo
 from capibara.planner.hardware import chips
 
 _ALIVE = 16  # number of buffers in a report
@@ -38,14 +40,13 @@ class Compiled:
 
     Attributes:
       fits: whether the step fits the device's HBM. The compiler decides; no sum of the figures below is its limit.
-      peak_bytes: peak HBM, arguments included, host buffers excluded; for a step that does not fit, what it would need.
-        The compiler's figure includes host buffers. All of them are subtracted, so that the result is too low if not
-        all of them are alive at the peak. Without host buffers it is the compiler's figure.
+      peak_bytes: HBM of arguments, results and temporaries as the compiler packs them, host buffers excluded; with
+        code_bytes it is what the compiler compares with the limit. For a step that does not fit, what it would need.
       compile_s: wall-clock seconds.
       limit_bytes: usable HBM, from the compiler or, for a step that fits, from chips.py; None: unknown.
       argument_bytes: state and batch.
       output_bytes: results; the donated state is not counted twice.
-      temporary_bytes: everything else, packed without regard to time: with the others more than the peak.
+      temporary_bytes: everything else; libtpu counts gaps between packed buffers twice: with the others more than the peak.
       code_bytes: the program itself, which the peak does not include.
       host_argument_bytes, host_output_bytes, host_temporary_bytes: the same for buffers in the host's memory
         (pinned_host: offloaded optimizer state or activations).
@@ -103,6 +104,12 @@ class Compiled:
         known = chips.find(self.chip) if self.chip else None
         return self.costs.cycles / known.clock_hz if known and self.costs.cycles else None
 
+    @property
+    def host_exposed_s(self) -> float:
+        """Seconds of copies to and from the host's memory that no scheduled instruction hides, without Pallas kernels."""
+        known = chips.find(self.chip) if self.chip else None
+        return self.costs.host_exposed_cycles / known.clock_hz if known else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Plain values without the HLO's text, for `from_json`."""
         apart = ("costs", "alive", "text")
@@ -145,22 +152,25 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
       The report, also for a step that does not fit; any other compiler error is raised.
     """
     begin_s = time.perf_counter()
-    try:
-        compiled = lowered.compile(compiler_options=dict(flags) if flags else None)
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(str(error)):
-            raise
-        used, limit = hbm_need(str(error))
-        return Compiled(fits=False, peak_bytes=used, limit_bytes=limit, compile_s=time.perf_counter() - begin_s)
-    return read(compiled, time.perf_counter() - begin_s)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile(compiler_options={**(flags or {}), **assignment.options(folder)})
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(str(error)):
+                raise
+            used, limit = hbm_need(str(error))
+            return Compiled(fits=False, peak_bytes=used, limit_bytes=limit, compile_s=time.perf_counter() - begin_s)
+        return read(compiled, time.perf_counter() - begin_s, assignment.hbm_bytes(folder))
 
 
-def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
+def read(compiled: jax.stages.Compiled, compile_s: float, hbm_bytes: int | None = None) -> Compiled:
     """The report of a compiled program.
 
     Args:
       compiled: the program.
       compile_s: its compile time in seconds.
+      hbm_bytes: assignment.hbm_bytes of its compile; None: the compiler's peak, which is too high if the buffers in the
+        host's memory are more than the temporaries in HBM.
     """
     memory, text, chip = compiled.memory_analysis(), compiled.as_text(), _chip(compiled)
     assert memory is not None and text is not None, "the TPU compiler provides both"
@@ -175,7 +185,7 @@ def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
     output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
         fits=True,
-        peak_bytes=max(memory.peak_memory_in_bytes - sum(host.values()), argument_bytes),
+        peak_bytes=memory.peak_memory_in_bytes if hbm_bytes is None else hbm_bytes,
         compile_s=compile_s,
         limit_bytes=int(chip.device_usable_hbm_bytes) if chip else None,
         argument_bytes=argument_bytes,
@@ -184,7 +194,9 @@ def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
         code_bytes=memory.generated_code_size_in_bytes,
         **host,
         chip=chip.name if chip else None,
-        costs=hlo.costs(module),
+        costs=hlo.costs(
+            module, host_bytes_per_cycle=chip.device_pcie_bytes_per_s / chip.clock_hz if chip else math.inf
+        ),
         alive_bytes=moment.bytes,
         alive=moment.buffers[:_ALIVE],
         text=text,

@@ -46,6 +46,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 _COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
 # Those that decide the figures read from a compiled program: the readers, and the slice's devices.
 _READERS = (
+    "planner/compiler/assignment.py",
     "planner/compiler/compile.py",
     "planner/compiler/hlo.py",
     "planner/compiler/hbm_peak.py",

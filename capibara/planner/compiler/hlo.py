@@ -29,6 +29,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _LAYOUT = re.compile(r"([\d,]*)(?::T\(([\d,]+)\))?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')  # the attribute is for a SparseCore
+_HOST_SPACE = re.compile(r"S\(5\)")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _WORD = re.compile(r" ?([a-z][\w\-]*)\(")
 
@@ -40,7 +41,9 @@ class Array:
     Attributes:
       dtype: XLA's name.
       dims: sizes.
-      on_chip: whether it is in the chip's vector or scalar memory instead of HBM (TPU memory spaces other than 0).
+      on_chip: whether it is not in HBM but in the chip's vector or scalar memory, or in the host's (TPU memory spaces
+        other than 0).
+      on_host: whether it is in the host's pinned memory.
       padded: number of elements including tile padding: a TPU stores [.., 1] in tiles of 128 lanes. None: no tiles.
     """
 
@@ -48,6 +51,7 @@ class Array:
     dims: tuple[int, ...]
     on_chip: bool
     padded: int | None = None
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -121,6 +125,8 @@ class Costs:
       collective_counts: kind -> number of executions.
       cycles: sum of the TPU compiler's estimated_cycles, without kernels and collectives.
       kernels: name of a Pallas kernel or other custom call -> number of executions.
+      host_bytes: copied to and from the host's memory.
+      host_exposed_cycles: cycles that these copies take beyond the estimated_cycles scheduled between their starts and ends.
     """
 
     matmul_flops: float = 0.0
@@ -130,6 +136,8 @@ class Costs:
     collective_counts: Counter[str] = dataclasses.field(default_factory=Counter)
     cycles: float = 0.0
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
+    host_bytes: float = 0.0
+    host_exposed_cycles: float = 0.0
 
     def plus(self, other: Costs, times: float = 1) -> Costs:
         """The sum, with `other` counted `times` times."""
@@ -165,7 +173,11 @@ def parse(text: str) -> Module:
 
 
 def costs(
-    module: Module, *, kernel_bytes: Mapping[str, float] = types.MappingProxyType({}), dearest: bool = True
+    module: Module,
+    *,
+    kernel_bytes: Mapping[str, float] = types.MappingProxyType({}),
+    dearest: bool = True,
+    host_bytes_per_cycle: float = math.inf,
 ) -> Costs:
     """The costs of one run of the entry computation, with loop trip counts.
 
@@ -174,14 +186,17 @@ def costs(
       kernel_bytes: name of a kernel -> HBM bytes that one call reads and writes, for kernels that do not read all their
         operands exactly once.
       dearest: whether a conditional counts as its most expensive branch, or as the cheapest.
+      host_bytes_per_cycle: bandwidth between the device and the host's memory.
     """
 
     @functools.cache
     def of(name: str) -> Costs:
         total = Costs()
         seen: set[str] = set()
+        copies = _HostCopies(host_bytes_per_cycle)
         for instruction in module.computations[name].values():
             total = total.plus(_own_costs(module, name, instruction, seen, kernel_bytes))
+            total = total.plus(Costs(host_exposed_cycles=copies.exposed(instruction, total.cycles)))
             if instruction.opcode == "while":
                 times = trip_count(module, name, instruction)
                 for key in ("body", "condition"):
@@ -254,7 +269,52 @@ def _own_costs(
         collective_counts=counts,
         cycles=float(cycles[1]) if cycles else 0.0,
         kernels=kernels,
+        host_bytes=_host_bytes(instruction),
     )
+
+
+class _HostCopies:
+    """The copies to and from the host's memory that are under way in one computation.
+
+    Args:
+      bytes_per_cycle: their bandwidth.
+    """
+
+    def __init__(self, bytes_per_cycle: float):
+        self._bytes_per_cycle = bytes_per_cycle
+        self._open: set[str] = set()
+        self._bytes = self._start = 0.0
+
+    def exposed(self, instruction: Instruction, cycles: float) -> float:
+        """Cycles that the copies exceed those scheduled beside them, once the last one that is under way ends.
+
+        Args:
+          instruction: the next one of the computation.
+          cycles: of the instructions before it.
+        """
+        if _crosses_pcie(instruction):
+            if not self._open:
+                self._bytes, self._start = 0.0, cycles
+            self._open.add(instruction.name)
+            self._bytes += _host_bytes(instruction)
+        elif instruction.opcode.endswith("-done") and instruction.operands[0] in self._open:
+            self._open.remove(instruction.operands[0])
+            if not self._open:
+                return max(0.0, self._bytes / self._bytes_per_cycle - (cycles - self._start))
+        return 0.0
+
+
+def _crosses_pcie(instruction: Instruction) -> bool:
+    """Whether an instruction starts a copy between the device and the host's memory."""
+    copies = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
+    return instruction.opcode in copies and any(a.on_host for a in instruction.arrays)
+
+
+def _host_bytes(instruction: Instruction) -> float:
+    """Bytes that it copies to or from the host's memory: its array on the device."""
+    if not _crosses_pcie(instruction):
+        return 0.0
+    return float(max((a.bytes for a in instruction.arrays if not a.on_host), default=0))
 
 
 def _fused(module: Module, fusion: Instruction, lookup: dict[str, dict[str, Instruction]]) -> Iterator[Instruction]:
@@ -484,7 +544,7 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
         laid_out = [1] * (len(edges) - len(laid_out)) + laid_out
         inner = (-(-size // edge) * edge for size, edge in zip(laid_out[-len(edges) :], edges))
         padded = math.prod(laid_out[: -len(edges)]) * math.prod(inner)
-    return Array(dtype, sizes, bool(re.search(r"S\([1-9]\d*\)", layout)), padded)
+    return Array(dtype, sizes, bool(re.search(r"S\([1-9]\d*\)", layout)), padded, bool(_HOST_SPACE.search(layout)))
 
 
 def _closing(text: str, start: int) -> int:

@@ -128,6 +128,11 @@ class Chip:
         """HBM bandwidth of one JAX device."""
         return self.hbm_bytes_per_s / self.devices
 
+    @property
+    def device_pcie_bytes_per_s(self) -> float:
+        """Bandwidth between one JAX device and its host, in one direction."""
+        return self.pcie_bytes_per_s / self.devices
+
     def flops(self, dtype: str = "bfloat16") -> float:
         """Peak FLOP/s of a chip for matrices of a dtype; bfloat16's if the dtype has no faster units."""
         family = "float8" if dtype.startswith("float8") else dtype

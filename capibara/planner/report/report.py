@@ -310,6 +310,12 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
     yield f"  {compiled.flops / 1e12:.1f} TFLOP a chip and step, {costs.hbm_bytes / 1e9:.1f} GB over HBM"
     for kind, size in sorted(costs.collective_bytes.items()):
         yield f"  {kind}: {size / 1e9:.2f} GB"
+    if costs.host_bytes:
+        needed_s, exposed_s = costs.host_bytes / slice_.chip.device_pcie_bytes_per_s, compiled.host_exposed_s
+        yield (
+            f"  to and from the host's memory: {costs.host_bytes / 1e9:.2f} GB, {needed_s:.3f} s over PCIe, "
+            f"{exposed_s:.3f} s of it longer than the instructions scheduled beside it"
+        )
     if compiled.kernels:
         yield f"  kernels: {', '.join(compiled.kernels)}"
     if compiled.alive:

@@ -147,6 +147,6 @@ def test_host_buffers_are_apart_and_what_does_not_fit_is_no_crash():
     offloaded, too_big = map(Compiled.from_json, json.loads(child.stdout.splitlines()[-1]))
     buffer = 2**26 * 4 // 4
     assert offloaded.host_argument_bytes == offloaded.host_bytes == offloaded.argument_bytes == buffer
-    # On the device are the gradient, the copy and the difference; the compiler's peak has the host's buffer as well.
-    assert offloaded.peak_bytes == 3 * buffer
+    # On the device are the gradient, the copy and the difference, and flags of the copies; the host's buffer is not.
+    assert 3 * buffer <= offloaded.peak_bytes < 3 * buffer + 2**16
     assert not too_big.fits and too_big.peak_bytes > too_big.limit_bytes == math.floor(15.75 * 2**30)

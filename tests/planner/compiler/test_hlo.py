@@ -197,6 +197,35 @@ ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {{
     assert hlo.costs(hlo.parse(text)).matmul_flops == 2 * (2 * 8 * 16 * 4)
 
 
+HOST = "bf16[4,1024]{1,0:T(8,128)(2,1)S(5)}"
+ROW = "bf16[1,1024]{1,0:T(8,128)(2,1)}"
+HOST_TEXT = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[1,1024], i: s32[]) -> bf16[1,1024] {{
+  %x = {ROW} parameter(0)
+  %i = s32[] parameter(1)
+  %all = {HOST} custom-call(), custom_call_target="AllocateBuffer"
+  %send = (({HOST}, {ROW}, s32[]), {HOST}, u32[]{{:S(2)}}) dynamic-update-slice-start(%all, %x, %i, %i)
+  %wide = {ROW} fusion(%x), kind=kLoop, calls=%same, backend_config={{"estimated_cycles":"300"}}
+  %sent = {HOST} dynamic-update-slice-done(%send)
+  %fetch = (({HOST}, s32[]), {ROW}, u32[]{{:S(2)}}) dynamic-slice-start(%sent, %i, %i), dynamic_slice_sizes={{1,1024}}
+  %narrow = {ROW} fusion(%wide), kind=kLoop, calls=%same, backend_config={{"estimated_cycles":"50"}}
+  ROOT %fetched = {ROW} dynamic-slice-done(%fetch)
+}}
+
+%same (p: bf16[1,1024]) -> bf16[1,1024] {{
+  ROOT %p = {ROW} parameter(0)
+}}
+"""
+
+
+def test_copies_to_the_host_are_hidden_by_what_is_scheduled_beside_them():
+    """A row of 2 KiB leaves beside 300 cycles and returns beside 50: at 16 bytes a cycle the way back takes 128."""
+    found = hlo.costs(hlo.parse(HOST_TEXT), host_bytes_per_cycle=16.0)
+    assert found.host_bytes == 2 * 2048 and found.host_exposed_cycles == 128 - 50
+    assert hlo.costs(hlo.parse(HOST_TEXT)).host_exposed_cycles == 0
+
+
 def test_text_that_is_no_hlo_is_said():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("HloModule empty\n")
