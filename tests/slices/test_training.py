@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from matrix import LOSSES, SLICES, Case, compiles_on, running, shown
+from matrix import LENGTH, LOSSES, ROWS, SLICES, Case, compiles_on, running, shown
 
 from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
@@ -214,11 +215,33 @@ def test_a_program_of_a_run_compiles_for_the_slice(name, model, slice_name, size
     program = PROGRAMS[name]
     case = Case(model, slice_name, sizes, program.options)
     chip = slices.parse(slice_name).chip.name
-    flags = (
-        xla_flags.options(chip, tensor=case.plan.axes["tensor"]) if program.site == STEP else None
-    )  # as `train` does
+    flags = xla_flags.of_plan(chip, case.plan) if program.site == STEP else None  # as `train` does
     with running(program.site, *(site for site, of in WITHIN.items() if of == (name, model))):
         lowered = program.lower(case)
     report = compiler.compile_train_step(lowered, flags)
     assert report.fits
     tell(name, model, slice_name, sizes, report)
+
+
+def offloaded():
+    """Every kind of stack, and meshes with and without stages; one of either chip in the short suite."""
+    for slice_name, sizes in (("v5e-4", dict(fsdp=4)), ("v6e-8", dict(fsdp=2, stage=2, tensor=2))):
+        for model in (*GENERAL, "latents", "recurrent", "gemma3n", "decoder QLoRA"):
+            if compiles_on(model, sizes):
+                marks = () if model == "decoder" else pytest.mark.heavy
+                yield pytest.param(model, slice_name, sizes, id=f"{model}-{slice_name}", marks=marks)
+
+
+@pytest.mark.parametrize("model, slice_name, sizes", list(offloaded()))
+def test_the_inputs_of_all_layers_are_in_the_hosts_memory(model, slice_name, sizes, tell):
+    case = Case(model, slice_name, sizes)
+    plan = dataclasses.replace(case.plan, remat="offload", remat_names=("layer_input",))
+    trainer = dataclasses.replace(case.trainer, plan=plan)
+    lowered = setup.lower_step(trainer, case.model, case.mesh)
+    report = compiler.compile_train_step(lowered, xla_flags.of_plan(slices.parse(slice_name).chip.name, plan))
+    config = case.trainer.model
+    tokens = ROWS * LENGTH / case.mesh.size  # on one device, by any of these axes
+    of_inputs = config.num_layers * tokens * config.embed_dim * 2
+    assert report.fits and report.host_temporary_bytes >= of_inputs
+    assert report.costs.host_bytes >= 2 * of_inputs  # to the host, and back
+    tell("train step, offload", model, slice_name, sizes, report)

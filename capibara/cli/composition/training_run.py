@@ -172,7 +172,7 @@ def _train(
         sampler=samples,
         judge=judge,
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
-        compiler_options=xla_flags.options(chip, tensor=trainer.plan.axes["tensor"]),
+        compiler_options=xla_flags.of_plan(chip, trainer.plan),
         config=record,
         load=load,
     )

@@ -47,7 +47,7 @@ class Configuration:
 
 def flags(run: Run, slice_: Slice) -> dict[str, str]:
     """The XLA options that `train` uses for this run's step on this slice."""
-    return xla_flags.options(slice_.chip.name, tensor=run.plan.axes["tensor"])
+    return xla_flags.of_plan(slice_.chip.name, run.plan)
 
 
 def key(run: Run, slice_: Slice) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The table of XLA options: what it gives, and, where libtpu is installed, that the compiler takes all of it."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from capibara.planner.hardware import chips, xla_flags
+from capibara.sharding import Plan
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -24,7 +26,7 @@ def test_every_option_has_a_reason_a_source_and_a_chip():
 
 def test_a_chip_goes_by_any_of_its_names():
     assert xla_flags.options("v6e") == xla_flags.options("trillium") == xla_flags.options("TPU v6 lite")
-    assert xla_flags.options("v6e") == {option.name: option.value for option in xla_flags.TABLE["v6e"]}
+    assert xla_flags.options("v6e", offload=True) == {option.name: option.value for option in xla_flags.TABLE["v6e"]}
     assert xla_flags.options("h100") == xla_flags.options("cpu") == xla_flags.options("v4") == {}
     assert xla_flags.options("NVIDIA of next year") == {}  # whatever a run is on, it is not the table that stops it
 
@@ -32,6 +34,15 @@ def test_a_chip_goes_by_any_of_its_names():
 def test_with_tensor_parallelism_the_collective_matmul_stays():
     assert not any("collective_matmul" in name for name in xla_flags.options("v6e", tensor=4))
     assert any("collective_matmul" in name for name in xla_flags.options("v6e"))
+
+
+def test_only_plans_that_offload_have_the_options_for_it():
+    plan = Plan(batch_size=8, remat="offload")
+    extra = (
+        xla_flags.of_plan("v6e", plan).keys() - xla_flags.of_plan("v6e", dataclasses.replace(plan, remat="save")).keys()
+    )
+    assert extra == {option.name for option in xla_flags.TABLE["v6e"] if option.offload} != set()
+    assert xla_flags.of_plan("v6e", plan) == xla_flags.options("v6e", offload=True)
 
 
 def test_what_the_user_sets_is_left_to_the_user(monkeypatch):
@@ -60,7 +71,7 @@ for chip in xla_flags.TABLE:
         return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].astype(jnp.float32))
 
     lowered = jax.jit(jax.grad(loss), out_shardings=w.sharding).lower(w, x)
-    options = xla_flags.options(chip)
+    options = xla_flags.options(chip, offload=True)
     for some in [*({name: value} for name, value in options.items()), options]:
         try:
             lowered.compile(compiler_options=some)
