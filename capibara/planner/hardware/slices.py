@@ -112,6 +112,11 @@ class Slice:
         return self.machine.memory_bytes if self.machine else None
 
     @property
+    def device_host_bytes(self) -> float:
+        """Memory of the machine for each of its JAX devices; infinite for the CPU, whose machine is not known."""
+        return self.machine.memory_bytes / (self.machine.chips * self.chip.devices) if self.machine else math.inf
+
+    @property
     def dcn_bytes_per_s(self) -> float:
         """Bytes per second that one host can send to other slices."""
         return self.chips_per_host * self.chip.dcn_bytes_per_s

@@ -181,7 +181,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     return Cost(
         compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
         hbm_s=layers_bytes / bandwidth,
-        host_s=2 * choice.accumulation * host * chip.devices / chip.pcie_bytes_per_s,
+        host_s=2 * choice.accumulation * host / chip.device_pcie_bytes_per_s,
         update_s=update_bytes / bandwidth,
         links_s=sum(c.seconds for c in collectives if c.overlaps),
         blocking_s=sum(c.seconds for c in collectives if not c.overlaps),

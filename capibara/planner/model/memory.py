@@ -63,6 +63,9 @@ class _Order:
 _USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 3.3, 1.0)
 _ADAPTED_HIDDEN = 2.0  # extra [rows, F] per expert weight with an adapter: its output, and the gradient
 _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units, of an expert axis
+# Arrays of each offloaded result that are on their way to or from the host's memory, for one layer. Fitted on 29 November
+# 2026 to Llama 3 8B and 70B and Mixtral 8x7B on v5e and v6e, with and without queries, keys and values (libtpu 0.0.42.1).
+_IN_TRANSIT = 2.5
 _SUBLANES = 8  # larger numbers of exchanged rows are padded to a multiple of this
 
 
@@ -232,7 +235,9 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
     kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
         kept += residual  # the next norm reads the last product again
-    return (carried, kept) if remat.kind is Remat.OFFLOAD else (carried + kept, 0.0)
+    if remat.kind is not Remat.OFFLOAD:
+        return carried + kept, 0.0
+    return (0.0, kept + carried) if projections.LAYER_INPUT in remat.names else (carried, kept)
 
 
 def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
@@ -306,7 +311,8 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
-    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + streams + shared + moe
+    in_transit = _IN_TRANSIT * saved_bytes(work, stack, choice)[1]
+    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + streams + shared + moe + in_transit
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:

@@ -43,7 +43,7 @@ def plan(run: Run, slice_: Slice | None = None) -> tuple[Plan, str]:
     workload.check_one_model(run.plan)
     workload.check_ordinary(run)
     slice_, work = slice_ or slices.parse(named), workload.of_run(run)
-    remats = ranking.REMATS if run.plan.remat is AUTO else (run.plan.remat_policy,)
+    remats = None if run.plan.remat is AUTO else (run.plan.remat_policy,)
     question = Question(
         batch_size=run.plan.batch_size,
         accumulation=None if run.plan.accumulation is AUTO else run.plan.accumulation,

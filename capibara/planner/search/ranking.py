@@ -27,15 +27,22 @@ from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 _PRODUCTS = (*projections.QKV, projections.ATTENDED, *(n for n in projections.NEEDED if n not in projections.QKV))
 # Remat policies to consider, from the least to the most recomputation. The second one recomputes norms and activations
-# but no product: it saves half of what `none` saves.
+# but no product: it saves half of what `none` saves. Those that offload are for TPUs alone: on a CPU JAX offloads nothing, and
+# for GPUs no compile has shown what is hidden.
 REMATS = (
     RematPolicy(Remat.NONE),
     RematPolicy(Remat.SAVE, _PRODUCTS),
     RematPolicy(Remat.MINIMAL),
     RematPolicy(Remat.SAVE, (*projections.QKV, projections.ATTENDED)),
     RematPolicy(Remat.SAVE, projections.QKV),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED)),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV)),
     RematPolicy(Remat.FULL),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT,)),
 )
+# Share of the machine's memory for activations. The rest is for the processes, their data, and the copy of the state that
+# a checkpoint is written from. A published recipe (Llama 3.1 70B on v6e-256, 5 rows of 8192) uses 67%.
+_HOST_SHARE = 0.7
 # Larger axes only add traffic: the first by a chip's neighbours in a torus, the second by layers in flight.
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
 _PARTS = 4  # most parts of a micro-batch per pipeline stage: more shorten the bubble, but make products small
@@ -58,21 +65,23 @@ class Ranked:
     Attributes:
       choice, memory, cost: the choice and its predictions.
       limit_bytes: HBM of a device that a plan may use.
+      host_limit_bytes: the host's memory that activations of a device may use.
     """
 
     choice: Choice
     memory: Memory
     cost: Cost
     limit_bytes: float
+    host_limit_bytes: float = math.inf
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.limit_bytes
+        return not self.missing_bytes
 
     @property
     def missing_bytes(self) -> float:
-        """HBM missing on each device; 0 if the plan fits."""
-        return max(0.0, self.memory.peak - self.limit_bytes)
+        """HBM or host memory missing for each device, whichever is more; 0 if the plan fits."""
+        return max(0.0, self.memory.peak - self.limit_bytes, self.memory.host - self.host_limit_bytes)
 
 
 def check_headroom(headroom: float) -> None:
@@ -91,7 +100,7 @@ class Question:
       accumulation: micro-batches per step; None: the fewest that fit.
       headroom: share of the usable HBM that predictions leave free, since they err by a few percent.
       state_dtypes: dtypes of the optimizer's state to consider.
-      remats: remat policies to consider.
+      remats: remat policies to consider; None: those of REMATS that are known on the chip.
       fixed: mesh axis -> required size.
       scales: corrections of the memory model (planner.model.memory) for kinds of choices, learned from compiles.
     """
@@ -101,7 +110,7 @@ class Question:
     accumulation: int | None = None
     headroom: float = 0.06
     state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
-    remats: tuple[RematPolicy, ...] = REMATS
+    remats: tuple[RematPolicy, ...] | None = None
     fixed: tuple[tuple[str, int], ...] = ()
     scales: tuple[tuple[Kind, float], ...] = ()
 
@@ -161,12 +170,13 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
 def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
     axes = sum(size > 1 for size in ranked.choice.sizes)
     if not ranked.fits:
-        return 1, ranked.missing_bytes, axes
+        return 1, ranked.memory.host > ranked.host_limit_bytes, ranked.missing_bytes, axes
     if question.goal is Goal.LARGEST_BATCH:
         return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
     # Predictions cannot distinguish plans within a percent: prefer the simplest, with the most exact optimizer state.
     rounded = list(StateDtype).index(ranked.choice.state_dtype)
-    return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), rounded, axes, -ranked.cost.tokens_per_s
+    speed, offloads = ranked.cost.tokens_per_s, ranked.memory.host > 0
+    return 0, -round(math.log(speed) / math.log(_ALIKE)), rounded, axes, offloads, -speed
 
 
 def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
@@ -234,9 +244,11 @@ def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
 def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Question) -> Iterator[Ranked]:
     """The best rows and accumulation of a mesh for each remat policy and state dtype."""
     limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
+    host_limit = slice_.device_host_bytes * _HOST_SHARE
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
-    for dtype, remat in itertools.product(question.state_dtypes, question.remats):
+    known = (remat for remat in REMATS if slice_.chip.is_tpu or remat.kind is not Remat.OFFLOAD)
+    for dtype, remat in itertools.product(question.state_dtypes, question.remats or known):
 
         @functools.cache  # most pairs are evaluated more than once
         def weighed(
@@ -245,9 +257,13 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
             choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
             return choice, memory.memory(work, choice, question.scale(choice), limit)
 
-        for pair in _rows(weighed, base.mesh["stage"], shards, question, limit):
+        def peak(rows: int, accumulation: int) -> float:
+            predicted = weighed(rows, accumulation)[1]
+            return predicted.peak if predicted.host <= host_limit else math.inf
+
+        for pair in _rows(peak, base.mesh["stage"], shards, question, limit):
             choice, predicted = weighed(*pair)
-            yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
+            yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit, host_limit)
 
 
 def _choice(base: Choice, *, rows: int, accumulation: int, remat: RematPolicy, state_dtype: StateDtype) -> Choice:
@@ -261,17 +277,9 @@ def _choice(base: Choice, *, rows: int, accumulation: int, remat: RematPolicy, s
 
 
 def _rows(
-    weighed: Callable[[int, int], tuple[Choice, Memory]],
-    stages: int,
-    shards: int,
-    question: Question,
-    limit: float,
+    peak: Callable[[int, int], float], stages: int, shards: int, question: Question, limit: float
 ) -> Iterable[tuple[int, int]]:
-    """Pairs of rows and accumulation that are worth ranking."""
-
-    def peak(rows: int, accumulation: int) -> float:
-        return weighed(rows, accumulation)[1].peak
-
+    """Pairs of rows and accumulation that are worth ranking; `peak` gives the bytes of HBM of such a pair."""
     if question.batch_size is not None:
         if question.batch_size % shards:
             return []
@@ -398,6 +406,12 @@ def no_plan(
       best, work, slice_, question: the result and the question.
       words: FLAGS or BINDINGS: the wording for what the user can set.
     """
+    if best.memory.host > best.host_limit_bytes:
+        return UserError(
+            f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) keeps {best.memory.host / GIB:.1f} GiB a "
+            f"{slice_.chip.unit} in the host's memory, of which {best.host_limit_bytes / GIB:.1f} GiB are for it: name fewer "
+            f"results in Plan.remat_names, or {words['batch_size']}"
+        )
     usable, need = slice_.chip.device_usable_hbm_bytes / GIB, best.memory.peak / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "

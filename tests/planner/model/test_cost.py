@@ -90,6 +90,15 @@ def test_offloaded_activations_cross_pcie_twice():
     assert host > 0 and cost.cost(work, choice, V5E).host_s == pytest.approx(2 * host / V5E.chip.pcie_bytes_per_s)
 
 
+def test_offloaded_layer_inputs_are_recomputed_from():
+    """As with remat full; PCIe adds nothing where compute takes longer."""
+    work = work_of(dataclasses.replace(DENSE, embed_dim=4096, mlp_dim=16384))
+    full, away = (
+        cost.cost(work, choice_of(8, remat, names=("layer_input",), fsdp=64), V5E) for remat in ("full", "offload")
+    )
+    assert away.flops == full.flops and 0 < away.host_s < away.compute_s and away.step_s == full.step_s
+
+
 def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
     capacity = dataclasses.replace(EXPERTS, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
     shared, alone = choice_of(fsdp=8, expert=8), choice_of(fsdp=64)

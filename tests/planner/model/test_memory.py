@@ -166,6 +166,20 @@ def test_offloaded_results_are_in_the_hosts_memory():
     assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
 
 
+def test_offloaded_layer_inputs_leave_the_device():
+    """All that remat full saves; what is on its way lies on the device for one layer."""
+    work, names = work_of(), ("layer_input",)
+    full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8))
+    away, kept = (memory.memory(work, choice_of(8, remat, names=names, fsdp=8)) for remat in ("offload", "save"))
+    inputs = 4 * 8 * 2048 * 512 * 2
+    assert away.host == inputs == full.saved - away.saved
+    assert away.layer - full.layer == pytest.approx(2.5 * inputs / 4)
+    assert kept == full
+    with_queries = memory.memory(work, choice_of(8, "offload", names=(*names, "query"), fsdp=8))
+    # Heads of 64 features lie in tiles of 128 lanes.
+    assert with_queries.host == 3 * inputs and with_queries.saved == away.saved
+
+
 def test_the_cache_of_a_row_is_its_keys_and_values():
     assert memory.kv_cache_bytes(work_of(), choice_of()) == 4 * 2048 * 2 * 4 * 64 * 2  # bfloat16
 
