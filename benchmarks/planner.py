@@ -32,6 +32,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 GIB = 2**30
 QKV = ("query", "key", "value")
+INPUTS = ("layer_input",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,11 @@ MEMORY = {
     "mixtral-lora": Point("mixtral_8x7b", "v6e-16", {"fsdp": 16}, 1, length=4096, bindings=_LORA, calibrate=True),
     "mixtral-qlora": Point("mixtral_8x7b", "v6e-8", {"fsdp": 8}, 1, length=4096, bindings=_QLORA),
     "qwen3-30b-qlora": Point("qwen3_30b_a3b", "v6e-8", {"fsdp": 2, "expert": 4}, 2, bindings=(*_QLORA, *_CAPACITY)),
+    # Results in the host's memory.
+    "70b-inputs": Point("llama3_70b", "v6e-64", {"fsdp": 64}, 2, "offload", INPUTS, length=8192, calibrate=True),
+    "8b-inputs-qkv": Point(
+        "llama3_8b", "v5e-64", {"fsdp": 64}, 2, "offload", (*INPUTS, *QKV), length=4096, calibrate=True
+    ),
 }
 
 
