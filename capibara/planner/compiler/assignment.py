@@ -1,9 +1,10 @@
 """How the compiler packs a program's buffers into each memory of a device: the limit that it checks.
 
 memory_analysis() has one peak for all memories: the largest of HBM, vector memory and the host's, so that a step with
-many buffers in the host's memory seems to need no HBM beside its arguments. XLA's usage report has each memory by
-itself. It is written only to a folder, so that a compile needs one (the option `xla_dump_to`). With the program's code it
-is the limit to the mebibyte, by bisection with `xla_tpu_max_hbm_size_mib` (tests/planner/compiler/test_assignment.py).
+many buffers in the host's memory seems to need no HBM beside its arguments (findings/libtpu_peak_of_host_memory.sh). XLA's
+usage report has each memory by itself. It is written only to a folder, so that a compile needs one (the option
+`xla_dump_to`). With the program's code it is the limit to the mebibyte, by bisection with `xla_tpu_max_hbm_size_mib`
+(tests/planner/compiler/test_assignment.py).
 """
 
 from __future__ import annotations
