@@ -1,13 +1,14 @@
 """The planner's predictions beside what the TPU compiler says and what others published. No TPU is needed.
 
     python benchmarks/planner.py memory [--points=7b-save,8b-tensor] [--json=OUT]
-    python benchmarks/planner.py limit | time | search | largest
+    python benchmarks/planner.py limit | time | plans | search | largest
 
 memory: predicted against compiled peak HBM of a chip, over models, slices, meshes and remat policies. The memory
   model's constants (planner/model/memory.py) were fitted on the points marked "calibrate"; the others are the test.
 limit: plans around what a chip holds: no plan that is called fitting may be refused by the compiler.
 time: predicted against published step times of MaxText on v5e and v6e. Nothing is measured here: other people's
   measurements are compared with predictions, of our step, on what they ran.
+plans: our first plan for the published batches on v6e: predicted tokens/s over those that others measured.
 search: the first plan against all plans, and how long `capibara plan` takes for 120 B parameters on 256 chips.
 largest: how much of the HBM the largest batch of a plan uses that `capibara plan --verify` proves.
 
@@ -376,20 +377,28 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def published(row: Published) -> tuple[float, Any]:
-    """(published seconds, predicted cost) of a row."""
+def workload_of(row: Published) -> Any:
+    """The model of a row, with AdamW in float32."""
     from capibara.models import api
     from capibara.models.parts.moe import Moe
     from capibara.optim import Optimizer
-    from capibara.planner.hardware import slices
-    from capibara.planner.model import choice, cost, workload
-    from capibara.sharding import MESH_AXES, Remat, RematPolicy
+    from capibara.planner.model import workload
 
     sizes = dict(row.sizes)
     experts = sizes.pop("experts", None)
     moe = Moe(num_experts=experts, top_k=2, dispatch="capacity", capacity_factor=1.25) if experts else None
     model = api.build(api.DecoderConfig(dtype="bfloat16", moe=moe, **sizes))
-    work = workload.describe(model, Optimizer(), length=row.length)
+    return workload.describe(model, Optimizer(), length=row.length)
+
+
+def published(row: Published) -> tuple[float, Any]:
+    """(published seconds, predicted cost) of a row."""
+    from capibara.planner.hardware import slices
+    from capibara.planner.model import choice, cost
+    from capibara.sharding import MESH_AXES, Remat, RematPolicy
+
+    work = workload_of(row)
+    model = work.model
     remat = RematPolicy(Remat.OFFLOAD, row.kept) if row.kept else RematPolicy(Remat.FULL)
     plan = choice.Choice(sizes=tuple(row.mesh.get(axis, 1) for axis in MESH_AXES), rows=row.rows, remat=remat)
     seconds = row.seconds
@@ -412,6 +421,24 @@ def time_(options: argparse.Namespace) -> dict[str, Any]:
     for use in ("calibrate", "test", "more"):
         errors = [abs(r["error"]) for r in results.values() if r["use"] == use]
         print(f"{use}: {len(errors)} rows, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    return results
+
+
+def plans(options: argparse.Namespace) -> dict[str, Any]:
+    """Our first plan for the batch of each row on v6e."""
+    from capibara.planner.hardware import slices
+    from capibara.planner.search import ranking
+
+    results: dict[str, Any] = {}
+    for name, row in TIME.items():
+        slice_ = slices.parse(row.slice)
+        if slice_.chip.name != "v6e":
+            continue
+        rows = row.rows * slice_.devices
+        best = ranking.search(workload_of(row), slice_, ranking.Question(batch_size=rows))[0]
+        share = best.cost.tokens_per_s / (rows * row.length / row.seconds)
+        results[name] = {"share": share, "plan": best.choice.describe(), "step_s": best.cost.step_s, "fits": best.fits}
+        print(f"{name:28}{share:6.2f}  {best.cost.step_s:7.2f} s  {best.choice.describe()}", flush=True)
     return results
 
 
@@ -449,7 +476,8 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
                             sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=n
                         )
                         count += 1
-                        if memory.memory(one.work, plan, most_bytes=limit_bytes).peak <= limit_bytes:
+                        need = memory.memory(one.work, plan, most_bytes=limit_bytes)
+                        if need.peak <= limit_bytes and need.host <= first.host_limit_bytes:
                             best = max(best, cost.cost(one.work, plan, one.slice_).tokens_per_s)
         share = first.cost.tokens_per_s / best
         results[model] = {"search_s": search_s, "plans": count, "share_of_best": share}
@@ -494,13 +522,15 @@ def largest(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="time", choices=("memory", "limit", "time", "search", "largest"))
+    parser.add_argument(
+        "part", nargs="?", default="time", choices=("memory", "limit", "time", "plans", "search", "largest")
+    )
     parser.add_argument("--points", help="comma-separated names; default: all")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for a compile")
     parser.add_argument("--headroom", type=float, default=0.0, help="of limit: share of the HBM to keep free")
     parser.add_argument("--json", help="write the results there")
     options = parser.parse_args()
-    parts = {"memory": memory, "limit": limit, "time": time_, "search": search_, "largest": largest}
+    parts = {"memory": memory, "limit": limit, "time": time_, "plans": plans, "search": search_, "largest": largest}
     results = parts[options.part](options)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
