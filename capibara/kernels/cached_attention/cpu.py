@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.kernels.cached_attention.reference import Pages, Rows, Visibility, attend_by, scales_of
+from capibara.kernels.cached_attention.reference import Pages, Rows, Visibility, attend_by, attend_rows, scales_of
+
+# Tokens of a block, the first that fits: a loop's turn costs some microseconds, as much as reading 100 tokens.
+_BLOCKS = (256, 192, 128)
 
 
 def attend_one(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec) -> jax.Array:
@@ -27,16 +30,57 @@ def attend_one(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionS
     return attend_by(q_BTNH, scores, mixed, k_BKSH.shape[1], seen, spec, rows.scales)
 
 
-def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:
-    """See dispatch.attend_pages. XLA compiles a gather to a slow scalar loop; a loop over pages is faster."""
-    scales = scales_of(pages)
-    each = _each_page(seen.visible_BTS.any(axis=1), pages.keys.shape[2])
+def attend_blocks(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec) -> jax.Array:
+    """See dispatch.attend_rows; while rows are short it reads only their blocks that hold a visible token.
+
+    A product reads whole rows, on all cores; a loop over blocks is less work until rows are half full.
+    """
+    k_BKSH, v_BKSH = rows[:2]
+    size, (B, _, S, _) = block_size(k_BKSH.shape[2]), k_BKSH.shape
+    assert size is not None, "the caller has checked it"
+    seen_BS = seen.visible_BTS.any(axis=1)
+    each, blocks = _each_page(seen_BS, size), jnp.sum(seen_BS.reshape(B, S // size, size).any(axis=2))
+
+    def block(x_BKSH: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
+        _, K, _, H = x_BKSH.shape
+        return jax.lax.dynamic_slice(x_BKSH, (slot, 0, entry * size, 0), (1, K, size, H))
 
     def scores(q_BKXH: jax.Array) -> jax.Array:
-        return _scores_of_pages(q_BKXH, pages.keys, pages.table_BM, each)
+        return _scores_of_pages(q_BKXH, lambda *at: block(k_BKSH, *at), k_BKSH.shape[2], size, each)
 
     def mixed(w_BKXS: jax.Array) -> jax.Array:
-        return _mixed_of_pages(w_BKXS, pages.values, pages.table_BM, pages.written_BS, each)
+        return _mixed_of_pages(w_BKXS, lambda *at: block(v_BKSH, *at), v_BKSH.shape[3], size, each)
+
+    return jax.lax.cond(
+        2 * blocks <= B * (S // size),
+        lambda: attend_by(q_BTNH, scores, mixed, k_BKSH.shape[1], seen, spec, rows.scales),
+        lambda: attend_rows(q_BTNH, rows, seen, spec),
+    )
+
+
+def block_size(capacity: int) -> int | None:
+    """Tokens of a block of rows with this capacity; None: rows are so short that they are read whole."""
+    return next((size for size in _BLOCKS if capacity % size == 0 and capacity >= 2 * size), None)
+
+
+def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:
+    """See dispatch.attend_pages. XLA compiles a gather to a slow scalar loop; a loop over pages is faster."""
+    scales, P = scales_of(pages), pages.keys.shape[2]
+    each = _each_page(seen.visible_BTS.any(axis=1), P)
+
+    def page(pool: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(pool, pages.table_BM[slot, entry])
+
+    def values(slot: jax.Array, entry: jax.Array) -> jax.Array:
+        written_P = jax.lax.dynamic_slice(pages.written_BS, (slot, entry * P), (1, P))[0]
+        return jnp.where(written_P[:, None], page(pages.values, slot, entry), 0)
+
+    def scores(q_BKXH: jax.Array) -> jax.Array:
+        capacity = pages.table_BM.shape[1] * P
+        return _scores_of_pages(q_BKXH, lambda *at: page(pages.keys, *at), capacity, P, each)
+
+    def mixed(w_BKXS: jax.Array) -> jax.Array:
+        return _mixed_of_pages(w_BKXS, values, pages.values.shape[3], P, each)
 
     return attend_by(q_BTNH, scores, mixed, pages.keys.shape[1], seen, spec, scales)
 
@@ -44,6 +88,8 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Loop = Callable[[Body, jax.Array], jax.Array]
 """loop(body, initial): folds body(slot, index of the page in the slot's table, carry) -> carry over pages."""
+Part = Callable[[jax.Array, jax.Array], jax.Array]
+"""part(slot, index of the page in the slot's table) -> its keys or values [1, K, P, H]."""
 
 
 def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
@@ -59,38 +105,30 @@ def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
     return loop
 
 
-def _page(pool: jax.Array, table_BM: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(pool, table_BM[slot, entry])
-
-
-def _scores_of_pages(q_BKXH: jax.Array, pool: jax.Array, table_BM: jax.Array, each: Loop) -> jax.Array:
-    """Products [B, K, X, S] of queries and keys; 0 where a slot has no page."""
-    (B, K, X, _), P = q_BKXH.shape, pool.shape[2]
+def _scores_of_pages(q_BKXH: jax.Array, keys_of: Part, capacity: int, size: int, each: Loop) -> jax.Array:
+    """Products [B, K, X, capacity] of queries and keys in pages of this size; 0 where a slot has no page."""
+    B, K, X, _ = q_BKXH.shape
 
     def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
-        k_1KPH = _page(pool, table_BM, slot, entry).astype(q_BKXH.dtype)
+        k_1KPH = keys_of(slot, entry).astype(q_BKXH.dtype)
         q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
         dims = (((3,), (3,)), ((0, 1), (0, 1)))
         new = jax.lax.dot_general(q_1KXH, k_1KPH, dims, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice(made, new, (slot, 0, 0, entry * P))
+        return jax.lax.dynamic_update_slice(made, new, (slot, 0, 0, entry * size))
 
-    return each(body, jnp.zeros((B, K, X, table_BM.shape[1] * P), jnp.float32))
+    return each(body, jnp.zeros((B, K, X, capacity), jnp.float32))
 
 
-def _mixed_of_pages(
-    w_BKXS: jax.Array, pool: jax.Array, table_BM: jax.Array, written_BS: jax.Array, each: Loop
-) -> jax.Array:
-    """Weighted sums [B, K, X, H] of the values."""
-    (B, K, X, _), (P, H) = w_BKXS.shape, pool.shape[2:]
+def _mixed_of_pages(w_BKXS: jax.Array, values_of: Part, head_size: int, size: int, each: Loop) -> jax.Array:
+    """Weighted sums [B, K, X, H] of the values in pages of this size."""
+    B, K, X, _ = w_BKXS.shape
 
     def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
-        v_1KPH = _page(pool, table_BM, slot, entry).astype(w_BKXS.dtype)
-        written_P = jax.lax.dynamic_slice(written_BS, (slot, entry * P), (1, P))[0]
-        v_1KPH = jnp.where(written_P[:, None], v_1KPH, 0)
-        w_1KXP = jax.lax.dynamic_slice(w_BKXS, (slot, 0, 0, entry * P), (1, K, X, P))
+        v_1KPH = values_of(slot, entry).astype(w_BKXS.dtype)
+        w_1KXP = jax.lax.dynamic_slice(w_BKXS, (slot, 0, 0, entry * size), (1, K, X, size))
         dims = (((3,), (2,)), ((0, 1), (0, 1)))
         new = jax.lax.dot_general(w_1KXP, v_1KPH, dims, preferred_element_type=jnp.float32)
         old = jax.lax.dynamic_index_in_dim(made, slot)
         return jax.lax.dynamic_update_slice(made, old + new, (slot, 0, 0, 0))
 
-    return each(body, jnp.zeros((B, K, X, H), jnp.float32)).astype(w_BKXS.dtype)
+    return each(body, jnp.zeros((B, K, X, head_size), jnp.float32)).astype(w_BKXS.dtype)

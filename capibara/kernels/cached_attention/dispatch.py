@@ -28,8 +28,10 @@ def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attention
     capacity = rows.k_BKSH.shape[2]
     if seen.first_B is not None and tpu.supported(q_BTNH, rows.k_BKSH, spec, capacity, plain=plain):
         return tpu.attend(q_BTNH, rows.k_BKSH, rows.v_BKSH, seen.first_B, None, spec)
-    one = sharding.platform() == "cpu" and q_BTNH.shape[0] == q_BTNH.shape[1] == 1
-    return (cpu.attend_one if one else reference.attend_rows)(q_BTNH, rows, seen, spec)
+    on_cpu, (B, T, *_) = sharding.platform() == "cpu", q_BTNH.shape
+    if T == 1 and _one_by_one() and cpu.block_size(capacity) is not None:
+        return cpu.attend_blocks(q_BTNH, rows, seen, spec)
+    return (cpu.attend_one if on_cpu and B == T == 1 else reference.attend_rows)(q_BTNH, rows, seen, spec)
 
 
 def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:

@@ -36,6 +36,29 @@ def test_one_token_of_one_row(scaled):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("counts", [(3, 130, 1), (500, 512, 260)], ids=["short rows", "long rows"])
+def test_blocks_of_rows(scaled, counts):
+    """By the loop, and by the whole product; behind the visible tokens is what earlier rows have left."""
+    B, S = 3, 512
+    of_shape = in_8_bits if scaled else drawn
+    scales = tuple(jnp.abs(drawn(B, K, S, seed=seed)) for seed in (3, 4)) if scaled else None
+    rows = Rows(of_shape(B, K, S, H, seed=1), of_shape(B, K, S, H, seed=2), scales)
+    seen = Visibility(jnp.arange(S)[None, None] < jnp.asarray(counts)[:, None, None], drawn(B, N, 1, S, seed=5))
+    q = drawn(B, 1, N, H)
+    want = reference.attend_rows(q, rows, seen, SPEC)
+    np.testing.assert_allclose(cpu.attend_blocks(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+    lowered = jax.jit(lambda q: dispatch.attend_rows(q, rows, seen, SPEC)).lower(q).as_text()
+    assert "while" in lowered and "case" in lowered
+    np.testing.assert_allclose(dispatch.attend_rows(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_in_blocks_where_they_are_long():
+    assert [cpu.block_size(capacity) for capacity in (64, 250, 256, 384, 512, 1000, 1024, 131_072)] == [
+        None, None, 128, 192, 256, None, 256, 256,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaled", [False, True])
 def test_pages_one_by_one(scaled, monkeypatch):
     B, T, M = 3, 2, 3
     table = jnp.asarray([[4, 2, 0], [5, 0, 0], [1, 6, 3]], jnp.int32)
