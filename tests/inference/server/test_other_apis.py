@@ -135,6 +135,11 @@ def test_anthropics_tokens_are_counted(claude, prompts):
     [
         ({"model": "other"}, anthropic.NotFoundError, "the model here is 'tiny'"),
         ({"messages": []}, anthropic.BadRequestError, "at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            anthropic.BadRequestError,
+            "must have the role user or assistant, and content",
+        ),
         ({"messages": [{"role": "judge", "content": "x"}]}, anthropic.BadRequestError, "must have the role user or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -168,7 +173,7 @@ def test_anthropics_tokens_are_counted(claude, prompts):
         ),
         ({"extra_body": {"temprature": 1}}, anthropic.BadRequestError, "did you mean temperature"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_mistakes_are_told_to_anthropics_client(claude, options, kind, message):
     with pytest.raises(kind, match=message) as caught:
@@ -250,6 +255,7 @@ def test_a_response_that_is_cut_off_says_so(running):
     "options, param, message",
     [
         ({"input": []}, "input", "must be a text or a list of items"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "must have a message or a thought with text"),
         ({"input": [{"type": "web_search_call"}]}, "input", r"input\[0\] is .*, must be a message, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "must have a text or parts"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
@@ -260,7 +266,7 @@ def test_a_response_that_is_cut_off_says_so(running):
         ({"text": {"format": {"type": "xml"}}}, "response_format", "must have the type 'text'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_mistakes_in_responses_are_told(running, options, param, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:

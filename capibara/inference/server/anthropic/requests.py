@@ -146,7 +146,7 @@ def _chat_choice(choice: _Choice | None) -> Any:
 def _messages(message: Any, where: str) -> Iterator[Json]:
     """A message in OpenAI's form, results of tools first, each as a message of its own."""
     role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
-    if role not in ("user", "assistant", "system") or not isinstance(content, (str, list)):
+    if role not in ("user", "assistant", "system") or not isinstance(content, (str, list)) or content == []:
         raise _invalid(f"{where} is {brief(message)}, must have the role user or assistant, and content")
     if isinstance(content, str):
         yield {"role": role, "content": content}

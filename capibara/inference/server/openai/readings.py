@@ -6,6 +6,7 @@ import base64
 from typing import Any, Literal
 
 import numpy as np
+import pydantic
 
 from capibara.core.fields import short
 from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids
@@ -31,7 +32,7 @@ class TokenizeRequest(Parameters):
     """The body of POST /tokenize: a prompt, or messages."""
 
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: list[Any] | None = pydantic.Field(None, min_length=1)
     tools: list[Any] | None = None
     add_special_tokens: bool = True
 

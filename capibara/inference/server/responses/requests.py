@@ -138,6 +138,8 @@ def _messages(request: ResponsesRequest, keeps_developer: bool) -> list[Json]:
         messages.append({"role": "developer" if keeps_developer else "system", "content": request.instructions})
     for number, item in enumerate(items):
         _add(item, f"input[{number}]", messages, keeps_developer)
+    if not messages:
+        raise _invalid(f"input is {brief(request.input)}, must have a message or a thought with text")
     return messages
 
 

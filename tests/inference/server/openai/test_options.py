@@ -262,10 +262,11 @@ def test_texts_become_tokens_and_tokens_texts(running, served):
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model", "the model here is 'tiny'"),
         ("/tokenize", {}, "prompt", "either prompt or messages must be set"),
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt", "either prompt or messages must be set"),
+        ("/tokenize", {"messages": []}, "messages", "at least 1 item"),
         ("/detokenize", {"tokens": [260]}, "tokens", "must be from 0 to 259"),
         ("/detokenize", {"tokens": "a"}, "tokens", "valid list"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_mistakes_of_readings_are_told(running, path, body, param, message):
     status, reply = post(running, path, {"model": "tiny"} | body)
