@@ -148,6 +148,10 @@ class Served:
     created_s: float = dataclasses.field(default_factory=time.time)
     adapters: tuple[str, ...] = ()
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names; None: the model alone."""
+        return None if model == self.name else model
+
     @functools.cached_property
     def dialect(self) -> Dialect:
         """How the model writes calls and thoughts."""

@@ -15,6 +15,7 @@ from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.reading import Pooling
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
 from capibara.models.api import Adapter, DecoderConfig, Lora, Moe, unmerged
@@ -124,6 +125,18 @@ def test_texts_are_the_same_where_devices_share_layers(sizes):
     own = one._core.adapters.of([])[0][0]["attention"]["out"]
     assert own["a"].sharding.shard_shape(own["a"].shape)[0] == SIZES["num_heads"] // 2
     check(mixed(one))
+
+
+def test_readings_are_with_their_adapter():
+    one, ids = engine(beside=adapters()), VOCABULARY.prompt_ids(PROMPTS[0])
+    for name in NAMES:
+        values = None if name is None else jax.jit(adapted(name)[0].merge)(adapted(name)[1])
+        want, read = engine(values).reader, one.reader
+        got = read.score(ids, 2, name), read.embed([ids, ids[:3]], Pooling.LAST, name)
+        np.testing.assert_allclose(got[0].log_probabilities, want.score(ids, 2).log_probabilities, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(got[1], want.embed([ids, ids[:3]], Pooling.LAST), rtol=0, atol=2e-4)
+    with pytest.raises(UserError, match="adapter is 'nobody', must be one of"):
+        one.reader.score(ids, 2, "nobody")
 
 
 def test_many_adapters_are_gathered_for_few_rows():
