@@ -184,6 +184,8 @@ class EngineCore:
         most = min(self._draft_tokens, request.limit - request.requested - 1, self._length - request.row_length)
         if request.sampling.thinking_tokens is not None:  # a thought that begins in the guess must not end in it
             most = min(most, request.sampling.thinking_tokens, *(f - request.requested - 1 for f in request.forced))
+        if request.requested < request.sampling.min_new_tokens:  # until then no end token may be chosen
+            most = min(most, request.sampling.min_new_tokens - request.requested - 1)
         if request.drafter is None:
             request.drafter = Drafter(request.tokens)
         tokens = request.drafter.guess(most) if most > 0 else []

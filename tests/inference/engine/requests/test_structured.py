@@ -247,3 +247,20 @@ def test_a_text_has_at_least_its_minimum():
     assert (len(short.tokens), short.end) == (0, VOCABULARY.eos_id)
     longer = engine().submit("p", dataclasses.replace(biased, min_new_tokens=7)).result()
     assert (longer.text, longer.end) == ("a" * 7, VOCABULARY.eos_id)
+@pytest.mark.parametrize("config", [{}, {"decode_steps": 4}, {"draft_tokens": 3}], ids=str)
+def test_a_text_ends_right_after_its_minimum(config):
+    """Neither guesses nor several tokens of one program make it longer."""
+    letter, one = VOCABULARY.encode("a")[0], engine(**config)
+    biased = dataclasses.replace(FREE, temperature=0, logit_bias={VOCABULARY.eos_id: 100.0, letter: 50.0})
+    asks = [dataclasses.replace(biased, min_new_tokens=least) for least in (1, 2, 3, 6)]
+    texts = [one.submit("aaaaaaaaaaaa", ask).result().text for ask in asks]
+    assert texts == ["a", "a" * 2, "a" * 3, "a" * 6]
+
+
+def test_an_end_without_a_row_in_the_model_never_comes():
+    model = api.build(dataclasses.replace(MODEL.config, vocab_size=64))
+    small = Engine(model, jax.jit(model.init)(jax.random.key(0)), VOCABULARY, LENGTH)
+    asked = dataclasses.replace(HOT, max_new_tokens=4, min_new_tokens=2, grammar=Grammar(regex="[0-9]{4}"))
+    assert small.submit([3], asked, ends=(300,)).result().text.isdigit()
+
+
