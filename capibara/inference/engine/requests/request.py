@@ -118,7 +118,8 @@ class Request:
         """
         if self.matcher is not None and not self._thinks:
             self.matcher.allow(row, self.ends)
-        if self.requested < self.sampling.min_new_tokens:
+        # A text does not end in the thought before its grammar.
+        if (self._thinks and self.matcher is not None) or self.requested < self.sampling.min_new_tokens:
             for token in self.ends:
                 row[token // 32] &= ~np.uint32(1 << token % 32)
 

@@ -120,6 +120,19 @@ def test_a_grammar_waits_for_the_end_of_a_thought():
     assert closed in ("yes", "no")
 
 
+def test_a_text_does_not_end_in_the_thought_before_its_grammar():
+    asked = dataclasses.replace(HOT, thinking_tags=("<t>", "</t>"), thinking_tokens=5, grammar=Grammar(choice=["yes"]))
+    ending = dataclasses.replace(asked, logit_bias={VOCABULARY.eos_id: 100.0})
+    assert engine().submit("why <t>", ending).result().text.endswith("</t>yes")
+
+
+def test_any_text_can_be_a_choice():
+    texts = ["\x00", "\x7f", "\\", '"', "\n", "\u2028", "\U0010ffff", "a | b", "<[3]>"]
+    one = engine(slots=8)
+    streams = [one.submit("p", with_grammar(choice=[text])) for text in texts]
+    assert [stream.result().text for stream in streams] == texts
+
+
 def test_what_follows_has_the_same_matchers():
     """Every process of a mesh masks by the tokens that it receives itself."""
     asked = Submission(
