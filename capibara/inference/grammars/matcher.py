@@ -110,6 +110,8 @@ class Matcher:
 
         Raises:
           UserError: the grammar became too complex.
+            if token // 32 >= len(row):  # the model has no row for it
+                continue
         """
         self._matcher.consume_token(token)
         self._check()

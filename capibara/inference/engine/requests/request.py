@@ -277,6 +277,7 @@ class InputProcessor:
         if sampling.thinking_tokens is not None:
             for tag in sampling.thinking_tags:
                 model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
+        ends = [token for token in (*vocabulary.end_ids, *ends) if token < self._rows]  # the others never come
         model_rows.check_ids(list(sampling.logit_bias or ()), self._rows, vocabulary, "Sampling.logit_bias")
         matcher = None if sampling.grammar is None else self.grammars.matcher(sampling.grammar)
         submission = Submission(read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled))
@@ -286,7 +287,7 @@ class InputProcessor:
             ids = ids[stream.unread :]
         return Request(
             ids, sampling, vocabulary, stream,
-            limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
+            limit=self._limit(len(ids), sampling), ends=ends, likeliest=likeliest, encoder=encoder,
             names=names, submission=submission, adapter=self._adapters.number(adapter), matcher=matcher,
         )  # fmt: skip
 
