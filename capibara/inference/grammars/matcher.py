@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _COMPILED = 32  # grammars that are kept
 _MOST_CHARACTERS = 1 << 18  # of a grammar
+_MOST_CHOICES = 1999  # llguidance follows at most 2000 alternatives at once
 # llguidance's defaults allow 500 MB for one grammar: 250,000 states of 2 kB (its documentation).
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "initial_lexer_fuel": 500_000}
 # Without a bound, white space between JSON's tokens is what many models write until their last token.
@@ -56,11 +57,19 @@ class Grammars:
             raise UserError(
                 f"Grammar.{name} has {len(text)} characters, must have at most {_MOST_CHARACTERS}: shorten it"
             )
+        if len(grammar.choice or ()) > _MOST_CHOICES:
+            raise UserError(
+                f"Grammar.choice has {len(grammar.choice or ())} texts, must have at most {_MOST_CHOICES}: shorten it"
+            )
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         try:
             compiled = llguidance.LLMatcher(self._tokenizer, _written(grammar), log_level=0, limits=limits)
         except ValueError as error:
             raise UserError(f"Grammar.{name} cannot be used: {_brief(error)}") from None
+        if not compiled.is_error():
+            first = compiled.deep_copy()  # what explodes or matches no text shows at the first token
+            first.compute_bitmask()
+            compiled = first if first.is_error() else compiled
         if compiled.is_error():
             raise UserError(f"Grammar.{name} cannot be used: {_brief(compiled.get_error())}")
         return compiled
@@ -101,6 +110,8 @@ class Matcher:
         accepts = bool(self._words[self._end // 32] >> (self._end % 32) & 1)
         for token in {*ends, self._end}:
             bit = np.uint32(1 << token % 32)
+            if token // 32 >= len(row):  # the model has no row for it
+                continue
             row[token // 32] = row[token // 32] | bit if accepts and token in ends else row[token // 32] & ~bit
         if not row.any():
             raise UserError("no token of the model continues the text as Grammar says: write it for this vocabulary")
@@ -110,8 +121,6 @@ class Matcher:
 
         Raises:
           UserError: the grammar became too complex.
-            if token // 32 >= len(row):  # the model has no row for it
-                continue
         """
         self._matcher.consume_token(token)
         self._check()
@@ -157,7 +166,9 @@ def _written(grammar: Grammar) -> str:
     if grammar.regex is not None:
         return matcher.grammar_from_regex(grammar.regex)
     if grammar.lark is not None:
-        return matcher.grammar_from_lark(_lark(grammar.lark))
+        text = _lark(grammar.lark)
+        schemas.check_embedded(text)
+        return matcher.grammar_from_lark(text)
     if grammar.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(map(_quoted, grammar.choice)))
     assert isinstance(grammar.json_schema, (str, bool))
@@ -182,9 +193,10 @@ def _lark(text: str) -> str:
 
 def _quoted(text: str) -> str:
     """A text as Lark's notation has it."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a control character in Lark, not in JSON
 
 
 def _brief(error: object) -> str:
     """The first lines of a message of llguidance, which quotes what it refuses, as one line."""
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).replace("<non-verbose/>", "").split())[:300]
+    return "no text of this vocabulary matches" if text == "NoExtensionBias" else text

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import decimal
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from capibara.core import limits
+from capibara.core.fields import short
 from capibara.core.types import UserError
 
 # Formats that llguidance 1.9.1 enforces. All others are annotations, as JSON Schema says of every format.
@@ -18,6 +22,12 @@ _ONE = ("additionalProperties", "items", "not", "contains", "propertyNames", "if
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ANNOTATIONS = ("default", "examples")
+# Compiling the largest takes a second: the time of properties grows with the square of their number, and each remainder of a
+# multipleOf, without its point, is a state of a lexer.
+_MOST_OBJECTS, _MOST_KEYS, _MOST_MULTIPLES = 8192, 1024, 1 << 16
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -37,7 +47,55 @@ def prepared(schema: str | bool) -> dict[str, Any] | bool:
         raise UserError(f"Grammar.json_schema is no JSON: {error}") from None
     if not isinstance(value, (dict, bool)):
         raise UserError(f"Grammar.json_schema is {json.dumps(value)[:60]}, must be an object")
+    _check([value])
     return _of(value)
+
+
+def check_embedded(lark: str) -> None:
+    """Checks the schemas in a grammar in Lark's notation.
+
+    Raises:
+      UserError: they are too large, or have a number that llguidance would change.
+    """
+    schemas = []
+    for match in re.finditer(r"%json\s*", lark):
+        with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is malformed
+            schemas.append(json.JSONDecoder().raw_decode(lark, match.end())[0])
+    _check(schemas)
+
+
+def _check(values: list[Any]) -> None:
+    """Raises UserError for schemas that take long to compile, or have numbers that llguidance would change."""
+    objects, multiples, left = 0, 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, int) and not _is_exact(value):
+            raise UserError(f"a JSON Schema has {short(value)}, must have integers that a float64 can hold")
+        elif isinstance(value, dict):
+            objects += 1
+            if len(value) > _MOST_KEYS:
+                raise UserError(f"a JSON Schema has an object of {len(value)} keys, must have at most {_MOST_KEYS}")
+            for name, item in value.items():
+                if name in _BOUNDS and isinstance(item, float) and not abs(item) < 2**63:
+                    raise UserError(f"a JSON Schema has {name} {short(item)}, must be below 2**63: leave it out")
+                if name == "multipleOf" and isinstance(item, (int, float)):
+                    multiples += int("".join(map(str, decimal.Decimal(repr(item)).as_tuple().digits)))
+                if name not in _ANNOTATIONS or isinstance(item, dict):  # a property may have such a name
+                    left.append(item)
+    if objects > _MOST_OBJECTS:
+        raise UserError(f"a JSON Schema has {objects} objects, must have at most {_MOST_OBJECTS}: shorten it")
+    if multiples > _MOST_MULTIPLES:
+        raise UserError(
+            f"a JSON Schema has multipleOf with {multiples} remainders in all, must have at most {_MOST_MULTIPLES}: "
+            "leave it out"
+        )
+
+
+def _is_exact(value: int) -> bool:
+    """Whether an integer stays the same where llguidance reads it, by way of a float64 that is bounded to an int64."""
+    return -(2**63) <= value < 2**63 and min(int(float(value)), 2**63 - 1) == value
 
 
 def _of(schema: Any) -> Any:

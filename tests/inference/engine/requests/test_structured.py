@@ -154,8 +154,18 @@ def test_what_follows_has_the_same_matchers():
         ({"regex": "(a"}, "unclosed group"),
         ({"lark": "start: missing"}, "unknown name"),
         ({"regex": "a" * (2**18 + 1)}, "Grammar.regex has 262145 characters, must have at most 262144"),
+        ({"choice": [str(i) for i in range(2000)]}, "Grammar.choice has 2000 texts, must have at most 1999"),
+        ({"json_schema": {"$ref": "#"}}, "no text of this vocabulary matches"),
+        ({"json_schema": {"multipleOf": 999_983}}, "multipleOf with 999983 remainders in all, must have at most 65536"),
+        ({"json_schema": {"multipleOf": 6552.99}}, "multipleOf with 655299 remainders"),
+        ({"json_schema": {"properties": {str(i): {} for i in range(1025)}}}, "an object of 1025 keys"),
+        ({"json_schema": {"anyOf": [{"const": {}}] * 5000}}, "has 10001 objects, must have at most 8192"),
+        ({"lark": 'start: %json {"title": "%json", "items": {"multipleOf": 999983}}'}, "999983 remainders"),
+        ({"json_schema": {"const": 2**53 + 1}}, "has 9007199254740993, must have integers that a float64 can hold"),
+        ({"json_schema": {"type": "integer", "minimum": 10**20, "maximum": 10**20 + 3}}, "that a float64 can hold"),
+        ({"json_schema": {"type": "integer", "minimum": 1e20, "maximum": 1e21}}, "1e+20, must be below 2**63"),
     ],
-    ids=range(9),
+    ids=range(19),
 )
 def test_a_malformed_grammar_is_refused_in_one_line(fields, message):
     with pytest.raises(UserError) as raised:
@@ -171,8 +181,9 @@ def test_a_malformed_grammar_is_refused_in_one_line(fields, message):
         ({"type": "array", "items": {"enum": [1]}, "minItems": 2.0, "maxItems": 2.0}, r"\[\s*1\s*,\s*1\s*\]"),
         ({"anyOf": [{"type": "null", "format": "regex"}]}, "null"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"const": "c", "format": "other"}}}, '"c"'),
+        ({"const": 2**60, "default": 2**60 + 1}, "1152921504606846976"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_what_changes_no_document_is_no_reason_to_refuse_a_schema(schema, text):
     """Formats are annotations, and 2.0 is the integer 2."""
@@ -250,16 +261,6 @@ def scores(forward, tokens):
     return forward(params(), padded)[0, len(tokens) - 1]
 
 
-def test_a_text_has_at_least_its_minimum():
-    ends = tuple(range(384))  # every token ends a text
-    minimum = dataclasses.replace(FREE, min_new_tokens=0)
-    assert len(engine().submit("p", minimum, ends=ends).result().tokens) == 0
-    letter = VOCABULARY.encode("a")[0]
-    biased = dataclasses.replace(FREE, logit_bias={VOCABULARY.eos_id: 100.0, letter: 50.0})
-    short = engine().submit("p", biased).result()
-    assert (len(short.tokens), short.end) == (0, VOCABULARY.eos_id)
-    longer = engine().submit("p", dataclasses.replace(biased, min_new_tokens=7)).result()
-    assert (longer.text, longer.end) == ("a" * 7, VOCABULARY.eos_id)
 @pytest.mark.parametrize("config", [{}, {"decode_steps": 4}, {"draft_tokens": 3}], ids=str)
 def test_a_text_ends_right_after_its_minimum(config):
     """Neither guesses nor several tokens of one program make it longer."""
@@ -277,3 +278,13 @@ def test_an_end_without_a_row_in_the_model_never_comes():
     assert small.submit([3], asked, ends=(300,)).result().text.isdigit()
 
 
+def test_a_text_has_at_least_its_minimum():
+    ends = tuple(range(384))  # every token ends a text
+    minimum = dataclasses.replace(FREE, min_new_tokens=0)
+    assert len(engine().submit("p", minimum, ends=ends).result().tokens) == 0
+    letter = VOCABULARY.encode("a")[0]
+    biased = dataclasses.replace(FREE, logit_bias={VOCABULARY.eos_id: 100.0, letter: 50.0})
+    short = engine().submit("p", biased).result()
+    assert (len(short.tokens), short.end) == (0, VOCABULARY.eos_id)
+    longer = engine().submit("p", dataclasses.replace(biased, min_new_tokens=7)).result()
+    assert (longer.text, longer.end) == ("a" * 7, VOCABULARY.eos_id)
