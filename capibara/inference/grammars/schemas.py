@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +27,8 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = ("default", "examples")
 # Compiling the largest takes a second: the time of properties grows with the square of their number, and each remainder of a
-# multipleOf, without its point, is a state of a lexer.
-_MOST_OBJECTS, _MOST_KEYS, _MOST_MULTIPLES = 8192, 1024, 1 << 16
+# multipleOf is a state of a lexer; llguidance 1.9.1 bounds neither. Two that a number must match have those of their lcm.
+_MOST_OBJECTS, _MOST_KEYS, _MOST_REMAINDERS = 8192, 1024, 1 << 15
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -66,7 +67,7 @@ def check_embedded(lark: str) -> None:
 
 def _check(values: list[Any]) -> None:
     """Raises UserError for schemas that take long to compile, or have numbers that llguidance would change."""
-    objects, multiples, left = 0, 0, list(values)
+    objects, multiples, left = 0, list[int](), list(values)
     while left:
         value = left.pop()
         if isinstance(value, list):
@@ -81,16 +82,31 @@ def _check(values: list[Any]) -> None:
                 if name in _BOUNDS and isinstance(item, float) and not abs(item) < 2**63:
                     raise UserError(f"a JSON Schema has {name} {short(item)}, must be below 2**63: leave it out")
                 if name == "multipleOf" and isinstance(item, (int, float)):
-                    multiples += int("".join(map(str, decimal.Decimal(repr(item)).as_tuple().digits)))
+                    multiples.append(_digits(item))
                 if name not in _ANNOTATIONS or isinstance(item, dict):  # a property may have such a name
                     left.append(item)
     if objects > _MOST_OBJECTS:
         raise UserError(f"a JSON Schema has {objects} objects, must have at most {_MOST_OBJECTS}: shorten it")
-    if multiples > _MOST_MULTIPLES:
+    _check_multiples(multiples)
+
+
+def _check_multiples(multiples: list[int]) -> None:
+    remainders = sum(multiples)
+    if remainders <= _MOST_REMAINDERS:
+        together = 1
+        for multiple in {*multiples} - {0}:
+            together = math.lcm(together, multiple)
+            if (remainders := max(remainders, together)) > _MOST_REMAINDERS:
+                break
+    if remainders > _MOST_REMAINDERS:
         raise UserError(
-            f"a JSON Schema has multipleOf with {multiples} remainders in all, must have at most {_MOST_MULTIPLES}: "
-            "leave it out"
+            f"a JSON Schema has multipleOf with {remainders} remainders, must have at most {_MOST_REMAINDERS}: leave it out"
         )
+
+
+def _digits(number: int | float) -> int:
+    """The digits of a number, without its point."""
+    return int("".join(map(str, decimal.Decimal(repr(number)).as_tuple().digits)))
 
 
 def _is_exact(value: int) -> bool:
