@@ -181,4 +181,4 @@ def _scores(
     count = -(-len(next_T) // _CHUNK)
     padded = [jnp.pad(x, ((0, count * _CHUNK - len(x)), *((0, 0),) * (x.ndim - 1))) for x in (hidden_TD, next_T)]
     hidden, following = (x.reshape(count, _CHUNK, *x.shape[1:]) for x in padded)
-    return tuple(x.reshape(-1, *x.shape[2:]) for x in jax.lax.map(of_chunk, (hidden, following)))
+    return tuple(x.reshape(count * _CHUNK, *x.shape[2:]) for x in jax.lax.map(of_chunk, (hidden, following)))

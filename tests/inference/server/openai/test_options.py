@@ -209,6 +209,15 @@ def test_a_grammar_of_llama_cpp_is_read(client):
         client.completions.create(**HOT, prompt="x", extra_body={"guided_grammar": "root ::= missing"})
 
 
+def test_an_echoed_prompt_may_have_no_likeliest_tokens(client):
+    asked = {"model": "tiny", "prompt": "the cat", "echo": True, "max_tokens": 1, "temperature": 0}
+    none, two = (client.completions.create(**asked, logprobs=count).choices[0].logprobs for count in (0, 2))
+    assert none.token_logprobs[1:] == pytest.approx(two.token_logprobs[1:], abs=1e-4)
+    assert [len(one) for one in none.top_logprobs[1:]] == [1] * (
+        len(none.tokens) - 1
+    )  # the token itself, as OpenAI does
+
+
 def test_embeddings_are_of_length_one_and_do_not_depend_on_their_batch(client, served):
     texts = ["the cat", "a", "the dog and the cat", "x" * 70]
     together = np.array([one.embedding for one in client.embeddings.create(model="tiny", input=texts).data])
