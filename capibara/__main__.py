@@ -20,6 +20,7 @@ VERBS = {
     "track": "send a run's metrics to trackers, such as Weights & Biases",
     "report": "write one HTML file on runs, to be mailed",
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
+    "compare": "let two models answer the same prompts, and say which is better",
     "dashboard": "show runs in a browser, live",
     "launch": "run a verb and restart it, or make a job of a Gin file",
     "convert": "take models in and out; list, verify and prune checkpoints",

@@ -65,6 +65,7 @@ VERBS = {
     "plan",
     "prove",
     "report",
+    "compare",
     "evaluate",
     "infer",
     "serve",
