@@ -63,7 +63,13 @@ def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool)
 
 
 def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect, thinks: bool) -> Sampling:
-    """The sampling with this grammar, else its own; `thinks`: whether the prompt ends inside a thought, which comes first.
+    """The sampling with this grammar, else its own, and with the model's tags of thoughts.
+
+    Args:
+      sampling: of the request.
+      grammar: that is demanded; None: none.
+      dialect: of the model.
+      thinks: whether the prompt ends inside a thought, which comes first.
 
     Raises:
       UserError: the sampling has another grammar.
@@ -71,7 +77,9 @@ def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect, thinks
     if grammar is not None and sampling.grammar is not None:
         raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
     if (grammar := grammar or sampling.grammar) is None:
-        return sampling
+        if dialect.tags is None or sampling.thinking_tokens is None:
+            return sampling
+        return dataclasses.replace(sampling, thinking_tags=(dialect.tags.open.strip(), dialect.tags.close))
     if dialect.tags is None:
         return dataclasses.replace(sampling, grammar=grammar)
     # The engine looks for an opening tag after the last closing one: where both are one tag, it finds none, and takes no tag

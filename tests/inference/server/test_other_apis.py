@@ -122,6 +122,20 @@ def test_why_a_message_of_anthropics_ends(claude):
     assert stopped.content[-1].text == "Let "
 
 
+@pytest.mark.parametrize(
+    "thinking, limit", [({"type": "enabled", "budget_tokens": 5}, 5), ({"type": "adaptive"}, None)]
+)
+def test_a_budget_limits_thoughts_by_the_models_own_tags(claude, monkeypatch, thinking, limit):
+    asked, real = [], Engine.submit
+    monkeypatch.setattr(
+        Engine,
+        "submit",
+        lambda self, prompt, sampling, **more: asked.append(sampling) or real(self, prompt, sampling, **more),
+    )
+    claude.messages.create(model="tiny", max_tokens=50, messages=HELLO, thinking=thinking)
+    assert (asked[-1].thinking_tokens, asked[-1].thinking_tags) == (limit, ("<think>", "</think>"))
+
+
 def test_anthropics_tokens_are_counted(claude, prompts):
     counted = claude.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.", tools=[ANTHROPIC_TOOL])
     message = claude.messages.create(
@@ -147,9 +161,9 @@ def test_anthropics_tokens_are_counted(claude, prompts):
             r"messages\[0\]\.content\[0\] is .*, must have the type text or tool_result",
         ),
         (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"thinking": {"type": "enabled", "budget_tokens": 0}},
             anthropic.BadRequestError,
-            "thinking is not supported",
+            "thinking.budget_tokens is 0",
         ),
         (
             {"tool_choice": {"type": "tool"}, "tools": [ANTHROPIC_TOOL]},

@@ -20,8 +20,17 @@ Json = dict[str, Any]
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("container", "context_management", "mcp_servers"), ({}, [])),
-    **{"thinking": ({"type": "disabled"}, {"type": "adaptive"}), "output_config": ({},)},
+    "output_config": ({},),
 }
+
+
+class _Thinking(pydantic.BaseModel):
+    """thinking; how much an adaptive model thinks is its own."""
+
+    model_config = pydantic.ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = pydantic.Field(None, ge=1)
 
 
 class CountRequest(Parameters):
@@ -35,6 +44,7 @@ class CountRequest(Parameters):
     system: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    thinking: _Thinking | None = None
 
 
 class MessagesRequest(CountRequest, TextParameters):
@@ -69,6 +79,7 @@ def message_texts(request: MessagesRequest, served: Served, config: ServerConfig
         "top_p": request.top_p,
         "top_k": request.top_k or None,  # 0: no limit
         "stop": request.stop_sequences or None,
+        "thinking_tokens": None if request.thinking is None else request.thinking.budget_tokens,
     }
     return chat_texts(_chat(request, options), served, config)
 
