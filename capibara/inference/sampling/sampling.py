@@ -179,6 +179,6 @@ def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampl
         values["beams"] = BeamSearch(**values["beams"])
     if values.get("grammar") is not None:
         values["grammar"] = Grammar(**values["grammar"])
-    if values.get("logit_bias") is not None:  # JSON's keys are texts
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+    if isinstance(biases := values.get("logit_bias"), Mapping):  # JSON's keys are texts
+        values["logit_bias"] = {int(token) if str(token).isdecimal() else token: bias for token, bias in biases.items()}
     return dataclasses.replace(others, **values)

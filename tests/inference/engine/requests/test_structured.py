@@ -19,7 +19,7 @@ from capibara.inference.engine.requests.following import Orders, Submission
 from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampler import History, choose, settings_of
-from capibara.inference.sampling.sampling import BeamSearch, Sampling
+from capibara.inference.sampling.sampling import BeamSearch, Sampling, of_values
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 
@@ -210,6 +210,12 @@ def test_what_changes_no_document_is_no_reason_to_refuse_a_schema(schema, text):
 def test_options_that_cannot_be_are_refused(build, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build()
+
+
+@pytest.mark.parametrize("biases", [{"a": 1.0}, 3, {"6": "x"}], ids=str)
+def test_biases_of_a_file_that_are_none_are_refused(biases):
+    with pytest.raises(UserError, match="Sampling.logit_bias"):
+        of_values({"logit_bias": biases})
 
 
 def test_a_bias_of_an_id_without_a_row_is_refused():
