@@ -23,6 +23,8 @@ Json = dict[str, Any]
 class EmbeddingRequest(Parameters):
     """The body of POST /v1/embeddings."""
 
+    ignored = ("user",)
+
     input: Any
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None

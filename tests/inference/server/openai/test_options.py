@@ -225,7 +225,7 @@ def test_embeddings_are_of_length_one_and_do_not_depend_on_their_batch(client, s
     np.testing.assert_allclose(together, [reply.data[0].embedding for reply in alone], atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
     ids = [served.vocabulary.prompt_ids(text) for text in texts]
-    given = client.embeddings.create(model="tiny", input=ids)
+    given = client.embeddings.create(model="tiny", input=ids, user="me")
     np.testing.assert_allclose(together, [one.embedding for one in given.data], atol=1e-5)
     assert given.usage.prompt_tokens == sum(map(len, ids))
 
