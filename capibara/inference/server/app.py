@@ -1,4 +1,4 @@
-"""The HTTP application of OpenAI's API: completions and chat, whole or streamed, models, health and metrics.
+"""The HTTP application of OpenAI's and Anthropic's APIs: texts, whole or streamed, readings, models, health and metrics.
 
 Needs FastAPI and prometheus_client: the extra `serve`.
 """

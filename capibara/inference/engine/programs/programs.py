@@ -94,8 +94,9 @@ class Programs(NamedTuple):
       one: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
         its next token; `next` and `history` are of one row.
-      step: (params, state, settings, next, count, table, alternatives, beside) -> state, and every slot's next `count` tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as
-        `adapters` of a batch; None: no adapters.
+      step: (params, state, settings, next, count, table, alternatives, beside) -> state, and every slot's next `count`
+        tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as `adapters` of a
+        batch; None: no adapters.
       verify: (params, state, settings, next, guesses, counts, table, alternatives, beside) -> state, and every slot's next
         tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row with
         guesses may choose any token.

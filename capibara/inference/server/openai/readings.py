@@ -9,9 +9,9 @@ import numpy as np
 import pydantic
 
 from capibara.core.fields import short
+from capibara.inference.server.openai.conversations import rendered
 from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids
 from capibara.inference.server.openai.requests import ChatRequest
-from capibara.inference.server.openai.texts import rendered
 from capibara.inference.server.service import bounds
 from capibara.inference.server.service.bodies import Parameters
 from capibara.inference.server.service.http_errors import Refusal

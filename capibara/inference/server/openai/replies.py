@@ -30,7 +30,7 @@ class OpenAiReply(Reply):
     """The response to one request.
 
     Args:
-      asked: the request.
+      request: the request.
       served: the model.
       asks: the requested texts, n for each prompt.
     """
@@ -190,16 +190,16 @@ class CompletionReply(OpenAiReply):
         return {"text": text, "logprobs": self._logprobs(index, pieces) if self._names_tokens else None}
 
     def _logprobs(self, index: int, pieces: Iterable[Piece]) -> Json:
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             if piece.token is not None:
-                found["tokens"].append(named(self._served.vocabulary, piece.token))
-                found["token_logprobs"].append(max(LEAST_LOGPROB, piece.log_probability))
+                result["tokens"].append(named(self._served.vocabulary, piece.token))
+                result["token_logprobs"].append(max(LEAST_LOGPROB, piece.log_probability))
                 every = [(piece.token, piece.log_probability), *piece.likeliest]
-                found["top_logprobs"].append(_named_values(self._served.vocabulary, every))
-                found["text_offset"].append(self._offsets[index])
+                result["top_logprobs"].append(_named_values(self._served.vocabulary, every))
+                result["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(self._text_of(piece))
-        return found
+        return result
 
 
 class ChatReply(OpenAiReply):

@@ -120,6 +120,7 @@ class CompletionRequest(ApiRequest):
     prompt: Any
     echo: bool | None = None
     best_of: int | None = pydantic.Field(None, ge=1)
+    logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
 
     def check(self) -> None:
         super().check()
@@ -129,8 +130,6 @@ class CompletionRequest(ApiRequest):
         if drawn > n and self.stream:
             message = f"best_of is {drawn}, and a stream has texts before the best is known: set it to n ({n})"
             raise Refusal(400, message, param="best_of", code="invalid_value")
-
-    logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
 
     @property
     def prompt_likeliest(self) -> int | None:
