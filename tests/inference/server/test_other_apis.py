@@ -197,6 +197,16 @@ def test_mistakes_are_told_to_anthropics_client(claude, options, kind, message):
     assert caught.value.body["error"]["type"] == want
 
 
+def test_anthropics_usage_has_what_was_cached_apart(served):
+    """With the real engine."""
+    with Running(served) as running:
+        claude = anthropic.Anthropic(base_url="http://{}:{}".format(*running.address), api_key="none", max_retries=0)
+        asked = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "Count me once."}]}
+        first, second = (claude.messages.create(**asked).usage for _ in range(2))
+    assert second.cache_read_input_tokens > first.cache_read_input_tokens
+    assert len({usage.input_tokens + usage.cache_read_input_tokens for usage in (first, second)}) == 1
+
+
 def test_anthropics_key_is_checked(served):
     with Running(served, keys=("right",)) as running:
         address = "http://{}:{}".format(*running.address)

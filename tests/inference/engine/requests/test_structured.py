@@ -225,20 +225,21 @@ def test_a_bias_of_an_id_without_a_row_is_refused():
 
 def test_biases_and_penalties_are_those_of_the_formula():
     """(logit + bias), then the repetition penalty, then - frequency * count - presence * [count > 0]."""
-    logits = jnp.asarray([[2.0, -1.0, 0.5, 0.4], [1.0, 0.9, 0.8, 0.0]])
+    logits = jnp.asarray([[2.0, -1.0, 0.5, 0.4], [1.0, 0.9, 0.8, 0.0], [1.0, 0.9, 0.0, 0.0]])
     rows = settings_of(
         [
             Sampling(temperature=0, logit_bias={1: 3.5}, repetition_penalty=2.0),
             Sampling(temperature=0, frequency_penalty=0.1, presence_penalty=0.05),
+            Sampling(temperature=0, presence_penalty=0.05),
         ]
     )
     history = History(
-        jnp.asarray([[True, False, False, False], [False] * 4]),
-        jnp.asarray([[3, 0, 0, 0], [2, 1, 0, 0]], jnp.int32),
-        jnp.asarray([[0.0, 3.5, 0.0, 0.0], [0.0] * 4]),
+        jnp.asarray([[True, False, False, False], [False] * 4, [False] * 4]),
+        jnp.asarray([[3, 0, 0, 0], [2, 1, 0, 0], [3, 0, 0, 0]], jnp.int32),
+        jnp.asarray([[0.0, 3.5, 0.0, 0.0], [0.0] * 4, [0.0] * 4]),
     )
-    # Row 0: 2 / 2, -1 + 3.5, ...; row 1: 1 - 0.25, 0.9 - 0.15, 0.8, 0.
-    assert choose(logits, rows, jnp.zeros(2, jnp.int32), history)[0].tolist() == [1, 2]
+    # Row 0: 2 / 2, -1 + 3.5, ...; row 1: 1 - 0.25, 0.9 - 0.15, 0.8, 0; row 2: 1 - 0.05, 0.9, ...
+    assert choose(logits, rows, jnp.zeros(3, jnp.int32), history)[0].tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_penalties_count_the_tokens_of_the_text_alone(config):
     sampling = Sampling(
         temperature=0, max_new_tokens=20, frequency_penalty=0.7, presence_penalty=0.4, logit_bias={70: 2.5}
     )
-    prompt = VOCABULARY.prompt_ids("aaaa")
+    prompt = [*VOCABULARY.begin_ids, 70, 70, 70, 70]  # the token with the bias
     text: list[int] = []
     positions, segments = np.arange(64, dtype=np.int32)[None], np.ones((1, 64), np.int32)
     batch = {"positions": positions, "segment_ids": segments}
@@ -260,6 +261,16 @@ def test_penalties_count_the_tokens_of_the_text_alone(config):
         counts = np.bincount(text, minlength=len(logits))
         text.append(int(np.argmax(logits - 0.7 * counts - 0.4 * (counts > 0))))
     assert engine(**config).submit(prompt, sampling).result().tokens == text
+
+
+def test_a_row_that_is_read_again_keeps_its_bias_and_counts():
+    sampling = Sampling(
+        temperature=0, max_new_tokens=90, frequency_penalty=0.7, presence_penalty=0.4, logit_bias={70: 2.5}
+    )
+    wide, tight = engine(), engine(page_size=8, pages=26)
+    alone, together = ([one.submit(prompt, sampling) for prompt in ("a", "bb", "ccc")] for one in (wide, tight))
+    assert [text.result().tokens for text in together] == [text.result().tokens for text in alone]
+    assert tight.statistics.preempted
 
 
 def scores(forward, tokens):

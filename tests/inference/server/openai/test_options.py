@@ -123,7 +123,19 @@ def test_the_best_texts_are_those_with_the_likeliest_tokens(client):
     for prompt in (0, 1):
         of_prompt = sorted(every.choices[4 * prompt : 4 * prompt + 4], key=mean, reverse=True)
         assert [choice.text for choice in best.choices[2 * prompt : 2 * prompt + 2]] == [c.text for c in of_prompt[:2]]
-    assert best.usage.completion_tokens == every.usage.completion_tokens and len(best.choices) == 4
+    assert best.usage == every.usage and len(best.choices) == 4
+
+
+def test_the_best_text_is_not_the_shortest(client):
+    """The mean decides, not the sum, which a short text has the largest of."""
+    asked = {"model": "tiny", "temperature": 1.5, "prompt": "a", "max_tokens": 9, "seed": 3, "logprobs": 0}
+    asked["extra_body"] = {"guided_choice": ["b", "cdefghij", "klmnopqr", "stuvwxyz"]}
+    every = client.completions.create(**asked, n=8).choices
+    best = client.completions.create(**asked, n=1, best_of=8).choices[0]
+    by_sum, by_mean = (
+        max(every, key=lambda choice: score(choice.logprobs.token_logprobs)).text for score in (np.sum, np.mean)
+    )
+    assert best.text == by_mean != by_sum
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -228,6 +240,15 @@ def test_embeddings_are_of_length_one_and_do_not_depend_on_their_batch(client, s
     given = client.embeddings.create(model="tiny", input=ids, user="me")
     np.testing.assert_allclose(together, [one.embedding for one in given.data], atol=1e-5)
     assert given.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_a_text_is_embedded_with_what_the_tokenizer_puts_after_it(client, served, monkeypatch):
+    ids = served.vocabulary.prompt_ids("the cat")
+    plain, closed = (client.embeddings.create(model="tiny", input=tokens) for tokens in (ids, [*ids, 257]))
+    monkeypatch.setattr(type(served.vocabulary), "closing_ids", (257,))
+    text, given = (client.embeddings.create(model="tiny", input=prompt) for prompt in ("the cat", ids))
+    assert (text.data[0].embedding, text.usage) == (closed.data[0].embedding, closed.usage)
+    assert (given.data[0].embedding, given.usage) == (plain.data[0].embedding, plain.usage)
 
 
 @pytest.mark.parametrize("pooling", Pooling)
