@@ -81,8 +81,10 @@ class Reader:
             tag = (yield from self._text.take(self._tags.open, self._tags.close)) if self._tags is not None else ""
             if self._tags is not None and tag == self._tags.open:
                 yield from self._read_thought()
+                continue
             if tag:  # the closing tag alone ends a thought without text
                 yield Reasoning("")
+                self.thinks = False
                 continue
             bare = self._form.bare if self._form is not None else ()
             if bare and (marker := (yield from self._text.starts(*bare))):

@@ -225,7 +225,8 @@ def test_responses_have_thoughts_text_and_calls(running):
     assert reasoning.content[0].text == "I look." and message.content[0].text.strip() == "Let me see."
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Oslo"})
     assert reply.status == "completed" and reply.output_text.strip() == "Let me see." and reply.usage.output_tokens > 20
-    assert 0 < reply.usage.output_tokens_details.reasoning_tokens < reply.usage.output_tokens
+    # From the token that completes the opening tag to the one that completes the closing one, a token a letter.
+    assert reply.usage.output_tokens_details.reasoning_tokens == len(">I look.</think>")
 
 
 def test_events_of_a_response_are_put_together(running):

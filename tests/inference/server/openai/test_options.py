@@ -126,6 +126,12 @@ def test_the_best_texts_are_those_with_the_likeliest_tokens(client):
     assert best.usage == every.usage and len(best.choices) == 4
 
 
+def test_a_prompt_that_was_cached_counts_once(client):
+    asked = {"model": "tiny", "prompt": "counted and cached", "max_tokens": 1, "n": 3}
+    usage = [client.completions.create(**asked).usage for _ in range(2)][1]
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 > 0
+
+
 def test_the_best_text_is_not_the_shortest(client):
     """The mean decides, not the sum, which a short text has the largest of."""
     asked = {"model": "tiny", "temperature": 1.5, "prompt": "a", "max_tokens": 9, "seed": 3, "logprobs": 0}
