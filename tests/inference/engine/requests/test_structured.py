@@ -263,12 +263,13 @@ def test_penalties_count_the_tokens_of_the_text_alone(config):
     assert engine(**config).submit(prompt, sampling).result().tokens == text
 
 
-def test_a_row_that_is_read_again_keeps_its_bias_and_counts():
-    sampling = Sampling(
-        temperature=0, max_new_tokens=90, frequency_penalty=0.7, presence_penalty=0.4, logit_bias={70: 2.5}
-    )
+@pytest.mark.parametrize(
+    "options", [{"frequency_penalty": 0.7, "presence_penalty": 0.4}, {"logit_bias": {70: 100.0}}], ids=str
+)
+def test_a_row_that_is_read_again_keeps_its_bias_and_counts(options):
+    sampling, prompts = Sampling(temperature=0, max_new_tokens=90, **options), ("a", "bb", "ccc")
     wide, tight = engine(), engine(page_size=8, pages=26)
-    alone, together = ([one.submit(prompt, sampling) for prompt in ("a", "bb", "ccc")] for one in (wide, tight))
+    alone, together = ([one.submit(prompt, sampling) for prompt in prompts] for one in (wide, tight))
     assert [text.result().tokens for text in together] == [text.result().tokens for text in alone]
     assert tight.statistics.preempted
 
