@@ -166,6 +166,11 @@ from capibara.strategies.consensus.consensus import ConsensusConfig as Consensus
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo
+from capibara.strategies.policy.cispo import Cispo as Cispo
+from capibara.strategies.policy.clipped import Clipped as Clipped
+from capibara.strategies.policy.gmpo import Gmpo as Gmpo
+from capibara.strategies.policy.sapo import Sapo as Sapo
+from capibara.strategies.policy.vespo import Vespo as Vespo
 from capibara.strategies.rewards import exact_answer as exact_answer
 from capibara.strategies.rewards import matches_pattern as matches_pattern
 from capibara.strategies.rewards import numeric_answer as numeric_answer

@@ -24,7 +24,7 @@ USED = {
     # by Python
     "__getattr__", "__dir__", "__class__",
     # by Gin: members of an enum that a run file names
-    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "DR_GRPO", "MERGED", "BYZANTINE", "BEST", "INLINE",
+    "NEWLINE", "UNROLL", "FLOAT16", "SCORES", "CHEAPEST", "MERGED", "BYZANTINE", "BEST", "INLINE",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from capibara.core import devices
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import Dataclass, UserError
 from capibara.interop import hub
-from capibara.strategies.grpo import Grpo
+from capibara.strategies.rewarded import RewardedLoss
 from capibara.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -69,15 +69,16 @@ def finetune(
     Args:
       model: a path or name, as for `load`, or a loaded model, which needs memory beside the one that is trained.
       data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo", "cpo" and "reward" pairs of
-        answers, of "kto" answers with a label, of "grpo" prompts.
+        answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward" or "grpo".
+      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward", or one with rewards: "grpo", "dr_grpo",
+        "dapo", "gspo", "cispo", "sapo", "rloo" or "reinforce_pp".
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
-      rewards: of "grpo": functions (prompt, answer, record) -> a number.
+      rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
       steps, epochs: the length of the run; by default one pass over the data.
       learning_rate: the highest one; None: by the method and the model's size.
-      batch_size: rows of a step; None: 8, of "grpo" 64.
+      batch_size: rows of a step; None: 8, with rewards 64.
       length: tokens of a row; None: 1024, or what the model reads.
       seed: of adapters and of the data's order.
       bindings: more of the configuration, as Gin has it: "Schedule.kind = 'cosine'".
@@ -133,20 +134,28 @@ def reward_model(model: LanguageModel | str, pairs: Data, out: str, **options: A
 
 
 def grpo(
-    model: LanguageModel | str, prompts: Data, out: str, rewards: Sequence[Reward], *, steps: int, **options: Any
+    model: LanguageModel | str,
+    prompts: Data,
+    out: str,
+    rewards: Sequence[Reward],
+    *,
+    steps: int,
+    method: str = "grpo",
+    **options: Any,
 ) -> TrainingResult:
-    """Group relative policy optimisation: the model's own answers, rewarded by functions; options as for `finetune`.
+    """Group relative policy optimisation and its family: the model's own answers, rewarded by functions.
 
     Args:
       model, out: as for `finetune`.
       prompts: what is asked, and beside it what the rewards read.
       rewards: functions (prompt, answer, record) -> a number.
       steps: the length of the run.
+      method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo" or "reinforce_pp".
       options: as for `finetune`.
     """
     if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
-    return finetune(model, prompts, out, method="grpo", rewards=rewards, steps=steps, **options)
+    return finetune(model, prompts, out, method=method, rewards=rewards, steps=steps, **options)
 
 
 def _trained(
@@ -194,8 +203,9 @@ def _check(method: Method, out: str, rewards: Sequence[Reward], fields: Iterable
         raise UserError(f"out ({out}) is a file, must be a folder: name another")
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
         raise UserError(f"rewards is {short(rewards)}, must be a list of functions: try rewards=[cb.numeric_answer]")
-    if rewards and method is not Method.GRPO:
-        raise UserError(f"rewards are of method 'grpo', and method is {str(method)!r}: set it, or leave them out")
+    if rewards and not method.is_rewarded:
+        known = ", ".join(f"'{one}'" for one in Method if one.is_rewarded)
+        raise UserError(f"rewards are of methods {known}, and method is {str(method)!r}: set one, or leave them out")
 
 
 def _changed(
@@ -210,7 +220,7 @@ def _changed(
             lora = dataclasses.replace(lora, **base)
         fields = {"model": dataclasses.replace(trainer.model, lora=lora)} | fields
     if rewards:
-        assert isinstance(trainer.loss, Grpo), "the method's loss"
+        assert isinstance(trainer.loss, RewardedLoss), "the method's loss"
         fields = {"loss": dataclasses.replace(trainer.loss, rewards=rewards)} | fields
     return dataclasses.replace(trainer, **fields)
 

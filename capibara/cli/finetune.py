@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
-_METHODS = ("lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo")
+_METHODS = ("lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward")
+_REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
 _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, preferences, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
   --data    files, globs or folders of JSON lines; repeatable
   --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; dpo, orpo, simpo, cpo: adapters, on
             lines with "chosen" and "rejected"; kto: adapters, on lines with a "label", true or false;
-            reward: adapters and a head that scores answers, on lines with "chosen" and "rejected"; grpo: adapters, on the
-            model's own answers (--gin.REWARDS="(@numeric_answer,)")
+            reward: adapters and a head that scores answers, on lines with "chosen" and "rejected"; grpo, dr_grpo, dapo,
+            gspo, cispo, sapo, rloo, reinforce_pp: adapters, on the model's own answers
+            (--gin.REWARDS="(@numeric_answer,)")
 
 It prints the command of `capibara train` that is the same run; run it again to resume.
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH", help="the model that is trained further")
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="JSON lines; repeatable")
     parser.add_argument("--out", metavar="DIR", help="the run folder")
-    parser.add_argument("--method", default="lora", choices=_METHODS, help="default: lora")
+    parser.add_argument("--method", default="lora", choices=(*_METHODS, *_REWARDED), help="default: lora")
     parser.add_argument(
         "--eval", action="append", default=[], metavar="FILE", help="for evaluations; default: 3%% of --data"
     )
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lr", type=float, metavar="X", help="highest learning rate; default: by method and model size"
     )
-    parser.add_argument("--batch_size", type=int, metavar="N", help="rows of a step; default: 8, of GRPO 64")
+    parser.add_argument("--batch_size", type=int, metavar="N", help="rows of a step; default: 8, with rewards 64")
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens of a row; default: 1024, or what the model reads"
     )

@@ -1,14 +1,11 @@
-"""Group relative policy optimisation (GRPO): trains on the model's own answers, compared within the group of a prompt.
+"""Group relative policy optimisation (GRPO) and its family: trains on the model's own answers, compared with each other.
 
 There is no value model and no reward model: rewards are functions, such as a check of the answer (`strategies.rewards`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,192 +13,114 @@ import numpy as np
 
 from capibara import sharding
 from capibara.config import configurable
-from capibara.core import tree
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.packing.packing import Packing
-from capibara.data.pipeline.loader import Loader, make_loader
-from capibara.data.sources.sources import DataFormat
-from capibara.inference.engine.engine import EngineConfig
-from capibara.inference.engine.placement import footprint
-from capibara.inference.engine.placement.own_chips import Where
-from capibara.inference.engine.placement.serving_mesh import ServingMesh
-from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model, Stats
-from capibara.objectives.base import DrawnFrom, Metrics, Objective, Totals, log_probabilities
+from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
-from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.sharding import RematPolicy
-from capibara.strategies.answering import check_records
-from capibara.strategies.policy_loss import Variant, advantages, policy_loss
-from capibara.strategies.rewards import Reward, check_reward
+from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
+from capibara.strategies.policy.answers import RatioLevel, Surrogate
+from capibara.strategies.policy.clipped import Clipped
+from capibara.strategies.policy.loss import ImportanceMode, PolicyLoss, TokenWeights
+from capibara.strategies.rewarded import RewardedLoss
 from capibara.strategies.rollouts import Rollouts
-
-_CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
-ENTRIES = ("advantages", "drawn", "old", "reference")  # additional entries of a batch of answers, float32 [B, T]
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grpo(Loss):
-    """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
-
-    A sample only depends on Trainer.seed, the step and the prompt's row in the batch, not on the number of processes.
+class Grpo(RewardedLoss):
+    """Trains on rewarded answers, with advantages over other answers of the rollout.
 
     The trained policy is the distribution from which answers are sampled: the model at Sampling.temperature. The engine's
     probabilities differ slightly from those in training (other programs, other dtypes). So each token's loss is weighted by
     its probability in training over that in the engine, up to a cap (truncated importance sampling: Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training"; TRL's vllm_importance_sampling_correction, verl's
     rollout_is). Metrics of the difference are `engine_difference`, the mean of |ln| of this weight, and
-    `importance_capped`, the fraction of tokens at the cap.
+    `importance_capped`, the fraction of tokens beyond the bounds.
 
     Attributes:
-      rewards: functions of (prompt, answer, record) -> a number; in Gin (@exact_answer, ...), without ().
-      reward_weights: weights of the rewards in their sum; None: 1 each.
-      group: number of answers to a prompt.
-      sampling: sampling options of the answers; its seed is ignored. Limits (top_k, ...) and penalties are refused.
-      variant: the advantages and the weights of tokens.
-      clip_low, clip_high: the ratio of a token's new to old probability is clipped to [1 - clip_low, 1 + clip_high].
-      kl: coefficient of the KL divergence from the reference, the initial weights of the run (Schulman's k3 estimator); 0:
-        none, and no reference is kept.
-      updates: number of steps on the answers of one rollout.
-      importance_cap: the largest importance weight of a token; None: no importance weights.
-      engine: options of the engine.
-      where: whether each process answers its part of the prompts on its own chips, or all processes work together.
-      mesh: the mesh of an engine on a process's own chips.
+      surrogate: the loss of a token: @Clipped(), @Cispo(), @Sapo(), @Gmpo() or @Vespo().
+      level: what the ratio of new to old probability is of.
+      token_weights: the weight of a token in the mean over a batch.
+      baseline: what is subtracted from rewards.
+      scale: the divisor of advantages.
+      normalize_each: whether each reward is normalised within its group before they are summed.
+      kl_in: where the KL divergence counts; in the loss by Schulman's k3 estimator.
+      unbiased_kl: whether the divergence in the loss has the ratio as weight (DeepSeek-V3.2, arXiv:2512.02556).
+      resample: how often a rollout draws further prompts in the place of those whose answers have equal rewards (DAPO's
+        dynamic sampling); what is missing then is trained without signal.
+      importance_mode: what is done beyond the bounds of importance weights.
+      importance_cap, importance_floor: the bounds; both None: no importance weights.
+      off_policy_limit: an answer with a negative advantage is not trained if its mean of log p in the engine - log p is above
+        this (DeepSeek-V3.2, arXiv:2512.02556); None: all are.
     """
 
-    rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
-    reward_weights: tuple[float, ...] | None = None
-    group: int = 8
-    sampling: Sampling = Sampling(max_new_tokens=256, temperature=1.0)
-    variant: Variant = Variant.GRPO
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl: float = 0.0
-    updates: int = 1
+    surrogate: Surrogate = Clipped()
+    level: RatioLevel = RatioLevel.TOKEN
+    token_weights: TokenWeights = TokenWeights.ANSWER
+    baseline: Baseline = Baseline.GROUP
+    scale: RewardScale = RewardScale.GROUP
+    normalize_each: bool = False
+    kl_in: KlIn = KlIn.LOSS
+    unbiased_kl: bool = False
+    resample: int = 0
+    importance_mode: ImportanceMode = ImportanceMode.TOKEN_TRUNCATE
     importance_cap: float | None = 2.0
-    engine: EngineConfig = EngineConfig(slots=16)
-    where: Where = Where.AUTO
-    mesh: ServingMesh = ServingMesh()
+    importance_floor: float | None = None
+    off_policy_limit: float | None = None
 
-    data_format = DataFormat.PROMPTS
-    means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped")
+    means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped", "off_policy_fraction")
 
     def __post_init__(self) -> None:
-        if not self.rewards:
-            raise UserError("Grpo.rewards is empty: name functions, e.g. Grpo.rewards = (@exact_answer,)")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
-            raise UserError(
-                f"Grpo.reward_weights {self.reward_weights} must be as many as Grpo.rewards ({len(self.rewards)})"
-            )
-        if self.group < 2:
+        super().__post_init__()
+        compares = self.baseline is not Baseline.NONE or self.scale is RewardScale.GROUP or self.resample
+        if (compares or self.normalize_each) and self.group < 2:
             raise UserError(
                 f"Grpo.group is {self.group}, must be at least 2, since answers are compared with each other: try 8"
             )
-        if self.updates < 1:
-            raise UserError(f"Grpo.updates is {self.updates}, must be at least 1")
-        if not 0 < self.clip_low < 1 or not 0 < self.clip_high < float("inf"):
+        if self.resample < 0:
+            raise UserError(f"Grpo.resample is {self.resample}, must be at least 0 (0: never)")
+        if self.off_policy_limit is not None and not 0 < self.off_policy_limit < float("inf"):
+            raise UserError(f"Grpo.off_policy_limit is {self.off_policy_limit}, must be above 0, or None: try 0.5")
+        self._check_importance()
+        self._check_levels()
+
+    def _check_importance(self) -> None:
+        cap, floor = self.importance_cap, self.importance_floor
+        if cap is not None and not cap >= 1:
+            raise UserError(f"Grpo.importance_cap is {cap}, must be at least 1, or None: try 2.0")
+        if floor is not None and not 0 < floor <= 1:
+            raise UserError(f"Grpo.importance_floor is {floor}, must be above 0 and at most 1, or None: try 0.5")
+        if self.importance_mode.of_sequence and self.surrogate.corrects:
+            name = type(self.surrogate).__name__
             raise UserError(
-                f"Grpo.clip_low ({self.clip_low}) must lie between 0 and 1, and clip_high ({self.clip_high}) be above 0: "
-                "try 0.2"
+                f"Grpo.importance_mode is {str(self.importance_mode)!r}, and @{name}() takes those of tokens: set it to "
+                "'token_truncate' or 'token_mask'"
             )
-        if not 0 <= self.kl < float("inf"):
-            raise UserError(f"Grpo.kl is {self.kl}, must be at least 0 (0: none)")
-        if self.importance_cap is not None and not self.importance_cap >= 1:
-            raise UserError(f"Grpo.importance_cap is {self.importance_cap}, must be at least 1, or None: try 2.0")
-        if not 0 < self.sampling.temperature < float("inf"):
-            raise UserError(
-                f"Grpo's Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
-                "one answer): try 1.0"
-            )
-        if self.sampling.beams is not None or self.sampling.num_decodes > 1:
-            name = "num_decodes" if self.sampling.beams is None else "beams"
-            raise UserError(f"Grpo's Sampling.{name} is set, but GRPO trains on all sampled answers: leave it out")
-        for name, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
-            if (value := getattr(self.sampling, name)) != nothing:
+
+    def _check_levels(self) -> None:
+        if self.level is not RatioLevel.TOKEN:
+            if self.surrogate.by_itself:
+                name = type(self.surrogate).__name__
                 raise UserError(
-                    f"Grpo's Sampling.{name} is {value}, but answers must be sampled from all tokens, or some are never "
-                    "trained: leave it out, and lower Sampling.temperature instead"
+                    f"Grpo.level is {str(self.level)!r}, and @{name}() makes the ratio of an answer by itself: set it to 'token'"
                 )
-
-    @property
-    def later(self) -> tuple[Callable[..., Any], ...]:
-        return self.rewards
-
-    def check(self, dataset: Dataset, batch_size: int) -> None:
-        for reward in self.rewards:
-            check_reward(reward)
-        if self.sampling.thinking_tokens is not None:
+            if self.kl_in is KlIn.TOKENS:
+                raise UserError(
+                    f"Grpo.level is {str(self.level)!r}, and Grpo.kl_in = 'tokens' makes an advantage for each token: set "
+                    "Grpo.level = 'token'"
+                )
+        if self.kl_in is not KlIn.LOSS and self.unbiased_kl:
             raise UserError(
-                "Sampling.thinking_tokens forces tokens that the policy did not choose, which GRPO would reward: leave it "
-                "out, or reward short thoughts"
+                f"Grpo.unbiased_kl is True, and Grpo.kl_in is {str(self.kl_in)!r}: it is of the loss, leave one out"
             )
-        super().check(dataset, batch_size)
-        if dataset.packing is not Packing.NONE:
-            raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) must be 'none' with @Grpo(): set it to that")
-        if batch_size % self.group:
-            raise UserError(
-                f"Plan.batch_size ({batch_size}) must be a multiple of Grpo.group ({self.group}): try "
-                f"{max(1, round(batch_size / self.group)) * self.group}"
-            )
-        if self.prompt_length(dataset) < 2:
-            raise UserError(
-                f"Dataset.length ({dataset.length}) leaves prompts no room beside Sampling.max_new_tokens "
-                f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens}"
-            )
-        pages, size = self.engine.pages, self.engine.page_size
-        if pages is not None and pages * size < dataset.length - 1:  # a row's last token is not read
-            raise UserError(
-                f"EngineConfig.pages ({pages}) of {size} tokens are too few for a row of Dataset.length ({dataset.length}), "
-                f"prompt and answer: set EngineConfig.pages = {-(-(dataset.length - 1) // size)} or more"
-            )
-
-    @property
-    def rows_of_a_prompt(self) -> int:
-        return self.group
-
-    def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
-        """The reference, if there is one, and the engine with its copy of the parameters."""
-        trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
-        reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
-        size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
-        # If they do not fit a process's own chips, they are sharded like the trained parameters.
-        own = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
-        return (
-            *reference,
-            own if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
-            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
-        )
-
-    def prompt_length(self, dataset: Dataset) -> int:
-        """The largest number of tokens of a prompt."""
-        return dataset.length - self.sampling.max_new_tokens
-
-    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
-        spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
-        return spec | {key: ((rows, dataset.length), np.dtype(np.float32)) for key in self.entries}
-
-    def open(
-        self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
-    ) -> Loader:
-        del shard_index, shard_count  # every process reads all prompts
-        check_records(self.rewards, dataset, split, _CHECK_S)
-        prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
-        return make_loader(prompts, split=split, batch_size=max(1, batch_size // self.group), epochs=epochs)
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The additional entries of batches."""
-        left_out = {*(() if self.updates > 1 else ("old",)), *(() if self.kl else ("reference",))}
-        return tuple(name for name in ENTRIES if name not in left_out)
-
-    def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom:
-        """The distribution of answers, as arguments of `log_probabilities`: without ids that stand for no token."""
-        usable = model.config.vocab_size
-        with contextlib.suppress(UserError):  # the planner may run without the tokenizer; a run has read it already
-            usable = dataset.get_vocabulary().size
-        return {"temperature": self.sampling.temperature, "usable": usable}
+        old = ("old",) if self.steps_of_rollout > 1 else ()
+        reference = ("reference",) if self.kl and self.kl_in is KlIn.LOSS else ()
+        return ("advantages", "drawn", *old, *reference)
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         drawn_from = self.drawn_from(model, dataset)
@@ -212,7 +131,7 @@ class Grpo(Loss):
             batch = sharding.balanced(batch)
             log_p_BT, stats = log_probabilities(model, params, batch, remat, step, **drawn_from)
             loss, totals = self.totals(log_p_BT, batch)
-            # The balancing loss of experts is a sum over tokens, the loss a sum over answers.
+            # The balancing loss of experts is a sum over tokens, the loss a sum over answers or tokens.
             loss = loss + model.layer_loss(stats) * (totals.weight / jnp.maximum(totals.tokens, 1.0))
             return loss, jax.lax.stop_gradient(totals), stats
 
@@ -225,12 +144,30 @@ class Grpo(Loss):
         return Rollouts(run, self)
 
     def totals(self, log_p_BT: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:
-        """The loss as a sum over answers, and the metrics' sums, as `policy_loss`."""
-        return policy_loss(
-            log_p_BT, batch, self.variant, self.clip_low, self.clip_high, self.importance_cap, self.kl,
-            self.sampling.max_new_tokens,
-        )  # fmt: skip
+        """The loss as a sum, and the metrics' sums, as `PolicyLoss.totals`."""
+        return self._loss.totals(log_p_BT, batch)
 
-    def advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """The advantages of rewards [prompts, group], as `policy_loss.advantages`."""
-        return advantages(rewards, self.variant)
+    @property
+    def _loss(self) -> PolicyLoss:
+        return PolicyLoss(
+            surrogate=self.surrogate,
+            level=self.level,
+            token_weights=self.token_weights,
+            importance_mode=self.importance_mode,
+            importance_floor=self.importance_floor,
+            importance_cap=self.importance_cap,
+            kl=self.kl if self.kl_in is KlIn.LOSS else 0.0,
+            unbiased_kl=self.unbiased_kl,
+            off_policy_limit=self.off_policy_limit,
+            max_tokens=self.sampling.max_new_tokens,
+        )
+
+    def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray:
+        """The rewards that advantages are made of, from their weighted sums and those of each function."""
+        if not self.normalize_each:
+            return rewards_PG
+        return normalized_each(parts_PGK, self.reward_weights or (1.0,) * len(self.rewards))
+
+    def advantages(self, rewards_PG: np.ndarray, weights_BT: np.ndarray, kl_BT: np.ndarray | None = None) -> np.ndarray:
+        """The advantages of tokens, as `Advantages.of_tokens`."""
+        return Advantages(self.baseline, self.scale, self.kl, self.kl_in).of_tokens(rewards_PG, weights_BT, kl_BT)

@@ -27,6 +27,7 @@ from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, Answering, name_of, prompts_of
+from capibara.strategies.policy.advantages import KlIn
 
 
 class RollingOut(Answering, Protocol):
@@ -37,13 +38,25 @@ class RollingOut(Answering, Protocol):
     @property
     def group(self) -> int: ...
     @property
-    def updates(self) -> int: ...
+    def mini_batches(self) -> int: ...
+    @property
+    def steps_of_rollout(self) -> int: ...
+    @property
+    def resample(self) -> int: ...
+    @property
+    def mask_truncated(self) -> bool: ...
     @property
     def kl(self) -> float: ...
     @property
+    def kl_in(self) -> KlIn: ...
+    @property
     def entries(self) -> tuple[str, ...]: ...
 
-    def advantages(self, rewards: np.ndarray) -> np.ndarray: ...
+    def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray: ...
+
+    def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None: ...
+
+    def advantages(self, rewards_PG: np.ndarray, weights_BT: np.ndarray, kl_BT: np.ndarray | None) -> np.ndarray: ...
 
     def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom: ...
 
@@ -79,10 +92,12 @@ class Rollouts(BatchProvider):
         rows = (saved or {}).get("rows") or {}
         self._step = step
         self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
-        if step % self._grpo.updates and not {*self._grpo.entries} <= self._rows.keys():
+        count = self._run.plan.batch_size * self._grpo.mini_batches
+        if self._within(step) and not ({*self._grpo.entries} <= self._rows.keys() and len(self._rows["old"]) == count):
+            name = type(self._grpo).__name__
             raise UserError(
-                f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) was changed within the rollout of step "
-                f"{step}: set both back until a step that Grpo.updates divides"
+                f"{name}.updates, mini_batches ({self._grpo.mini_batches}) or kl ({self._grpo.kl}) was changed within the "
+                f"rollout of step {step}: set them back until a step that {self._grpo.steps_of_rollout} divides"
             )
         if not self._grpo.kl or self._reference is not None:
             return
@@ -101,18 +116,24 @@ class Rollouts(BatchProvider):
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"weights": self._weights}
-        if self._step % self._grpo.updates:  # the parameters that generated these answers are gone
+        if self._within(self._step):  # the parameters that generated these answers are gone
             state["rows"] = {name: _packed(value) for name, value in self._rows.items()}
         return state
 
     def takes_long(self, step: int) -> bool:
-        return (step - 1) % self._grpo.updates == 0
+        return not self._within(step - 1)
+
+    def _within(self, step: int) -> bool:
+        """Whether the answers of this step are used again."""
+        return step % self._grpo.steps_of_rollout > 0
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         if self.takes_long(step):
             self._rows = self._rolled_out(step, params)
-        self._step = step
-        return sharding.global_batch(self._run.batch_sharding, {k: self._own(v) for k, v in self._rows.items()})
+        self._step, size = step, self._run.plan.batch_size
+        first = (step - 1) % self._grpo.steps_of_rollout % self._grpo.mini_batches * size
+        rows = {name: self._own(value[first : first + size]) for name, value in self._rows.items()}
+        return sharding.global_batch(self._run.batch_sharding, rows)
 
     def evaluate(self, params: Params) -> dict[str, float]:
         run, answers = self._run, []
@@ -134,26 +155,70 @@ class Rollouts(BatchProvider):
         return {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
 
     def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
-        """The whole batch of a step, on the host."""
-        grpo, seed = self._grpo, self._run.seed
+        """The rows of a rollout, on the host."""
+        grpo = self._grpo
         self._answerer.load(params)
-
-        def samplings(row: int) -> list[Sampling]:
-            own = (_seed(seed, step, row, sample) for sample in range(grpo.group))
-            return [dataclasses.replace(grpo.sampling, seed=one) for one in own]
-
-        prompts = prompts_of(next(self._run.batches))
-        groups = self._answerer.answers("train", prompts, samplings, f"rollout for step {step}")
-        rewards = np.array([[answer.reward for answer in group] for group in groups])
+        groups, drawn = self._groups(step)
         answers = [answer for group in groups for answer in group]
-        self._told.append(self._summary(rewards, answers))
-        rows = self._laid_out(answers, grpo.advantages(rewards).reshape(-1))
-        if "old" in grpo.entries:
-            rows["old"] = self._log_p_of(params, rows)
-        if "reference" in grpo.entries:
+        rewards, lengths = _numbers(groups, lambda one: one.reward), _numbers(groups, lambda one: len(one.tokens))
+        rows = _rows(answers, self._run.dataset, grpo.mask_truncated)
+        rows |= self._references(params, rows)
+        told = self._summary(rewards, answers)
+        if grpo.resample:
+            told["groups_drawn"] = float(drawn)
+        kl = None
+        if grpo.kl and grpo.kl_in is not KlIn.LOSS:
+            kl = rows["old"] - rows["reference"]
+            told["kl"] = float(kl.sum() / max(rows["weights"].sum(), 1.0))
+        shaped = grpo.shaped(rewards, _numbers(groups, lambda one: one.parts))
+        if (penalties := grpo.penalties(lengths)) is not None:
+            shaped, told["overlong_penalty"] = shaped + penalties, float(penalties.mean())
+        rows["advantages"] = grpo.advantages(shaped, rows["weights"], kl)
+        self._told.append(told)
+        return {name: value for name, value in rows.items() if name in self._names}
+
+    @functools.cached_property
+    def _names(self) -> set[str]:
+        return {*self._run.dataset.batch_spec(1)} - {"numbers"} | {*self._grpo.entries}
+
+    def _groups(self, step: int) -> tuple[list[list[Answer]], int]:
+        """The answers to each prompt of a rollout, and the number of groups that were drawn for it.
+
+        Groups whose rewards are all equal have no advantages: those of further prompts take their place.
+        """
+        grpo, drawn = self._grpo, 0
+        kept: list[list[Answer]] = []
+        equal: list[list[Answer]] = []
+        count = self._run.plan.batch_size // grpo.group * grpo.mini_batches
+        for turn in range(1 + grpo.resample):
+            samplings = functools.partial(self._samplings, step, turn * count)
+            prompts = prompts_of(next(self._run.batches))
+            groups = self._answerer.answers("train", prompts, samplings, f"rollout for step {step}")
+            drawn += len(groups)
+            if not grpo.resample:
+                return groups, drawn
+            for group in groups:
+                (kept if len({answer.reward for answer in group}) > 1 else equal).append(group)
+            if len(kept) >= count:
+                break
+        return (kept + equal)[:count], drawn
+
+    def _samplings(self, step: int, first: int, row: int) -> list[Sampling]:
+        """The sampling options of each answer to the prompt in a row, of `first` prompts before them in this rollout."""
+        grpo = self._grpo
+        seeds = (_seed(self._run.seed, step, first + row, sample) for sample in range(grpo.group))
+        return [dataclasses.replace(grpo.sampling, seed=seed) for seed in seeds]
+
+    def _references(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Log-probabilities of the answers under the policy that wrote them and under the reference, where they count."""
+        grpo, further = self._grpo, {}
+        in_reward = bool(grpo.kl) and grpo.kl_in is not KlIn.LOSS
+        if "old" in grpo.entries or in_reward:
+            further["old"] = self._log_p_of(params, rows)
+        if "reference" in grpo.entries or in_reward:
             reference = tree.joined(self._reference, self._run.model.frozen(params))
-            rows["reference"] = self._log_p_of(reference, rows)
-        return rows
+            further["reference"] = self._log_p_of(reference, rows)
+        return further
 
     def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
         """Metrics of rewards [prompts, group] and their answers."""
@@ -169,23 +234,10 @@ class Rollouts(BatchProvider):
             told |= {f"reward_{name_of(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
         return told
 
-    def _laid_out(self, answers: Sequence[Answer], advantages: np.ndarray) -> dict[str, np.ndarray]:
-        """Makes a row of each prompt and answer."""
-        dataset = self._run.dataset
-        rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
-        rows |= {name: np.zeros((len(answers), dataset.length), np.float32) for name in ("advantages", "drawn")}
-        for row, (answer, advantage) in enumerate(zip(answers, advantages, strict=True)):
-            ids, first = np.array([*answer.prompt, *answer.tokens], np.int32), len(answer.prompt) - 1
-            end = len(ids) - 1
-            rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
-            rows["weights"][row, first:end], rows["advantages"][row, first:end] = 1.0, advantage
-            rows["drawn"][row, first:end] = answer.drawn
-            rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
-        return rows
-
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """The log-probabilities of the answers' tokens, 0 elsewhere; in batches of a step's size."""
-        names, parts = self._run.dataset.batch_spec(1).keys() - {"numbers"}, self._run.plan.micro_batches
+        names = self._run.dataset.batch_spec(1).keys() - {"numbers"}
+        parts = self._run.plan.micro_batches * self._grpo.mini_batches
         found = np.zeros_like(rows["weights"])
         for part in range(parts):
             self._run.reporter.check(part)
@@ -219,6 +271,25 @@ def make_log_probabilities(
         return found[:, np.argsort(batch["row_positions"])] if "row_positions" in batch else found
 
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _rows(answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool) -> dict[str, np.ndarray]:
+    """A row of each prompt and answer."""
+    rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
+    rows["drawn"] = np.zeros((len(answers), dataset.length), np.float32)
+    for row, answer in enumerate(answers):
+        ids, first = np.array([*answer.prompt, *answer.tokens], np.int32), len(answer.prompt) - 1
+        end = len(ids) - 1
+        rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
+        rows["weights"][row, first:end] = 0.0 if mask_truncated and answer.truncated else 1.0
+        rows["drawn"][row, first:end] = answer.drawn
+        rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
+    return rows
+
+
+def _numbers(groups: Sequence[Sequence[Answer]], of: Callable[[Answer], float | tuple[float, ...]]) -> np.ndarray:
+    """A number, or several, of each answer, [prompts, group, ...]."""
+    return np.array([[of(answer) for answer in group] for group in groups])
 
 
 def _seed(*numbers: int) -> int:

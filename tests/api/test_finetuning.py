@@ -131,7 +131,10 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
         ),
         ({"steps": 1, "epochs": 1}, "exclude each other"),
         ({"steps": 0}, "steps (0) must be at least 1"),
-        ({"rewards": [cb.exact_answer], "steps": 1}, "rewards are of method 'grpo', and method is 'lora'"),
+        (
+            {"rewards": [cb.exact_answer], "steps": 1},
+            "'reinforce_pp', and method is 'lora': set one, or leave them out",
+        ),
         ({"rewards": cb.exact_answer, "method": "grpo", "steps": 1}, "must be a list of functions"),
         (
             {"method": "grpo", "steps": 1, "rewards": [lambda prompt, answer, record: 1.0]},

@@ -36,7 +36,10 @@ TASKS = {
         (f"runs/{name}.gin" for name in ("reward", "orpo", "simpo", "cpo", "dpo")), "tasks/preferences.gin"
     ),
     "runs/kto.gin": "tasks/unpaired.gin",
-    "runs/grpo.gin": "tasks/prompts.gin",
+    **dict.fromkeys(
+        (f"runs/{name}.gin" for name in ("reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo")),
+        "tasks/prompts.gin",
+    ),
 }
 
 

@@ -24,7 +24,9 @@ from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies import rewards
+from capibara.strategies.answering import Answer, Answerer
 from capibara.strategies.grpo import Grpo
+from capibara.strategies.policy.clipped import Clipped
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
 from capibara.training.base.options import Evaluation
@@ -133,12 +135,12 @@ def same(a, b):
 # The loss.
 
 
-@pytest.mark.parametrize("variant, cap", [("grpo", 1.2), ("dr_grpo", 1.2), ("grpo", None)])
-def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant, cap):
+@pytest.mark.parametrize("token_weights, cap", [("answer", 1.2), ("max_length", 1.2), ("answer", None)])
+def test_the_loss_and_its_gradient_equal_the_formula_in_float64(token_weights, cap):
     rng, (rows, length) = np.random.default_rng(0), (6, 10)
     grpo = Grpo(
-        rewards=(has_digit,), variant=variant, clip_low=0.2, clip_high=0.3, kl=0.1, updates=2, importance_cap=cap,
-        sampling=Sampling(max_new_tokens=16, temperature=1.0),
+        rewards=(has_digit,), surrogate=Clipped(low=0.2, high=0.3), token_weights=token_weights, kl=0.1, updates=2,
+        importance_cap=cap, sampling=Sampling(max_new_tokens=16, temperature=1.0),
     )  # fmt: skip
     weights = (np.arange(length) >= 3) & (np.arange(length) < rng.integers(5, 10, (rows, 1)))
     old, reference = -rng.uniform(1, 4, (2, rows, length))
@@ -147,7 +149,7 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant, cap):
     want, want_gradient, clipped, apart, capped = 0.0, np.zeros_like(log_p), [], 0.0, 0.0
     for b in range(rows):
         places = np.flatnonzero(weights[b])
-        share = 1 / len(places) if variant == "grpo" else 1 / 16
+        share = 1 / len(places) if token_weights == "answer" else 1 / 16
         part = 0
         for t in places:
             ratio, away = np.exp(log_p[b, t] - old[b, t]), reference[b, t] - log_p[b, t]
@@ -162,7 +164,7 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant, cap):
             want_gradient[b, t] = share * (-(not held) * weight * ratio * gains[b] + 0.1 * (1 - np.exp(away)))
         clipped.append(part)
     batch = {"weights": weights, "advantages": weights * gains[:, None], "drawn": drawn, "old": old}
-    batch = {**batch, "reference": reference}
+    batch = {**batch, "reference": reference, "segment_ids": np.ones((rows, length))}
     batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
     (got, totals), gradient = jax.value_and_grad(grpo.totals, has_aux=True)(jnp.asarray(log_p, jnp.float32), batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(totals.weight) == rows
@@ -174,12 +176,11 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant, cap):
 
 def test_advantages_are_of_the_group_and_zero_where_all_are_equal():
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [3.0, 1.0, 1.0, 1.0]])
-    got = Grpo(rewards=(has_digit,)).advantages(rewards)
+    got = Grpo(rewards=(has_digit,)).advantages(rewards, np.ones((12, 1))).reshape(3, 4)
     np.testing.assert_allclose(got[0], np.array([0.5, -0.5, -0.5, 0.5]) / np.std([1, 0, 0, 1], ddof=1), rtol=1e-3)
     assert (got[1] == 0).all() and got.dtype == np.float32
-    np.testing.assert_array_equal(
-        Grpo(rewards=(has_digit,), variant="dr_grpo").advantages(rewards)[2], [1.5, -0.5, -0.5, -0.5]
-    )
+    got = Grpo(rewards=(has_digit,), scale="none").advantages(rewards, np.ones((12, 1))).reshape(3, 4)
+    np.testing.assert_array_equal(got[2], [1.5, -0.5, -0.5, -0.5])
 
 
 # Whole runs.
@@ -331,6 +332,88 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     assert "reference" not in [one.name for one in without.resident_arrays(seen.run.model, trainer.dataset)]
 
 
+# Rollouts, of answers that are given.
+
+
+@pytest.fixture
+def give(monkeypatch):
+    """(function of a prompt and the sample -> reward, tokens, is cut off): the answers of each rollout."""
+
+    def given(of):
+        def answers(self, split, prompts, samplings, what):
+            drawn.append([prompt.number for prompt in prompts])
+            return [[answer(prompt, k) for k, _ in enumerate(samplings(prompt.row))] for prompt in prompts]
+
+        def answer(prompt, k):
+            reward, tokens, truncated = of(prompt, k)
+            return Answer(prompt.ids, tokens, [-5.0] * len(tokens), reward, (reward,), truncated)
+
+        drawn = []
+        monkeypatch.setattr(Answerer, "load", lambda self, params: None)
+        monkeypatch.setattr(Answerer, "answers", answers)
+        return drawn
+
+    return given
+
+
+@pytest.mark.parametrize(("resample", "draws"), [(0, 1), (1, 2), (5, 3)])
+def test_groups_with_equal_rewards_are_drawn_again(make_trainer, train, give, resample, draws):
+    """Every second prompt has a signal, but none of the first draw."""
+
+    def of(prompt, k):
+        return (float(k) if len(drawn) > 1 and prompt.row % 2 else 1.0), [5, 6], False
+
+    drawn = give(of)
+    seen = train(make_trainer({"resample": resample}, steps=1))
+    assert list(map(len, drawn)) == [4] * draws
+    with_signal = np.abs(seen.batches[1]["advantages"]).sum(axis=1) > 0
+    assert with_signal.reshape(4, 8).any(axis=1).sum() == {1: 0, 2: 2, 3: 4}[draws]
+    assert seen.metrics[1].get("groups_drawn") == (4 * draws if resample else None)
+    assert seen.metrics[1]["groups_without_signal"] == {1: 1.0, 2: 0.5, 3: 0.0}[draws]
+
+
+def test_a_rollout_has_the_answers_of_several_steps(make_trainer, train, give):
+    """Two steps, each twice; the policy that wrote them is that of the first."""
+    drawn = give(lambda prompt, k: (float(k), [prompt.number + 4, k + 4], False))
+    seen = train(make_trainer({"mini_batches": 2, "updates": 2}, steps=5))
+    assert list(map(len, drawn)) == [8, 8]
+    same(seen.batches[1], seen.batches[3])
+    same(seen.batches[2], seen.batches[4])
+    assert (seen.batches[1]["targets"] != seen.batches[2]["targets"]).any()
+    ratios = [seen.metrics[step]["ratio"] for step in range(1, 6)]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-6) == ratios[4] and min(abs(r - 1) for r in ratios[1:4]) > 1e-4
+    train(
+        options := make_trainer({"mini_batches": 2, "updates": 2}, steps=2, model_dir=make_trainer().model_dir + "_2")
+    )
+    again = train(dataclasses.replace(options, steps=5))
+    assert sorted(again.batches) == [3, 4, 5]
+    same(again.batches[4], seen.batches[4])
+    same(again.state.params, seen.state.params)
+
+
+def test_answers_that_are_cut_off_are_masked_and_long_ones_punished(make_trainer, train, give):
+    give(lambda prompt, k: (1.0, [5] * (k + 1), k == 7))
+    seen = train(make_trainer({"mask_truncated": True, "overlong_tokens": 4}, steps=1))
+    batch = seen.batches[1]
+    assert (batch["weights"].reshape(4, 8, -1).sum(-1) == [1, 2, 3, 4, 5, 6, 7, 0]).all()
+    penalties = np.array([0, 0, 0, 0, -0.25, -0.5, -0.75, -1])
+    gains = batch["advantages"].max(-1) + batch["advantages"].min(-1)
+    want = (penalties - penalties.mean()) / (penalties.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(gains.reshape(4, 8)[:, :7], np.tile(want[:7], (4, 1)), rtol=1e-5)
+    assert seen.metrics[1]["overlong_penalty"] == pytest.approx(penalties.mean()) and seen.metrics[1]["reward"] == 1.0
+
+
+def test_the_divergence_in_rewards_is_from_the_initial_weights(make_trainer, train, give):
+    give(lambda prompt, k: (float(k), [k + 4, 9], False))
+    options = {"kl": 0.5, "kl_in": "tokens", "baseline": "none", "scale": "tokens"}
+    seen = train(make_trainer(options, steps=2))
+    assert seen.metrics[1]["kl"] == 0.0 < abs(seen.metrics[2]["kl"]) and "reference" not in seen.batches[2]
+    first, second = (
+        [one["advantages"][row][one["weights"][row] > 0] for row in range(32)] for one in seen.batches.values()
+    )
+    assert all(row[0] == row[1] for row in first) and all(row[0] != row[1] for row in second)
+
+
 # Mistakes.
 
 
@@ -380,7 +463,6 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ({"sampling": Sampling(repetition_penalty=1.1)}, "Grpo's Sampling.repetition_penalty is 1.1, .* leave it out"),
         ({"importance_cap": 0.5}, "Grpo.importance_cap is 0.5, must be at least 1"),
         ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
-        ({"clip_low": 1.5}, "Grpo.clip_low"),
         (
             {"engine": EngineConfig(page_size=8, pages=(LENGTH - 1) // 8)},
             rf"EngineConfig.pages .*too few for a row .* set EngineConfig.pages = {-(-(LENGTH - 1) // 8)} or more",
@@ -397,7 +479,9 @@ def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
 
 def test_answers_that_are_not_used_up_are_not_answers_of_other_options(make_trainer, train):
     train(make_trainer(steps=1))
-    with pytest.raises(UserError, match=r"Grpo.updates \(2\) or Grpo.kl .* was changed within the rollout of step 1"):
+    with pytest.raises(
+        UserError, match=r"Grpo.updates, mini_batches \(1\) or kl .* was changed within the rollout of step 1"
+    ):
         train(make_trainer({"updates": 2}, steps=2))
 
 

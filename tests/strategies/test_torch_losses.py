@@ -13,6 +13,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.kernels.cross_entropy.dispatch import token_log_probabilities
 from capibara.objectives.preference import Dpo
 from capibara.strategies.grpo import Grpo
+from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.rewards import matches_pattern
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -41,8 +42,12 @@ def test_losses_and_gradients_equal_those_of_torch(name):
         loss, batch, options = Dpo(**DPO[name]), dpo_batch(given, other), (1,)
     else:
         sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0)
-        loss, options = Grpo(rewards=(matches_pattern,), sampling=sampling, updates=2, **GRPO[name]), ()
+        bounds = {key: value for key, value in GRPO[name].items() if key in ("low", "high")}
+        more = {key: value for key, value in GRPO[name].items() if key not in bounds}
+        surrogate, options = Clipped(**bounds), ()
+        loss = Grpo(rewards=(matches_pattern,), sampling=sampling, updates=2, surrogate=surrogate, **more)
         batch = {"weights": given["weights"], "old": other, "drawn": other, "reference": other}
+        batch["segment_ids"] = given["segments"]
         batch["advantages"] = given["weights"] * given["gains"][:, None]
 
     def mean(hidden, head):

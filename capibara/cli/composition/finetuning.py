@@ -26,7 +26,8 @@ class Method(enum.StrEnum):
 
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO, ORPO, SIMPO, CPO: adapters,
     on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
-    answers, on pairs. GRPO: adapters, on the model's own answers and their rewards.
+    answers, on pairs. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP: adapters, on the model's own answers and their
+    rewards.
     """
 
     LORA = "lora"
@@ -39,6 +40,18 @@ class Method(enum.StrEnum):
     KTO = "kto"
     REWARD = "reward"
     GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    SAPO = "sapo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether it trains on the model's own answers and their rewards."""
+        return _OF_LOSS.get(self) is Kind.PROMPTS
 
 
 class Kind(enum.StrEnum):
@@ -70,10 +83,14 @@ _OWN = {  # binding -> the option
     "Trainer.steps": "steps",
 }
 _CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
+_REWARDED = (
+    *(Method.GRPO, Method.DR_GRPO, Method.DAPO, Method.GSPO),
+    *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP),
+)
 _OF_LOSS = {
     **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO, Method.REWARD), Kind.PREFERENCES),
     Method.KTO: Kind.UNPAIRED,
-    Method.GRPO: Kind.PROMPTS,
+    **dict.fromkeys(_REWARDED, Kind.PROMPTS),
 }
 _KEYS = {Kind.PREFERENCES: "'chosen' and 'rejected'", Kind.UNPAIRED: "a 'label', true or false"}
 _OTHER_METHOD = {
@@ -182,7 +199,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
             f"model {asked.model} is a {type(model.model).__name__}, must be a decoder: see docs/training.md for the others"
         )
     kind = _kind(asked)
-    most = 768 if asked.method is Method.GRPO else _LENGTH
+    most = 768 if asked.method.is_rewarded else _LENGTH
     length = asked.length or min(most, model.length or most)
     bindings = {
         pretrained.MODEL: model.path,
@@ -190,11 +207,11 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
         "FILES": asked.files,
         "LENGTH": length,
         "LEARNING_RATE": learning_rate(asked.method, model) if asked.learning_rate is None else asked.learning_rate,
-        "BATCH_SIZE": asked.batch_size or (64 if asked.method is Method.GRPO else 8),
+        "BATCH_SIZE": asked.batch_size or (64 if asked.method.is_rewarded else 8),
     }
     if asked.validation_files:
         bindings["VALIDATION_FILES"] = asked.validation_files
-    if asked.method is Method.GRPO:
+    if asked.method.is_rewarded:
         bindings["ANSWER_LENGTH"] = max(1, 2 * length // 3)
     if asked.seed:
         bindings |= {"Trainer.seed": asked.seed, "Dataset.seed": asked.seed}
@@ -222,7 +239,7 @@ def learning_rate(method: Method, model: Pretrained) -> float:
         return 2e-5 if count < 8e9 else 1e-5
     if method not in _OF_LOSS:
         return 2e-4 if count < 15e9 else 1e-4
-    return 2e-5 if method in (Method.GRPO, Method.SIMPO) else 1e-4
+    return 2e-5 if method.is_rewarded or method is Method.SIMPO else 1e-4
 
 
 def _runs(method: Method) -> tuple[str, ...]:
@@ -247,8 +264,9 @@ def _with_steps(asked: FineTuning, chosen: Chosen, show: Callable[[str, str], No
     """With the number of steps, and what follows from it."""
     steps, notes = asked.steps, []
     if steps is None:
-        if asked.method is Method.GRPO:
-            raise UserError("steps has no value: GRPO makes its own answers, say how often, such as steps = 200")
+        if asked.method.is_rewarded:
+            name = str(asked.method)
+            raise UserError(f"steps has no value: {name} makes its own answers, say how often, such as steps = 200")
         show("counting", "the batches of a pass over the data")
         epochs = asked.epochs or 1
         batches = _batches(chosen)

@@ -18,8 +18,15 @@ from capibara.data.dataset import Kind
 from capibara.data.packing.packing import Packing
 from capibara.optim import OptimizerName, ScheduleKind
 from capibara.sharding import Remat
+from capibara.strategies.rewarded import RewardedLoss
 from capibara.training.stability.anomalies import OnSpike
 from capibara.training.trainer import Trainer
+
+# Without effect on the answers of the current policy, whose ratio is 1.
+_SURROGATE_OPTIONS = (
+    *("Clipped.low", "Clipped.high", "Clipped.ceiling", "Cispo.cap", "Gmpo.low", "Gmpo.high"),
+    *("Sapo.temperature_positive", "Sapo.temperature_negative"),
+)
 
 
 class Dependent(NamedTuple):
@@ -44,6 +51,15 @@ def _named(*names: str) -> Callable[[Trainer, Any], bool]:
 def _factors(*names: str) -> Callable[[Trainer, Any], bool]:
     """Whether FactorSchedule.factors has one of these."""
     return lambda run, own: any(name.strip() in names for name in own.factors.split("*"))
+
+
+def _is_off_policy(run: Trainer, own: Any) -> bool:
+    """Whether steps train answers that an earlier policy wrote."""
+    return isinstance(run.loss, RewardedLoss) and run.loss.steps_of_rollout > 1
+
+
+def _bounds_importance(run: Trainer, own: Any) -> bool:
+    return own.importance_cap is not None or own.importance_floor is not None
 
 
 def _saves_milestones(run: Trainer, own: Any) -> bool:
@@ -238,7 +254,13 @@ DEPENDENT = (
     ),
     Dependent(("Dpo.discopop_tau",), "Dpo.kind = 'discopop'", lambda run, own: own.kind == "discopop"),
     Dependent(("Cpo.gamma",), "Cpo.kind = 'simpo'", lambda run, own: own.kind == "simpo"),
-    Dependent(("Grpo.clip_low", "Grpo.clip_high"), "Grpo.updates above 1", lambda run, own: own.updates > 1),
+    Dependent(
+        _SURROGATE_OPTIONS,
+        "Grpo.updates or Grpo.mini_batches above 1",
+        _is_off_policy,
+    ),
+    Dependent(("Grpo.importance_mode",), "Grpo.importance_cap or Grpo.importance_floor", _bounds_importance),
+    Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, own: own.kl > 0),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
 )
 

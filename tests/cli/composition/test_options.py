@@ -31,6 +31,10 @@ from capibara.objectives.preference import Dpo
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
+from capibara.strategies.policy.cispo import Cispo
+from capibara.strategies.policy.clipped import Clipped
+from capibara.strategies.policy.gmpo import Gmpo
+from capibara.strategies.policy.sapo import Sapo
 from capibara.strategies.rewards import exact_answer
 from capibara.training.base.options import Evaluation
 from capibara.training.profiling.profile import Profile
@@ -200,8 +204,17 @@ CASES = [
     ("Dpo.alpha", PAIRS | {"Trainer.loss": Dpo(alpha=0.7)}, PAIRS | {"Trainer.loss": Dpo(alpha=0.7, divergence="alpha_divergence")}),
     ("Dpo.discopop_tau", PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7)}, PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7, kind="discopop")}),
     ("Cpo.gamma", PAIRS | {"Trainer.loss": Cpo(gamma=0.7)}, PAIRS | {"Trainer.loss": Cpo(gamma=0.7, kind="simpo")}),
-    ("Grpo.clip_low", PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1)}, PROMPTS | {"Trainer.loss": GRPO(clip_low=0.1, updates=2)}),
-    ("Grpo.clip_high", PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3)}, PROMPTS | {"Trainer.loss": GRPO(clip_high=0.3, updates=2)}),
+    *[
+        (f"{cls.__name__}.{name}", PROMPTS | {"Trainer.loss": GRPO(surrogate=cls(**{name: value}))}, PROMPTS | {"Trainer.loss": GRPO(surrogate=cls(**{name: value}), **{repeated: 2})})
+        for cls, name, value, repeated in (
+            (Clipped, "low", 0.1, "updates"), (Clipped, "high", 0.3, "mini_batches"), (Clipped, "ceiling", 4.0, "updates"),
+            (Cispo, "cap", 4.0, "updates"), (Gmpo, "low", 0.3, "updates"), (Gmpo, "high", 0.3, "updates"),
+            (Sapo, "temperature_positive", 2.0, "updates"), (Sapo, "temperature_negative", 2.0, "updates"),
+        )
+    ],
+    ("Grpo.importance_mode", PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask", importance_cap=None)}, PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask")}),
+    ("Grpo.kl_in", PROMPTS | {"Trainer.loss": GRPO(kl_in="reward")}, PROMPTS | {"Trainer.loss": GRPO(kl_in="reward", kl=0.1)}),
+    ("Grpo.unbiased_kl", PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True)}, PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True, kl=0.1)}),
 ]  # fmt: skip
 
 
@@ -273,7 +286,9 @@ ALONE = {
     "prefetch window_rows window_documents domains",
     "Dpo": "kind beta label_smoothing sft_weight divergence",
     "Cpo": "kind beta label_smoothing nll_weight alpha",
-    "Grpo": "rewards reward_weights group sampling variant kl updates importance_cap engine where",
+    "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where surrogate level "
+    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit",
+    "Vespo": "power_positive decay_positive power_negative decay_negative",
     "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
     "voting_strategy merge_strategy merge_shares lambda_reg max_iterations strategies proximal groups group_every frozen "

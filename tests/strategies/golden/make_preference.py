@@ -32,11 +32,11 @@ def dpo(log_p, reference, given, *, beta, kind="sigmoid", label_smoothing=0.0, s
     return ((1 - label_smoothing) * losses[0] + label_smoothing * losses[1] + sft_weight * nll).mean()
 
 
-def grpo(log_p, old, given, *, kl, variant="grpo", clip_low=0.2, clip_high=0.2):
+def grpo(log_p, old, given, *, kl, token_weights="answer", low=0.2, high=0.2):
     ratio, gains, weights = torch.exp(log_p - old), given["gains"][:, None], given["weights"]
-    loss = -torch.min(ratio * gains, torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * gains)
+    loss = -torch.min(ratio * gains, torch.clamp(ratio, 1 - low, 1 + high) * gains)
     loss = loss + kl * (torch.exp(old - log_p) - (old - log_p) - 1)
-    length = weights.sum(-1) if variant == "grpo" else NEW_TOKENS
+    length = weights.sum(-1) if token_weights == "answer" else NEW_TOKENS
     return ((loss * weights).sum(-1) / length).mean()
 
 

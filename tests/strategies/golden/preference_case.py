@@ -14,8 +14,8 @@ DPO = {
 }
 GRPO = {
     "grpo": dict(kl=0.0),
-    "kl": dict(kl=0.2, clip_low=0.1, clip_high=0.3),
-    "dr_grpo": dict(variant="dr_grpo", kl=0.05),
+    "kl": dict(kl=0.2, low=0.1, high=0.3),
+    "dr_grpo": dict(token_weights="max_length", kl=0.05),
 }
 NEW_TOKENS = 9  # of DR_GRPO
 

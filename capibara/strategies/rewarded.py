@@ -1,0 +1,196 @@
+"""What losses on a model's own answers share: how answers are generated and rewarded, and the batches made of them."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.data.dataset import Dataset
+from capibara.data.packing.packing import Packing
+from capibara.data.pipeline.loader import Loader, make_loader
+from capibara.data.sources.sources import DataFormat
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.placement import footprint
+from capibara.inference.engine.placement.own_chips import Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models.api import Model
+from capibara.objectives.base import DrawnFrom
+from capibara.objectives.loss import Loss, ResidentArrays
+from capibara.strategies.answering import check_records
+from capibara.strategies.policy.advantages import overlong_penalty
+from capibara.strategies.rewards import Reward, check_reward
+
+_CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardedLoss(Loss):
+    """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
+
+    A sample only depends on Trainer.seed, the step and the prompt's row in the batch, not on the number of processes.
+
+    Attributes:
+      rewards: functions of (prompt, answer, record) -> a number; in Gin (@exact_answer, ...), without ().
+      reward_weights: weights of the rewards in their sum; None: 1 each.
+      group: number of answers to a prompt.
+      sampling: sampling options of the answers; its seed is ignored. Limits (top_k, ...) and penalties are refused.
+      overlong_tokens: answers that come within so many tokens of Sampling.max_new_tokens lose up to 1 of their reward (DAPO's
+        soft punishment); None: none do.
+      mask_truncated: whether answers that were cut off are not trained.
+      kl: coefficient of the KL divergence from the reference, the initial weights of the run; 0: none, and no reference is
+        kept.
+      mini_batches: a rollout has the answers of so many steps.
+      updates: number of passes over the answers of a rollout.
+      engine: options of the engine.
+      where: whether each process answers its part of the prompts on its own chips, or all processes work together.
+      mesh: the mesh of an engine on a process's own chips.
+    """
+
+    rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
+    reward_weights: tuple[float, ...] | None = None
+    group: int = 8
+    sampling: Sampling = Sampling(max_new_tokens=256, temperature=1.0)
+    overlong_tokens: int | None = None
+    mask_truncated: bool = False
+    kl: float = 0.0
+    mini_batches: int = 1
+    updates: int = 1
+    engine: EngineConfig = EngineConfig(slots=16)
+    where: Where = Where.AUTO
+    mesh: ServingMesh = ServingMesh()
+
+    data_format = DataFormat.PROMPTS
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not self.rewards:
+            raise UserError(f"{name}.rewards is empty: name functions, e.g. {name}.rewards = (@exact_answer,)")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise UserError(
+                f"{name}.reward_weights {self.reward_weights} must be as many as {name}.rewards ({len(self.rewards)})"
+            )
+        for field in ("group", "updates", "mini_batches"):
+            if (value := getattr(self, field)) < 1:
+                raise UserError(f"{name}.{field} is {value}, must be at least 1")
+        if not 0 <= self.kl < float("inf"):
+            raise UserError(f"{name}.kl is {self.kl}, must be at least 0 (0: none)")
+        if self.overlong_tokens is not None and not 0 < self.overlong_tokens <= self.sampling.max_new_tokens:
+            raise UserError(
+                f"{name}.overlong_tokens is {self.overlong_tokens}, must be from 1 to Sampling.max_new_tokens "
+                f"({self.sampling.max_new_tokens}), or None: try {max(1, self.sampling.max_new_tokens // 5)}"
+            )
+        self._check_sampling(name)
+
+    def _check_sampling(self, name: str) -> None:
+        if not 0 < self.sampling.temperature < float("inf"):
+            raise UserError(
+                f"{name}'s Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
+                "one answer): try 1.0"
+            )
+        if self.sampling.beams is not None or self.sampling.num_decodes > 1:
+            field = "num_decodes" if self.sampling.beams is None else "beams"
+            raise UserError(f"{name}'s Sampling.{field} is set, but it trains on all sampled answers: leave it out")
+        for field, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
+            if (value := getattr(self.sampling, field)) != nothing:
+                raise UserError(
+                    f"{name}'s Sampling.{field} is {value}, but answers must be sampled from all tokens, or some are never "
+                    "trained: leave it out, and lower Sampling.temperature instead"
+                )
+
+    @property
+    def later(self) -> tuple[Callable[..., Any], ...]:
+        return self.rewards
+
+    def check(self, dataset: Dataset, batch_size: int) -> None:
+        name = type(self).__name__
+        for reward in self.rewards:
+            check_reward(reward)
+        if self.sampling.thinking_tokens is not None:
+            raise UserError(
+                f"Sampling.thinking_tokens forces tokens that the policy did not choose, which {name} would reward: leave it "
+                "out, or reward short thoughts"
+            )
+        super().check(dataset, batch_size)
+        if dataset.packing is not Packing.NONE:
+            raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) must be 'none' with @{name}(): set it to that")
+        if batch_size % self.group:
+            raise UserError(
+                f"Plan.batch_size ({batch_size}) must be a multiple of {name}.group ({self.group}): try "
+                f"{max(1, round(batch_size / self.group)) * self.group}"
+            )
+        if self.prompt_length(dataset) < 2:
+            raise UserError(
+                f"Dataset.length ({dataset.length}) leaves prompts no room beside Sampling.max_new_tokens "
+                f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens}"
+            )
+        pages, size = self.engine.pages, self.engine.page_size
+        if pages is not None and pages * size < dataset.length - 1:  # a row's last token is not read
+            raise UserError(
+                f"EngineConfig.pages ({pages}) of {size} tokens are too few for a row of Dataset.length ({dataset.length}), "
+                f"prompt and answer: set EngineConfig.pages = {-(-(dataset.length - 1) // size)} or more"
+            )
+
+    @property
+    def rows_of_a_prompt(self) -> int:
+        return self.group
+
+    @property
+    def steps_of_rollout(self) -> int:
+        """The number of steps on the answers of one rollout."""
+        return self.updates * self.mini_batches
+
+    @property
+    @abc.abstractmethod
+    def entries(self) -> tuple[str, ...]:
+        """The entries of batches that the loss adds to tokens and weights, float32 [B, T]."""
+
+    def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
+        """The reference, if there is one, and the engine with its copy of the parameters."""
+        trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
+        reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
+        size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
+        # If they do not fit a process's own chips, they are sharded like the trained parameters.
+        own = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
+        return (
+            *reference,
+            own if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
+            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
+        )
+
+    def prompt_length(self, dataset: Dataset) -> int:
+        """The largest number of tokens of a prompt."""
+        return dataset.length - self.sampling.max_new_tokens
+
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+        spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
+        return spec | {key: ((rows, dataset.length), np.dtype(np.float32)) for key in self.entries}
+
+    def open(
+        self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
+    ) -> Loader:
+        del shard_index, shard_count  # every process reads all prompts
+        check_records(self.rewards, dataset, split, _CHECK_S)
+        prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
+        count = max(1, batch_size // self.group) * (self.mini_batches if split == "train" else 1)
+        return make_loader(prompts, split=split, batch_size=count, epochs=epochs)
+
+    def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom:
+        """The distribution of answers, as arguments of `log_probabilities`: without ids that stand for no token."""
+        usable = model.config.vocab_size
+        with contextlib.suppress(UserError):  # the planner may run without the tokenizer; a run has read it already
+            usable = dataset.get_vocabulary().size
+        return {"temperature": self.sampling.temperature, "usable": usable}
+
+    def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None:
+        """What is added to the rewards of answers for their lengths; None: nothing is."""
+        if self.overlong_tokens is None:
+            return None
+        return overlong_penalty(lengths_PG, self.sampling.max_new_tokens, self.overlong_tokens)
