@@ -171,6 +171,7 @@ from capibara.strategies.policy.clipped import Clipped as Clipped
 from capibara.strategies.policy.gmpo import Gmpo as Gmpo
 from capibara.strategies.policy.sapo import Sapo as Sapo
 from capibara.strategies.policy.vespo import Vespo as Vespo
+from capibara.strategies.ppo import Ppo as Ppo
 from capibara.strategies.rewards import exact_answer as exact_answer
 from capibara.strategies.rewards import matches_pattern as matches_pattern
 from capibara.strategies.rewards import numeric_answer as numeric_answer

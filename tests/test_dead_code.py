@@ -15,7 +15,7 @@ USED = {
     "sig", "should_exit", "main_loop", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
     "pre_tokenizer", "normalizer", "post_processor", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
-    "_saving", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
+    "_saving", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
     "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "act_embed", "act_mlp", "act_vocab",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",

@@ -72,7 +72,7 @@ def finetune(
         answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
       method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward", or one with rewards: "grpo", "dr_grpo",
-        "dapo", "gspo", "cispo", "sapo", "rloo" or "reinforce_pp".
+        "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
       rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
@@ -150,7 +150,7 @@ def grpo(
       prompts: what is asked, and beside it what the rewards read.
       rewards: functions (prompt, answer, record) -> a number.
       steps: the length of the run.
-      method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo" or "reinforce_pp".
+      method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
       options: as for `finetune`.
     """
     if isinstance(rewards, Sequence) and not rewards:

@@ -138,6 +138,9 @@ def of_run(
     Raises:
       UserError: transformers has no such architecture.
     """
+    if model.config.value_head:  # it is for training alone
+        model = api.with_value_head(model, False)
+        params = {name: params[name] for name in model.abstract_params}
     vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
     began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
@@ -221,6 +224,10 @@ def _as_adapter(run: LoadedModel | None, path: str, target: str, form: str, base
         raise UserError(f"--format={form} is for a run with adapters, and --from={path} is no run folder")
     if run.model.config.head is api.Head.SCORE:
         raise UserError(f"--format={form} has no reward models: use hf, which merges the adapters")
+    if run.model.config.value_head:
+        raise UserError(
+            f"--format={form} has no value heads: use hf, which merges the adapters and leaves the values out"
+        )
     if form == "gguf_lora":
         return adapters.run_as_gguf(run, target, base)
     return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")

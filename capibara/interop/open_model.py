@@ -26,7 +26,7 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import finite
-from capibara.models.api import Adapter, Head, Model, with_head
+from capibara.models.api import Adapter, Head, Model, with_head, with_value_head
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies
 
@@ -193,7 +193,7 @@ class Loader:
 
     Attributes:
       foreign: the model, whose tensors are read when this is called.
-      model: of the run, without adapters, and without a head of scores that the foreign model lacks.
+      model: of the run, without adapters, and without heads of scores and values that the foreign model lacks.
     """
 
     foreign: ForeignModel
@@ -251,6 +251,8 @@ def loader(path: str, model: Model) -> Loader:
     """
     foreign = open_model(path)
     ignored = set()
+    if model.config.value_head:
+        model = with_value_head(model, False)  # values begin anew
     if model.config.head is Head.SCORE and hf_config.from_hf(foreign.config).head is not Head.SCORE:
         model, ignored = with_head(model, Head.TIED), {"head"}  # the scores begin anew
     guessed: Container[str] = getattr(foreign, "guessed", frozenset())

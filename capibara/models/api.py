@@ -322,6 +322,11 @@ class Model:
         return flops.flops_per_token(self.config, self.whole_params, self.whole_axes, length, encoder_length)
 
 
+def with_value_head(model: Model, value_head: bool) -> Model:
+    """The model with or without a value head, and its adapters; all other parameters are the same."""
+    return build(dataclasses.replace(model.config, value_head=value_head))
+
+
 def with_head(model: Model, head: Head) -> Model:
     """The model with another head, without adapters; all other parameters are the same."""
     return build(dataclasses.replace(model.config, lora=None, head=head))
@@ -349,6 +354,8 @@ def build(config: TransformerConfig) -> Model:
     def adapt(params: Params, key: jax.Array) -> Params:
         if config.head is Head.SCORE and "score" not in params:
             params = {**params, "score": init(key)["score"]}
+        if config.value_head and "critic" not in params:
+            params = {**params, "critic": init(key)["critic"]}
         return nnx.to_pure_dict(nnx.state(_adapted(_bound(*of_plain, params), config, key)))
 
     def hidden(

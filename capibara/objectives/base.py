@@ -201,10 +201,28 @@ def log_probabilities(
     """
     options = () if remat is None else (remat, step)
     hidden, stats = model.hidden(params, batch, *options)
+    return log_probabilities_of(model, params, hidden, batch, temperature=temperature, usable=usable), stats
+
+
+def log_probabilities_of(
+    model: Model,
+    params: Params,
+    hidden: jax.Array,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    usable: int | None = None,
+) -> jax.Array:
+    """Log-probability of every target, as `log_probabilities`, of final hidden states [B, T, D]."""
     with jax.named_scope("loss"):
         cap = model.config.logit_soft_cap
-        found = token_log_probabilities(
+        return token_log_probabilities(
             hidden, model.head(params), batch["targets"], soft_cap=cap, temperature=temperature, usable=usable,
             trains_head=model.trains_head,
         )  # fmt: skip
-    return found, stats
+
+
+def values_of(model: Model, params: Params, hidden: jax.Array) -> jax.Array:
+    """Values [B, T] in float32 of final hidden states [B, T, D], by a model's value head."""
+    D = model.config.embed_dim  # a head with a bias has a column of ones behind them
+    return jnp.einsum("btd,d->bt", hidden[..., :D], params["critic"], preferred_element_type=jnp.float32)

@@ -51,10 +51,12 @@ class Loss(abc.ABC):
     Attributes:
       data_format: the format of the sources that it supports.
       means: metrics of a step that a log averages over its steps.
+      reads_values: whether it reads the values of a model's value head.
     """
 
     data_format: DataFormat = DataFormat.TEXTS
     means: tuple[str, ...] = ()
+    reads_values: bool = False
 
     @property
     def rows_of_a_prompt(self) -> int:
@@ -97,6 +99,11 @@ class Loss(abc.ABC):
 
     def check_model(self, model: TransformerConfig) -> None:
         """Raises UserError if the loss does not support this model."""
+        if model.value_head and not self.reads_values:
+            name, loss = type(model).__name__, type(self).__name__
+            raise UserError(
+                f"{name}.value_head is True, which only @Ppo() reads, and Trainer.loss is {loss}: set {name}.value_head = False"
+            )
         if model.head is Head.SCORE:
             name, loss = type(model).__name__, type(self).__name__
             raise UserError(

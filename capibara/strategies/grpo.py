@@ -6,6 +6,7 @@ There is no value model and no reward model: rewards are functions, such as a ch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,9 @@ class Grpo(RewardedLoss):
             return rewards_PG
         return normalized_each(parts_PGK, self.reward_weights or (1.0,) * len(self.rewards))
 
-    def advantages(self, rewards_PG: np.ndarray, weights_BT: np.ndarray, kl_BT: np.ndarray | None = None) -> np.ndarray:
-        """The advantages of tokens, as `Advantages.of_tokens`."""
-        return Advantages(self.baseline, self.scale, self.kl, self.kl_in).of_tokens(rewards_PG, weights_BT, kl_BT)
+    def estimates(self, rewards_PG: np.ndarray, rows: Mapping[str, np.ndarray], kl: float) -> dict[str, np.ndarray]:
+        """The advantages of tokens, as `Advantages.of_tokens`, from what is known of the rows of a rollout."""
+        in_reward = self.kl and self.kl_in is not KlIn.LOSS
+        kl_BT = rows["old"] - rows["reference"] if in_reward else None
+        advantages = Advantages(self.baseline, self.scale, kl, self.kl_in)
+        return {"advantages": advantages.of_tokens(rewards_PG, rows["weights"], kl_BT)}

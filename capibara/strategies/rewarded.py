@@ -189,6 +189,17 @@ class RewardedLoss(Loss):
             usable = dataset.get_vocabulary().size
         return {"temperature": self.sampling.temperature, "usable": usable}
 
+    def next_kl(self, kl: float, divergence: float, answers: int) -> float:
+        """The coefficient of the divergence in the next rollout.
+
+        Args:
+          kl: in this one.
+          divergence: from the reference, in nats an answer.
+          answers: of this rollout.
+        """
+        del divergence, answers
+        return kl
+
     def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None:
         """What is added to the rewards of answers for their lengths; None: nothing is."""
         if self.overlong_tokens is None:

@@ -22,7 +22,7 @@ from capibara.inference.engine.core import reads_whole
 from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import DrawnFrom, log_probabilities
+from capibara.objectives.base import DrawnFrom, log_probabilities_of, values_of
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
@@ -50,13 +50,17 @@ class RollingOut(Answering, Protocol):
     @property
     def kl_in(self) -> KlIn: ...
     @property
+    def reads_values(self) -> bool: ...
+    @property
     def entries(self) -> tuple[str, ...]: ...
 
     def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray: ...
 
     def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None: ...
 
-    def advantages(self, rewards_PG: np.ndarray, weights_BT: np.ndarray, kl_BT: np.ndarray | None) -> np.ndarray: ...
+    def estimates(self, rewards_PG: np.ndarray, rows: Mapping[str, np.ndarray], kl: float) -> dict[str, np.ndarray]: ...
+
+    def next_kl(self, kl: float, divergence: float, answers: int) -> float: ...
 
     def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom: ...
 
@@ -85,12 +89,13 @@ class Rollouts(BatchProvider):
         self._reference: Params | None = None  # trained parameters of the reference
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
+        self._kl = grpo.kl  # its current coefficient
         drawn_from = grpo.drawn_from(run.model, run.dataset)
         self._log_p = make_log_probabilities(run.model, run.plan, run.mesh, **drawn_from)
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         rows = (saved or {}).get("rows") or {}
-        self._step = step
+        self._step, self._kl = step, (saved or {}).get("kl", self._grpo.kl)
         self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
         count = self._run.plan.batch_size * self._grpo.mini_batches
         if self._within(step) and not ({*self._grpo.entries} <= self._rows.keys() and len(self._rows["old"]) == count):
@@ -116,6 +121,8 @@ class Rollouts(BatchProvider):
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"weights": self._weights}
+        if self._kl != self._grpo.kl:  # a controller changed it
+            state["kl"] = self._kl
         if self._within(self._step):  # the parameters that generated these answers are gone
             state["rows"] = {name: _packed(value) for name, value in self._rows.items()}
         return state
@@ -166,14 +173,14 @@ class Rollouts(BatchProvider):
         told = self._summary(rewards, answers)
         if grpo.resample:
             told["groups_drawn"] = float(drawn)
-        kl = None
-        if grpo.kl and grpo.kl_in is not KlIn.LOSS:
-            kl = rows["old"] - rows["reference"]
-            told["kl"] = float(kl.sum() / max(rows["weights"].sum(), 1.0))
         shaped = grpo.shaped(rewards, _numbers(groups, lambda one: one.parts))
         if (penalties := grpo.penalties(lengths)) is not None:
             shaped, told["overlong_penalty"] = shaped + penalties, float(penalties.mean())
-        rows["advantages"] = grpo.advantages(shaped, rows["weights"], kl)
+        rows |= grpo.estimates(shaped, rows, self._kl)
+        if grpo.kl and grpo.kl_in is not KlIn.LOSS:
+            divergence = float((rows["old"] - rows["reference"]).sum())
+            told |= {"kl": divergence / max(rows["weights"].sum(), 1.0), "kl_coefficient": self._kl}
+            self._kl = grpo.next_kl(self._kl, divergence / len(answers), len(answers))
         self._told.append(told)
         return {name: value for name, value in rows.items() if name in self._names}
 
@@ -213,11 +220,13 @@ class Rollouts(BatchProvider):
         """Log-probabilities of the answers under the policy that wrote them and under the reference, where they count."""
         grpo, further = self._grpo, {}
         in_reward = bool(grpo.kl) and grpo.kl_in is not KlIn.LOSS
-        if "old" in grpo.entries or in_reward:
-            further["old"] = self._log_p_of(params, rows)
+        if "old" in grpo.entries or in_reward or grpo.reads_values:
+            further["old"], values = self._log_p_of(params, rows)
+            if grpo.reads_values:
+                further["values"] = values
         if "reference" in grpo.entries or in_reward:
             reference = tree.joined(self._reference, self._run.model.frozen(params))
-            further["reference"] = self._log_p_of(reference, rows)
+            further["reference"], _ = self._log_p_of(reference, rows)
         return further
 
     def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
@@ -234,16 +243,17 @@ class Rollouts(BatchProvider):
             told |= {f"reward_{name_of(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
         return told
 
-    def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The log-probabilities of the answers' tokens, 0 elsewhere; in batches of a step's size."""
+    def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The log-probabilities of the answers' tokens and the values before them, 0 elsewhere; in batches of a step's size."""
         names = self._run.dataset.batch_spec(1).keys() - {"numbers"}
         parts = self._run.plan.micro_batches * self._grpo.mini_batches
-        found = np.zeros_like(rows["weights"])
+        found = np.zeros((2, *rows["weights"].shape), np.float32)
         for part in range(parts):
             self._run.reporter.check(part)
             batch = {name: self._own(rows[name][part::parts]) for name in names}
-            found[part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
-        return np.where(rows["weights"] > 0, found, np.float32(0))
+            found[:, part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
+        log_p, values = np.where(rows["weights"] > 0, found, np.float32(0))
+        return log_p, values
 
     def _own(self, rows: np.ndarray) -> np.ndarray:
         """This process's part of all rows."""
@@ -259,7 +269,9 @@ class Rollouts(BatchProvider):
 def make_log_probabilities(
     model: Model, plan: Plan, mesh: Mesh, *, temperature: float = 1.0, usable: int | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
-    """Makes a jitted function (params, batch) -> the log-probability of every target [B, T], on every process.
+    """Makes a jitted function (params, batch) -> log-probability of every target and value before it [2, B, T], on every process.
+
+    Values are 0 without a value head.
 
     `temperature`, `usable`: the distribution of the targets, as in `log_probabilities`.
     """
@@ -267,8 +279,11 @@ def make_log_probabilities(
     def log_p(params: Params, batch: Batch) -> jax.Array:
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
-            found, _ = log_probabilities(model, params, batch, temperature=temperature, usable=usable)
-        return found[:, np.argsort(batch["row_positions"])] if "row_positions" in batch else found
+            hidden, _ = model.hidden(params, batch)
+            log_p_BT = log_probabilities_of(model, params, hidden, batch, temperature=temperature, usable=usable)
+            values_BT = values_of(model, params, hidden) if model.config.value_head else jnp.zeros_like(log_p_BT)
+            both = jnp.stack([log_p_BT, values_BT])
+        return both[:, :, np.argsort(batch["row_positions"])] if "row_positions" in batch else both
 
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

@@ -227,6 +227,11 @@ def _of_run(trainer: Trainer, model: Model, mesh: Mesh, target: Params) -> tuple
         stored, made = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
         # Its projection is not needed, and the scores begin anew.
         return stored, lambda params: {name: value for name, value in made(params).items() if name != "output"}
+    if model.config.value_head is not (has_values := run_folder.value_head(_folder(trainer))):
+        model = api.with_value_head(model, has_values)
+        stored, made = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
+        # Values are for training alone, and begin anew where there are none.
+        return stored, lambda params: {name: value for name, value in made(params).items() if name != "critic"}
     lora = run_folder.lora(_folder(trainer))
     if trainer.init_with is InitWith.ADAPTERS:
         if lora is None:

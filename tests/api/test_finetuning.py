@@ -133,7 +133,7 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
         ({"steps": 0}, "steps (0) must be at least 1"),
         (
             {"rewards": [cb.exact_answer], "steps": 1},
-            "'reinforce_pp', and method is 'lora': set one, or leave them out",
+            "'reinforce_pp', 'ppo', and method is 'lora': set one, or leave them out",
         ),
         ({"rewards": cb.exact_answer, "method": "grpo", "steps": 1}, "must be a list of functions"),
         (

@@ -37,7 +37,10 @@ TASKS = {
     ),
     "runs/kto.gin": "tasks/unpaired.gin",
     **dict.fromkeys(
-        (f"runs/{name}.gin" for name in ("reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo")),
+        (
+            f"runs/{name}.gin"
+            for name in ("ppo", "reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo")
+        ),
         "tasks/prompts.gin",
     ),
 }

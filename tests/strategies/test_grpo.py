@@ -176,10 +176,14 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(token_weights, c
 
 def test_advantages_are_of_the_group_and_zero_where_all_are_equal():
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [3.0, 1.0, 1.0, 1.0]])
-    got = Grpo(rewards=(has_digit,)).advantages(rewards, np.ones((12, 1))).reshape(3, 4)
+    got = Grpo(rewards=(has_digit,)).estimates(rewards, {"weights": np.ones((12, 1))}, 0.0)["advantages"].reshape(3, 4)
     np.testing.assert_allclose(got[0], np.array([0.5, -0.5, -0.5, 0.5]) / np.std([1, 0, 0, 1], ddof=1), rtol=1e-3)
     assert (got[1] == 0).all() and got.dtype == np.float32
-    got = Grpo(rewards=(has_digit,), scale="none").advantages(rewards, np.ones((12, 1))).reshape(3, 4)
+    got = (
+        Grpo(rewards=(has_digit,), scale="none")
+        .estimates(rewards, {"weights": np.ones((12, 1))}, 0.0)["advantages"]
+        .reshape(3, 4)
+    )
     np.testing.assert_array_equal(got[2], [1.5, -0.5, -0.5, -0.5])
 
 

@@ -26,8 +26,8 @@ class Method(enum.StrEnum):
 
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO, ORPO, SIMPO, CPO: adapters,
     on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
-    answers, on pairs. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP: adapters, on the model's own answers and their
-    rewards.
+    answers, on pairs. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on the model's own answers and
+    their rewards.
     """
 
     LORA = "lora"
@@ -47,6 +47,7 @@ class Method(enum.StrEnum):
     SAPO = "sapo"
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
+    PPO = "ppo"
 
     @property
     def is_rewarded(self) -> bool:
@@ -85,7 +86,7 @@ _OWN = {  # binding -> the option
 _CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
 _REWARDED = (
     *(Method.GRPO, Method.DR_GRPO, Method.DAPO, Method.GSPO),
-    *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP),
+    *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP, Method.PPO),
 )
 _OF_LOSS = {
     **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO, Method.REWARD), Kind.PREFERENCES),

@@ -256,12 +256,14 @@ DEPENDENT = (
     Dependent(("Cpo.gamma",), "Cpo.kind = 'simpo'", lambda run, own: own.kind == "simpo"),
     Dependent(
         _SURROGATE_OPTIONS,
-        "Grpo.updates or Grpo.mini_batches above 1",
+        "updates or mini_batches of @Grpo() or @Ppo() above 1",
         _is_off_policy,
     ),
     Dependent(("Grpo.importance_mode",), "Grpo.importance_cap or Grpo.importance_floor", _bounds_importance),
     Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, own: own.kl > 0),
+    Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, own: own.kl_target is not None),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
+    Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
 )
 
 

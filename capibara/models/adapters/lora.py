@@ -167,7 +167,7 @@ class Lora:
         """Whether training changes the named parameter."""
         *owners, last = name.split("/")
         adapter = any(owner.endswith(SUFFIX) for owner in owners) and last not in ("seed", "scale")
-        is_new = name == "score"  # a reward model's head, which the base does not have
+        is_new = name in ("score", "critic")  # heads of scores and values, which the base does not have
         return adapter or is_new or any(_matches(name, pattern) for pattern in self.modules_to_save)
 
 

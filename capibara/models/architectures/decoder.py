@@ -315,6 +315,8 @@ class DecoderBase(nnx.Module):
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
         if config.head is Head.SCORE:
             self.score = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
+        if config.value_head:
+            self.critic = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
         if config.head_bias is HeadBias.VOCAB:
             self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
 

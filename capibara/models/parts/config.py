@@ -220,6 +220,7 @@ class TransformerConfig(Layers):
       mixer: what recurrent layers have in place of attention (ShortConv, GatedDelta, ...); None: there are none.
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: factor of the token embeddings; kind of output projection.
+      value_head: whether there is a value of each position beside the logits, of the same hidden states; for @Ppo().
       quantization: of the matmuls with weights, in training too.
       lora: adapters; only they are trained then. None: all parameters are trained.
       dtype: compute dtype.
@@ -263,6 +264,7 @@ class TransformerConfig(Layers):
     moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
+    value_head: bool = False
     quantization: Quantization = Quantization.NONE
     lora: Lora | None = None
     dtype: ComputeDtype = ComputeDtype.BFLOAT16
@@ -273,10 +275,6 @@ class TransformerConfig(Layers):
         own = type(self).__name__
         _check_numbers(self)
         _check_variants(self)
-        if self.head is Head.SCORE and (self.data_kind != "causal" or self.head_bias is not HeadBias.NONE):
-            raise UserError(
-                f"{own}.head is 'score', which causal decoders without head_bias have alone: set it to 'tied' or 'separate'"
-            )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -460,6 +458,14 @@ def _check_variants(config: TransformerConfig) -> None:
         raise UserError(
             f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
             f"{str(positions)!r}: write 'sqrt_dim'"
+        )
+    if config.head is Head.SCORE and (config.data_kind != "causal" or config.head_bias is not HeadBias.NONE):
+        raise UserError(
+            f"{own}.head is 'score', which causal decoders without head_bias have alone: set it to 'tied' or 'separate'"
+        )
+    if config.value_head and (config.data_kind != "causal" or config.head is Head.SCORE):
+        raise UserError(
+            f"{own}.value_head is True, which causal decoders with logits have alone: set it to False, or {own}.head = 'tied'"
         )
 
 

@@ -17,6 +17,7 @@ from capibara.training.run_folder.reading import (
     no_checkpoint,
     on_one_device,
     recorded,
+    value_head,
 )
 from capibara.training.run_folder.starting import changes, check_resumable, recorded_steps, start_over
 from capibara.training.run_folder.writing import save
@@ -25,5 +26,5 @@ __all__ = [
     "CONFIG", "Placed", "TrainedRun", "adapters", "changes", "check_resumable",
     "described", "head", "is_run", "load", "lora", "merger", "newest_optimizer",
     "newest_params", "newest_state", "no_checkpoint", "on_one_device", "recorded", "recorded_steps",
-    "save", "start_over",
+    "save", "start_over", "value_head",
 ]  # fmt: skip

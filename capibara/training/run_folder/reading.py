@@ -199,6 +199,12 @@ def head(folder: str) -> api.Head:
     return api.Head(heads[0]) if heads else api.Head.TIED
 
 
+def value_head(folder: str) -> bool:
+    """Whether a run's model has a value head, from its config.gin."""
+    bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
+    return any(value == "True" for name, (_, value) in bound.items() if name.endswith("Config.value_head"))
+
+
 def lora(folder: str) -> api.Lora | None:
     """The configuration of a run's adapters, from its config.gin; None: it has none."""
     run_manifest.check(stores.folder_of(folder))

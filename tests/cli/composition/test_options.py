@@ -35,6 +35,7 @@ from capibara.strategies.policy.cispo import Cispo
 from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
 from capibara.strategies.policy.sapo import Sapo
+from capibara.strategies.ppo import Ppo
 from capibara.strategies.rewards import exact_answer
 from capibara.training.base.options import Evaluation
 from capibara.training.profiling.profile import Profile
@@ -89,6 +90,10 @@ def of_source(cls, *, validation=True):
 
 def GRPO(**changes):
     return Grpo(rewards=(exact_answer,), group=2, sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
+
+
+def PPO(**changes):
+    return Ppo(rewards=(exact_answer,), sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
 
 
 PAIRS = {"Dataset.source": source(PreferenceJsonlSource)}
@@ -213,6 +218,8 @@ CASES = [
         )
     ],
     ("Grpo.importance_mode", PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask", importance_cap=None)}, PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask")}),
+    ("Ppo.mesh", PROMPTS | {"Trainer.loss": PPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": PPO(mesh=ServingMesh(tensor=1))}),
+    ("Ppo.kl_horizon", PROMPTS | {"Trainer.loss": PPO(kl_horizon=9)}, PROMPTS | {"Trainer.loss": PPO(kl_horizon=9, kl_target=6.0)}),
     ("Grpo.kl_in", PROMPTS | {"Trainer.loss": GRPO(kl_in="reward")}, PROMPTS | {"Trainer.loss": GRPO(kl_in="reward", kl=0.1)}),
     ("Grpo.unbiased_kl", PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True)}, PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True, kl=0.1)}),
 ]  # fmt: skip
@@ -222,7 +229,8 @@ def check(changes):
     with_loss = {name: changes[name] for name in ("Trainer.loss",) if name in changes}
     if with_loss:  # the loss and its data only fit together
         dataset = replaced(OF_TEXTS, changes)
-        run = dataclasses.replace(RUN, loss=changes["Trainer.loss"], dataset=dataset)
+        model = dataclasses.replace(RUN.model, value_head=isinstance(changes["Trainer.loss"], Ppo))
+        run = dataclasses.replace(RUN, loss=changes["Trainer.loss"], dataset=dataset, model=model)
         changes = {}
     else:
         run = replaced(RUN, changes)
@@ -288,6 +296,8 @@ ALONE = {
     "Cpo": "kind beta label_smoothing nll_weight alpha",
     "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where surrogate level "
     "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit",
+    "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where clip value_clip "
+    "value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
     "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
