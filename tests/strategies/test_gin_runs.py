@@ -17,6 +17,9 @@ from capibara.objectives.kto import Kto
 from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
 from capibara.objectives.reward import Reward
+from capibara.strategies.policy.cispo import Cispo
+from capibara.strategies.policy.clipped import Clipped
+from capibara.strategies.policy.sapo import Sapo
 from capibara.training import emulation
 from capibara.training.trainer import Trainer
 
@@ -62,6 +65,31 @@ def test_methods_without_a_reference(build, run, bindings, loss):
 def test_reward_models(build):
     trainer = build("preferences", "reward", "Reward.centering=0.01")
     assert trainer.loss == Reward(centering=0.01) and trainer.dataset.scores_answers and trainer.model.head == "score"
+
+
+@pytest.mark.parametrize(
+    ("run", "bindings", "fields"),
+    [
+        ("grpo", ["MINI_BATCHES=2"], {"mini_batches": 2, "surrogate": Clipped(), "token_weights": "answer"}),
+        ("dr_grpo", [], {"token_weights": "max_length", "scale": "none", "mini_batches": 1}),
+        (
+            "dapo",
+            ["RESAMPLE=3", "OVERLONG=64"],
+            {"surrogate": Clipped(high=0.28), "token_weights": "batch", "resample": 3, "overlong_tokens": 64},
+        ),
+        ("gspo", ["Clipped.high=5e-4"], {"surrogate": Clipped(low=3e-4, high=5e-4), "level": "sequence"}),
+        ("cispo", [], {"surrogate": Cispo(), "token_weights": "batch"}),
+        ("sapo", [], {"surrogate": Sapo(), "mini_batches": 4}),
+        ("rloo", [], {"level": "sequence_sum", "baseline": "leave_one_out", "kl": 0.05, "kl_in": "reward"}),
+        ("reinforce_pp", [], {"group": 1, "baseline": "none", "scale": "tokens", "kl_in": "tokens"}),
+        ("ppo", ["Ppo.kl_target=6.0"], {"group": 1, "updates": 2, "mini_batches": 4, "kl_target": 6.0}),
+    ],
+)
+def test_methods_with_rewards(build, run, bindings, fields):
+    loss = build("prompts", run, "REWARDS=(@exact_answer,)", *bindings).loss
+    assert {name: getattr(loss, name) for name in fields} == fields
+    with pytest.raises(UserError, match="set Dataset.source = @PromptJsonlSource()"):
+        build("preferences", run, "REWARDS=(@exact_answer,)")
 
 
 def test_kto(build):
