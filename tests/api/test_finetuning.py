@@ -108,6 +108,29 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
     assert "near is of this script" in capfd.readouterr().out
 
 
+def closeness(prompt, answer, record):
+    return -abs(len(answer) - int(record["answer"]))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("method", "bindings", "metric"),
+    [
+        ("dapo", ["GROUP = 4", "OVERLONG = 4", "RESAMPLE = 1"], "overlong_penalty"),
+        ("reinforce_pp", [], "kl_coefficient"),
+        ("ppo", ["MINI_BATCHES = 1"], "value_loss"),
+    ],
+)
+def test_each_method_with_rewards_trains_adapters(folder, tmp_path, method, bindings, metric):
+    """From a folder of transformers, which has no value head."""
+    run = cb.grpo(
+        f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "run"), [closeness], method=method, steps=2,
+        batch_size=8, length=48, bindings=["ANSWER_LENGTH = 8", *bindings],
+    )  # fmt: skip
+    assert run.step == 2 and any(metric in record for record in run.history)
+    assert run.model.generate("river?", max_new_tokens=2) is not None
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
