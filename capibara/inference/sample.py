@@ -25,7 +25,12 @@ __all__ = ["Generator", "SampleText", "Sampling", "beyond_length", "check_genera
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleText:
-    """Prompts that a training run continues (or answers) after each evaluation; an empty one starts a new document."""
+    """Prompts that a training run continues (or answers) after each evaluation; an empty one starts a new document.
+
+    Attributes:
+      prompts: the prompts; none: nothing is generated.
+      sampling: how tokens are chosen, and how many.
+    """
 
     prompts: tuple[str, ...] = ()
     sampling: Sampling = Sampling()

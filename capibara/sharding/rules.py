@@ -24,6 +24,19 @@ class Rules:
     Parameters are sharded over every axis that would otherwise replicate them (ZeRO-3), those of experts over the expert
     axis first. `act_residual` is the time axis of the residual stream between blocks: with the tensor axis in it (sequence
     parallelism, Korthikanti et al. 2022, arXiv:2205.05198) norms and residuals are not computed redundantly.
+
+    Attributes:
+      embed, vocab, mlp, heads, kv_heads, head_dim: of matrices: the residual stream, the vocabulary, the MLP's hidden units,
+        query heads, key/value heads, and the numbers of a head.
+      latent: the compressed keys and values of latent attention.
+      norm, position: scales of norms; rows of learned positions.
+      layers: the layers of stacked parameters.
+      experts, expert_embed, router: experts, their side to the residual stream, and the router's outputs.
+      batch: rows of a batch.
+      act_time, act_residual: tokens of a row within blocks, and between them.
+      act_embed, act_mlp, act_heads, act_kv_heads, act_vocab: the dimensions of activations that belong to embed, mlp, heads,
+        kv_heads and vocab.
+      act_stage: the stages of a pipeline.
     """
 
     embed: tuple[str, ...] = ("fsdp", "expert", "context")

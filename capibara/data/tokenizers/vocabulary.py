@@ -300,7 +300,12 @@ def _check_sizes(vocabulary: Vocabulary) -> None:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteVocabulary(Vocabulary):
-    """UTF-8 bytes: 0 padding and beginning, 1 end, 2 unknown, then the 256 bytes (the ids of seqio.ByteVocabulary)."""
+    """UTF-8 bytes: 0 padding and beginning, 1 end, 2 unknown, then the 256 bytes (the ids of seqio.ByteVocabulary).
+
+    Attributes:
+      size_multiple: `size` is rounded up to a multiple of it, so that the embedding's rows can be sharded.
+      extra_ids: sentinels of removed spans, the last ids.
+    """
 
     size_multiple: int = 128
     extra_ids: int = 0
