@@ -11,6 +11,7 @@
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make test-dashboard   the dashboard in headless Chromium: screenshots, axe-core and the keyboard; says what it needs
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
+# make site         the documentation as a site in build/site; needs no network
 # make types        what mypy finds in the package; tests/test_types.py runs it, too
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
 #
@@ -34,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-peer test-families test-faults test-hosts test-slices test-dashboard finetune types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-peer test-families test-faults test-hosts test-slices test-dashboard finetune site types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -84,12 +85,15 @@ test-dashboard: $(STAMP)
 finetune: $(STAMP)
 	$(BIN)/python benchmarks/finetune.py $(ARGS)
 
+site: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python docs/site/build_site.py build/site
+
 types: $(STAMP)
 	$(BIN)/python -m mypy $(ARGS)
 
 format: $(STAMP)
-	$(BIN)/ruff format capibara benchmarks tests examples launch
-	$(BIN)/ruff check --fix capibara benchmarks tests examples launch
+	$(BIN)/ruff format capibara benchmarks tests examples launch docs
+	$(BIN)/ruff check --fix capibara benchmarks tests examples launch docs
 
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/finetune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
@@ -101,7 +105,7 @@ wheel: $(STAMP)
 lock:
 	uv pip compile --universal --python-version 3.11 --no-emit-index-url --no-annotate \
 	  --custom-compile-command "make lock  (ARGS=--upgrade for the newest versions)" \
-	  --extra seqio --extra dev $(ARGS) pyproject.toml -o requirements.lock
+	  --extra seqio --extra dev --extra docs $(ARGS) pyproject.toml -o requirements.lock
 
 setup: $(STAMP)
 

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("command", ["check", "format --check"], ids=lambda command: command.split()[0])
 def test_ruff_has_nothing_to_say(command):
-    folders = ["capibara", "benchmarks", "tests", "examples", "launch"]
+    folders = ["capibara", "benchmarks", "tests", "examples", "launch", "docs"]
     argv = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", *folders]
     done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
