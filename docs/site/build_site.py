@@ -46,7 +46,12 @@ def write_pages(folder: pathlib.Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         # The pages lie beside README.md here, and the files of examples/ on one page.
-        text = text.replace("](docs/", "](").replace("](../examples/extend)", "](examples.md#extend)")
+        text = (
+            text.replace("](docs/", "](")
+            .replace("](../examples/extend)", "](examples.md#extend)")
+            .replace("](examples)", "](examples.md)")
+            .replace("](../examples)", "](examples.md)")
+        )
         path.write_text(
             re.sub(r"\]\(\.\./((?:README|SECURITY|CONTRIBUTING|CHANGELOG)\.md)", r"](\1", text).replace(
                 "](README.md", "](index.md"
