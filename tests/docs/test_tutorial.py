@@ -13,7 +13,7 @@ import textwrap
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```python\n(?P<python>.*?)^```$|(?P<indented>(?:^ {4}.*\n)+)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(?P<python>.*?)^```$|(?P<indented>(?:^ {4}[^\n]+\n)+)", re.MULTILINE | re.DOTALL)
 SHELL = f'set -e; capibara() {{ "{sys.executable}" -m capibara "$@"; }}; '
 SERVER = f'exec "{sys.executable}" -m '  # the shell becomes the server, so that a signal reaches it
 
