@@ -23,6 +23,7 @@ _USES = {
     "tpu": "train on TPUs; prove, plan --verify",
     "gpu": "train on NVIDIA's GPUs",
     "gguf": "convert, infer, serve: GGUF files",
+    "grammar": "infer, serve: structured output, forced tool calls",
     "serve": "serve",
     "evaluation": "evaluate: BLEU and ROUGE",
     "harness": "evaluate --harness",
@@ -38,6 +39,7 @@ _USES = {
     "wandb": "train, track: Weights & Biases",
     "mlflow": "train, track: MLflow",
     "comet": "train, track: Comet",
+    "docs": "make site, make notebooks",
 }
 
 
