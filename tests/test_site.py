@@ -28,7 +28,6 @@ def builder():
 
 @pytest.fixture(scope="module")
 def site(builder, tmp_path_factory):
-    pytest.importorskip("zensical")
     out = tmp_path_factory.mktemp("site") / "out"
     builder.build(out)
     return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,16 @@ import reference
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 _BESIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+# The pages lie beside README.md here, which is index.md, and the files of examples/ are on one page.
+_LINKS = {
+    **{f"../{name}": name for name in _BESIDE},
+    "docs/": "",
+    "../examples/extend)": "examples.md#extend)",
+    "../examples)": "examples.md)",
+    "examples)": "examples.md)",
+    "README.md": "index.md",
+    "../README.md": "index.md",
+}
 _EXAMPLES = "# Examples\n\nEach script is read in five minutes and runs on a laptop. `make notebooks` makes notebooks of them.\n"
 
 
@@ -45,18 +54,9 @@ def write_pages(folder: pathlib.Path) -> None:
     for name, text in written.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The pages lie beside README.md here, and the files of examples/ on one page.
-        text = (
-            text.replace("](docs/", "](")
-            .replace("](../examples/extend)", "](examples.md#extend)")
-            .replace("](examples)", "](examples.md)")
-            .replace("](../examples)", "](examples.md)")
-        )
-        path.write_text(
-            re.sub(r"\]\(\.\./((?:README|SECURITY|CONTRIBUTING|CHANGELOG)\.md)", r"](\1", text).replace(
-                "](README.md", "](index.md"
-            )
-        )
+        for there, here in _LINKS.items():
+            text = text.replace(f"]({there}", f"]({here}")
+        path.write_text(text)
     files = [path for ending in ("png", "svg") for path in (ROOT / "docs").glob(f"*.{ending}")]
     for path in [*files, HERE / "site.css", HERE / "site.js", ROOT / "LICENSE"]:
         shutil.copy(path, folder)

@@ -29,7 +29,6 @@ def names(start: str) -> set[str]:
     ],
 )
 def test_the_parameters_of_the_server_are_those_that_it_refuses(path, place):
-    pytest.importorskip("pydantic")
     module, _, name = place.rpartition(".")
     body = getattr(importlib.import_module(f"capibara.inference.server.{module}"), name)
     assert names(path) == {*body.unsupported}
