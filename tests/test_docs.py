@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -10,9 +11,11 @@ import textwrap
 
 import pytest
 
+import capibara as cb
 from capibara import config
 from capibara.cli import launch
 from capibara.cli.arguments import flags
+from capibara.config.search import defining_modules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -60,6 +63,15 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_are_there(page):
     for name in re.findall(r"`((?:capibara|tests|benchmarks|docs|gin)/[\w./]+\.\w+)", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fields_that_are_named_are_there(page):
+    for owner, name in re.findall(r"`(?:cb\.)?([A-Z]\w+)\.([a-z]\w*)", page.read_text()):
+        if owner in defining_modules():
+            cls = getattr(cb, owner)
+            fields = {field.name for field in dataclasses.fields(cls)}
+            assert name in fields or hasattr(cls, name), f"{page.name} names {owner}.{name}"
 
 
 def test_the_readme_is_short_and_names_every_page():

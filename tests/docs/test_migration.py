@@ -1,4 +1,4 @@
-"""The tables of docs/migrating_from_*.md name classes, fields, functions and Gin files that are there."""
+"""The tables of docs/migrating_from_*.md name classes, values, functions and Gin files that are there."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ def cells(page: str) -> list[str]:
 def test_the_names_of_the_tables_are_there(name):
     page = (ROOT / "docs" / f"migrating_from_{name}.md").read_text()
     text = "\n".join(cells(page))
-    fields = re.findall(r"`(?:cb\.)?([A-Z]\w+)\.([a-z]\w*)", text)
-    assert len(fields) >= 30
-    for owner, field in fields:
-        assert owner in defining_modules(), f"{owner}.{field}"
-        assert field in {one.name for one in dataclasses.fields(getattr(cb, owner))}, f"{owner}.{field}"
+    owners = re.findall(r"`(?:cb\.)?([A-Z]\w+)\.[a-z]\w*", text)  # tests/test_docs.py looks at their fields
+    assert len(owners) >= 30 and {*owners} <= {*defining_modules()}
     for function in re.findall(r"\bcb\.(\w+)", text):
         assert hasattr(cb, function), function
     for file in re.findall(r"`((?:models|runs|tasks)/\w+\.gin)`", page):
