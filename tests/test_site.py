@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import importlib
+import inspect
 import json
 import pathlib
 import re
@@ -125,6 +126,16 @@ def test_the_reference_has_every_verb_with_every_flag(reference, builder):
     assert len(flags) >= 4
     for flag in flags:
         assert flag.replace("_", "&#95;") in reference["reference/commands/train.md"], flag
+
+
+def test_the_reference_has_the_methods_of_a_model_and_the_parameters_of_a_function(reference):
+    page = reference["reference/python.md"]
+    for method in ("generate", "chat", "logits", "embed", "score", "save"):
+        assert f"### LanguageModel.{method}\n" in page, method
+    finetune = page.partition("## finetune\n")[2].partition("\n## ")[0]
+    for name in inspect.signature(cb.finetune).parameters:
+        assert f"| <code>{name.replace('_', '&#95;')}</code> |" in finetune, name
+    assert "| <code>hbm&#95;bytes</code> | memory of a chip, predicted. |" in page
 
 
 def test_a_field_without_a_meaning_ends_the_build(builder, monkeypatch):

@@ -228,7 +228,9 @@ def _function(name: str, item: Callable[..., object], level: int = 2) -> str:
     lines = [f"{'#' * level} {name}", _summary(item.__doc__)]
     rows = [row for row in _parameter_rows(item) if row[0] != docstrings.code("self")]
     if rows:
-        lines.append(docstrings.table(("parameter", "type", "default", "meaning"), rows))
+        columns = 4 if any(row[3] for row in rows) else 3  # one line may say what all parameters are
+        head = ("parameter", "type", "default", "meaning")[:columns]
+        lines.append(docstrings.table(head, [row[:columns] for row in rows]))
     lines += [
         f"**{head}**: {docstrings.prose(parts[head])}" for head in ("Returns", "Yields", "Raises") if head in parts
     ]
@@ -236,11 +238,13 @@ def _function(name: str, item: Callable[..., object], level: int = 2) -> str:
 
 
 def _class(name: str, item: type) -> str:
-    """A class of Python alone, with its public methods and properties."""
+    """A class of Python alone, with its attributes, public methods and properties, inherited ones included."""
     lines = [f"## {name}", _summary(item.__doc__)]
-    for member, value in vars(item).items():
-        if member.startswith("_"):
-            continue
+    rows = [(docstrings.code(field), docstrings.escaped(what)) for field, what in _meanings(item).items()]
+    lines.append(docstrings.table(("attribute", "meaning"), rows) if rows else "")
+    bases = [base for base in item.__mro__ if base.__module__.startswith("capibara.")]
+    members = {key: value for base in reversed(bases) for key, value in vars(base).items() if not key.startswith("_")}
+    for member, value in members.items():
         if isinstance(value, property):
             lines.append(f"### {name}.{member}\n\n{_summary(value.__doc__)}")
         elif inspect.isfunction(value):
