@@ -28,9 +28,10 @@ from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import GUARD, ByteVocabulary, TokenizerJsonVocabulary
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.inference.server import bounds, server
+from capibara.inference.server import server
 from capibara.inference.server.app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
+from capibara.inference.server.service import bounds
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.service import Served, ServerConfig, Service
 from capibara.inference.server.visitors import visitors_of

@@ -8,7 +8,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
 from capibara.inference.sampling.text import TextStream
-from capibara.inference.server.openai.replies import _named
+from capibara.inference.server.openai.log_probabilities import named
 from tests.data.tokenizers import kinds
 
 
@@ -92,9 +92,9 @@ def test_a_text_after_a_prompt_has_the_space_between_them(vocabulary):
 def test_ids_have_different_names(vocabulary):
     special = {i: content for i, content in vocabulary._spelled.items() if i in vocabulary._special_ids}
     for token, content in special.items():
-        assert vocabulary.spelling(token) == _named(vocabulary, token) == content
+        assert vocabulary.spelling(token) == named(vocabulary, token) == content
     assert vocabulary.spelling(vocabulary.encode("river")[-1]) == "" and vocabulary.spelling(10**6) == ""
-    assert _named(vocabulary, 10**6) == "<id 1000000>"
-    assert [_named(ByteVocabulary(), i) for i in (0, 1, 2, 3, 68, 200, 380)] == [
+    assert named(vocabulary, 10**6) == "<id 1000000>"
+    assert [named(ByteVocabulary(), i) for i in (0, 1, 2, 3, 68, 200, 380)] == [
         "<pad>", "</s>", "<unk>", "\x00", "A", "bytes:\\xc5", "<id 380>",
     ]  # fmt: skip

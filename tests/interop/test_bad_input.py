@@ -164,8 +164,13 @@ DAMAGES = {
     ),
     "another head": (
         "one",
-        with_config(architectures=["LlamaForSequenceClassification"]),
+        with_config(architectures=["LlamaForTokenClassification"]),
         "must be LlamaForCausalLM for llama",
+    ),
+    "a head of two labels": (
+        "one",
+        with_config(architectures=["LlamaForSequenceClassification"]),
+        "config.json has 2 labels, must have 1, of a reward model: take the language model",
     ),
     "a size is missing": ("one", with_config(hidden_size=None), "config.json of a llama has no hidden_size"),
     "a size is text": ("one", with_config(num_hidden_layers="two"), "num_hidden_layers|num_layers"),

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from capibara.config import search
-from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.shards.source import Format, ShardedSource
@@ -34,6 +34,7 @@ from tests.data.sources import odd_files
 TEXTS = [{"text": f"number {i}"} for i in range(30)]
 CHATS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]} for i in range(30)]
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(30)]
+RATED = [{"prompt": f"q{i}", "completion": "yes", "label": i % 2 == 0} for i in range(30)]
 
 
 @pytest.fixture
@@ -106,6 +107,11 @@ CASES = {
     ),
     PromptJsonlSource: (
         lambda folder, template: PromptJsonlSource(files=written(folder, PAIRS), template=template, validation_fraction=0.3),
+        32,
+        2,
+    ),
+    UnpairedJsonlSource: (
+        lambda folder, template: UnpairedJsonlSource(files=written(folder, RATED), template=template, validation_fraction=0.3),
         32,
         2,
     ),

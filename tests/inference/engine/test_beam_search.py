@@ -192,7 +192,7 @@ def test_one_that_nobody_wants_is_not_searched_for():
         (lambda: speed.measure(made("decoder"), BEAMS, 4, 300), "--benchmark times tokens one by one"),
         (
             lambda: Grpo(rewards=(len,), sampling=BEAMS),
-            "Grpo's Sampling.beams is set, but GRPO trains on all sampled answers",
+            "Grpo's Sampling.beams is set, but it trains on all sampled answers",
         ),
         (lambda: EvalTask(files=("x",), metrics=(len,), num_samples=2, sampling=BEAMS), "num_samples is 2 and"),
     ],

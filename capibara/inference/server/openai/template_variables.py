@@ -23,6 +23,8 @@ def chat_of(request: ChatRequest, served: Served) -> Chat:
     if talk is None:
         raise Refusal(400, f"{served.name} has no chat template: request completions", code="no_chat_template")
     variables = dict(request.chat_template_kwargs or {})
+    if not variables and request.reasoning_effort is None:
+        return talk
     asked = talk.template.variable_names - {*_TAKEN}
     for name in variables:
         if name not in asked:
@@ -37,7 +39,7 @@ def chat_of(request: ChatRequest, served: Served) -> Chat:
                 "reasoning_effort", "reasoning_effort is nothing that the chat template asks for: leave it out"
             )
         variables["reasoning_effort"] = request.reasoning_effort
-    return talk.with_variables(variables) if variables else talk
+    return talk.with_variables(variables)
 
 
 def _refused(param: str, message: str) -> Refusal:
