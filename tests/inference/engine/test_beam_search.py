@@ -76,7 +76,7 @@ def test_a_search_as_wide_as_all_texts_finds_the_best_of_them(alpha, ends):
 
 
 def made(name, **config):
-    length = {"encoder_length": 32} if name == "encoder-decoder" else {}
+    length = {"encoder_length": 64} if name == "encoder-decoder" else {}
     model = MODELS[name]
     return Engine(model, params_of(model), VOCABULARY, 64, EngineConfig(**config), **length)
 

@@ -67,7 +67,7 @@ def texts(name, sizes=None, **config):
         plan = Plan(batch_size=8, **sizes)
         mesh = sharding.make_mesh(plan, jax.devices()[: math.prod(sizes.values())])
         params = jax.device_put(params, sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params))
-    encoder_length = 32 if name == "encoder_decoder" else None
+    encoder_length = 48 if name == "encoder_decoder" else None
     one = Engine(model, params, VOCABULARY, LENGTH, EngineConfig(slots=SLOTS, **config), encoder_length)
     return one, [stream.result().tokens for stream in [one.submit(prompt, GREEDY) for prompt in PROMPTS]]
 

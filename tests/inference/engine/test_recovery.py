@@ -26,7 +26,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32")
-LENGTH, ENCODER = 48, 24
+LENGTH, ENCODER = 48, 48
 BAD, MARK = 383, 77  # a token that no text has, and a top_k
 MODELS = {
     "decoder": api.build(DecoderConfig(**SIZES)),
