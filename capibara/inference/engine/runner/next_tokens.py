@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,14 +21,24 @@ def next_tokens(active: Sequence[tuple[int, Request]], rows: int, vocab_size: in
     A request whose grammar fails gets the error.
     """
     index, forced = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-    allowed = np.full((rows, allowed_words(vocab_size)), _EVERY)
+    every = _all_allowed(rows, allowed_words(vocab_size))
+    allowed = every
     for row, request in active:
         index[row], forced[row] = request.requested, request.forced.get(request.requested, -1)
         if request.restricted or request.requested < request.sampling.min_new_tokens:
+            allowed = every.copy() if allowed is every else allowed
             with contained(request):
                 request.allow(allowed[row])
     alternatives = LIKELIEST if any(request.likeliest for _, request in active) else 0
     return NextTokens(index, forced, allowed), alternatives
+
+
+@functools.lru_cache(maxsize=16)
+def _all_allowed(rows: int, words: int) -> np.ndarray:
+    """Every token for every row; made once, since most steps have no other mask, and read-only."""
+    allowed = np.full((rows, words), _EVERY)
+    allowed.flags.writeable = False
+    return allowed
 
 
 def history_of(request: Request, vocab_size: int) -> History:
