@@ -195,10 +195,15 @@ def trained(name, params, folder, tokenizer, monkeypatch):
         loss=loss,
         log_every=1,
     )
+    return steps_of(trainer, params, 1, monkeypatch)
+
+
+def steps_of(trainer, params, devices, monkeypatch):
+    """The metrics of a run's steps from these parameters, and the parameters after them."""
     seen, after, set_up = Seen(), [], loop.set_up
 
     def watched(trainer, **options):
-        run, initial = set_up(trainer, jax.devices()[:1], **options)
+        run, initial = set_up(trainer, jax.devices()[:devices], **options)
 
         def train_step(state, batch):
             state, metrics = run.train_step(state, batch)

@@ -4,7 +4,6 @@ trl_rollouts.json is the steps.json of test_transformers_rollouts.py (trl 1.16 m
 parameters moved.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -28,7 +27,6 @@ from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
 from capibara.strategies.policy.sapo import Sapo
 from capibara.strategies.policy.vespo import Vespo
-from capibara.training import loop
 from capibara.training.base.options import Evaluation
 from capibara.training.trainer import Trainer
 
@@ -192,22 +190,7 @@ def trained(name, params, groups, folder, tokenizer, monkeypatch, plan=Plan(batc
         loss=loss,
         log_every=1,
     )
-    seen, after, set_up = test_trl.Seen(), [], loop.set_up
-
-    def watched(trainer, **options):
-        run, initial = set_up(trainer, jax.devices()[:devices], **options)
-
-        def train_step(state, batch):
-            state, metrics = run.train_step(state, batch)
-            after[:] = [jax.device_get(state.params)]
-            return state, metrics
-
-        return dataclasses.replace(run, train_step=train_step), initial
-
-    monkeypatch.setattr(loop, "set_up", watched)
-    put = lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, target)  # noqa: E731
-    loop.train(trainer, seen, load=lambda path: put)
-    return seen.metrics, after[0]
+    return test_trl.steps_of(trainer, params, devices, monkeypatch)
 
 
 def apart(got, want):
