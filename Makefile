@@ -130,6 +130,6 @@ $(STAMP): requirements.lock pyproject.toml
 	else \
 	  echo "error: $(PYTHON) has neither ensurepip nor pip: install python3-venv (Debian, Ubuntu) or pip" >&2; exit 2; \
 	fi; \
-	$$pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock; \
+	$$pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock; \
 	$$pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
