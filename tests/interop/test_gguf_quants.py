@@ -14,10 +14,11 @@ import pytest
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 import ggml  # noqa: E402
 import gguf_cases as cases  # noqa: E402
+from test_gguf import copy  # noqa: E402
 
 from capibara.cli import convert
 from capibara.core.types import UserError  # noqa: E402
-from capibara.interop.gguf import k_quants
+from capibara.interop.gguf import k_quants, values
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import types as gguf_types
 from capibara.interop.gguf.read import open_gguf, stored_shape  # noqa: E402
@@ -86,6 +87,49 @@ def test_types_are_undone_as_llama_cpp_does(kind):
         stored = ggml.quantized(value, kind)
         got = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
         np.testing.assert_array_equal(got, ggml.values(stored, kind), err_msg=name)
+
+
+STORED = [*gguf.quants._type_traits, gguf.GGMLQuantizationType.Q1_0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORED if kind.name != "BF16"], ids=lambda kind: kind.name)
+def test_blocks_of_any_bytes_are_undone_as_llama_cpp_does(kind):
+    """All types that llama.cpp has, from bits that no quantizer would choose; NaN included."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.random.default_rng(kind).integers(0, 256, (32, 8 * size), np.uint8)
+    with np.errstate(all="ignore"):
+        value = np.asarray(values.of(stored, kind), np.float32)
+    np.testing.assert_array_equal(value, ggml.values(stored, kind.name))
+
+
+@pytest.mark.parametrize(("name", "tensor", "count"), [("llama", "attn_q", 1), ("mixtral", "ffn_gate_exps", 4)])
+def test_weights_in_nvfp4_have_scales_beside_them(name, tensor, count, tmp_path):
+    """One for each matrix, by which llama.cpp multiplies its products; those of activations are not used."""
+    config = dict(cases.CASES[name]) | {"hidden_size": 64}
+    plain = tmp_path / "plain.gguf"
+    write_gguf(plain, config, cases.tensors(config), {}, dtype="f32")
+    kind = gguf.GGMLQuantizationType.NVFP4
+    (value,) = (part.data for part in gguf.GGUFReader(plain).tensors if part.name == f"blk.0.{tensor}.weight")
+    stored = np.random.default_rng(0).integers(0x20, 0x60, (*value.shape[:-1], 36), np.uint8)
+    scales = np.linspace(0.5, 3, count, dtype=np.float32)
+    files = {}
+    for beside in (True, False):
+        more = {f"blk.0.{tensor}.scale": scales, f"blk.0.{tensor}.input_scale": scales} if beside else {}
+        files[beside] = open_gguf(
+            copy(plain, tmp_path / f"{beside}.gguf", more=more, stored={f"blk.0.{tensor}.weight": (stored, kind)})
+        )
+    changed = 0
+    for tensor_name in files[True].shapes():
+        scaled, bare = (files[beside].read(tensor_name) for beside in (True, False))
+        expert = tensor_name.partition("experts.")[2].partition(".")[0]
+        if not np.array_equal(scaled, bare):
+            changed += 1
+            np.testing.assert_array_equal(scaled, bare * scales[int(expert or 0)])
+    assert changed == count
+    for wrong in ({f"blk.0.{tensor}.scale": np.ones(7, np.float32)}, {"blk.1.attn_k.scale": scales}):
+        path = copy(plain, tmp_path / "wrong.gguf", more=wrong, stored={f"blk.0.{tensor}.weight": (stored, kind)})
+        with pytest.raises(UserError, match="must be . numbers in F32|is not known in"):
+            open_gguf(path)
 
 
 def wide(name: str, **changes) -> dict:

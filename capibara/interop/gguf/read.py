@@ -6,7 +6,6 @@ import functools
 import os
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from capibara.core import limits
@@ -16,10 +15,12 @@ from capibara.interop.gguf import file as gguf_file
 from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf import values as gguf_values
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
 from capibara.interop.gguf.names import Shape, Tensor
 from capibara.interop.hf import model_card
 
+_SCALES = ("scale", "input_scale")  # beside a weight in NVFP4; the second one is for quantized activations: not used
 # Architectures that have no other head than the embedding.
 _TIED, _HEAD = ("gemma", "gemma2", "gemma3n"), "output.weight"
 # Tensors that are no parameters: rotary tables of old files, and factors that config.json already contains.
@@ -121,17 +122,13 @@ class GgufModel:
         stored = self._stored[tensor.stored]
         data = stored.data if tensor.expert is None else stored.data[tensor.expert]
         value = self._plain(data, stored)
+        if (scale := self._stored.get(_beside(stored.name, _SCALES[0]))) is not None:
+            value = value * scale.data[tensor.expert or 0]
         return gguf_names.to_checkpoint(value, tensor.change, self._family.heads(self.config))
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
-        match stored.tensor_type.name:
-            case "F32" | "F16":
-                return data
-            case "BF16":
-                return data.view(ml_dtypes.bfloat16)
         try:
-            value = gguf_names.package().dequantize(data, stored.tensor_type)
-            return value.astype(ml_dtypes.bfloat16) if stored.tensor_type.name == "MXFP4" else value
+            return gguf_values.of(data, stored.tensor_type)
         except NotImplementedError:
             kind = stored.tensor_type.name
             raise UserError(
@@ -157,12 +154,25 @@ class GgufModel:
             if shapes[tensor.stored] != want:
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
         known = {tensor.stored for tensor in self._tensors.values()} | self._family.unread(self.config).keys()
+        for name, shape in self._scales().items():
+            if name in shapes and (shapes[name] != shape or self._stored[name].tensor_type.name != "F32"):
+                raise UserError(f"{name} must be {shape[0]} numbers in F32, one for each matrix that it scales")
+            known.add(name)
         known |= {_HEAD} if self._family.arch in _TIED else set()
         unknown = [name for name in shapes if name not in known and not name.endswith(_IGNORED)]
         if unknown:
             raise UserError(
                 f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"
             )
+
+    def _scales(self) -> dict[str, Shape]:
+        """The shapes of scales that may be beside weights in NVFP4: of their values, and of activations in FP4."""
+        return {
+            _beside(name, part): tuple(stored.shape[2:]) or (1,)
+            for name, stored in self._stored.items()
+            for part in _SCALES
+            if stored.tensor_type.name == "NVFP4"
+        }
 
     def _check_head(self) -> None:
         """Raises if a model whose head is its embedding has another head; an equal one stands for the embedding."""
@@ -175,6 +185,11 @@ class GgufModel:
                 "embedding: remove it, or take another file"
             )
         self.config["tie_word_embeddings"] = True
+
+
+def _beside(name: str, part: str) -> str:
+    """The name of a tensor beside a weight."""
+    return f"{name.removesuffix('weight')}{part}"
 
 
 def stored_shape(tensor: Tensor, experts: int) -> Shape:
