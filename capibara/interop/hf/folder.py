@@ -49,6 +49,7 @@ class HfFolder:
         self.tokenizer = tokenizer_files.carried(path)
         self.about = model_card.carried(path)
         self._opened: dict[str, Any] = {}
+        self._ranges: dict[str, dict[str, tuple[int, int]]] = {}
         self._absent: dict[str, np.ndarray] = {}
         self._cuts: dict[str, Cut] = {}
         self._files = self._where()
@@ -82,9 +83,17 @@ class HfFolder:
         return self.stored(name)
 
     def stored(self, name: str) -> np.ndarray:
-        """A tensor in its stored dtype, for parts of a quantized weight."""
-        with self._corruption_reported(self._files[name]):
-            return self._open(self._files[name]).get_tensor(name)
+        """A tensor in its stored dtype, for parts of a quantized weight; one of 8-bit floats as bytes, uint8."""
+        file, kind = self._files[name], self.kind(name)
+        if kind.startswith(("F4", "F6")):
+            raise UserError(f"{self._path}: {name} is stored as {kind}, must have a dtype of whole bytes")
+        with self._corruption_reported(file):
+            if kind.startswith("F8"):  # numpy has no such dtype, and safetensors takes only numpy's
+                begin, end = self._ranges[file][name]
+                with limits.opened(os.path.join(self._path, file)) as opened:
+                    opened.seek(begin)
+                    return np.frombuffer(opened.read(end - begin), np.uint8).reshape(self._slice(name).get_shape())
+            return self._open(file).get_tensor(name)
 
     def kind(self, name: str) -> str:
         """The dtype's name in safetensors: I32, U8, F16, ..."""
@@ -137,7 +146,7 @@ class HfFolder:
                 if file.endswith(".bin"):
                     self._opened[file] = torch_file.TorchFile(path)
                 else:
-                    safetensors_header.check(path)
+                    self._ranges[file] = safetensors_header.check(path)
                     self._opened[file] = self._safetensors.safe_open(path, framework="numpy")
         return self._opened[file]
 

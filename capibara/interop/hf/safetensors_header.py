@@ -23,8 +23,8 @@ _BITS = {
 }
 
 
-def check(path: str) -> None:
-    """Checks the header of a file.
+def check(path: str) -> dict[str, tuple[int, int]]:
+    """Checks the header of a file; returns where in it each tensor begins and ends, in bytes.
 
     Raises:
       limits.Refused: it exceeds a limit, or its tensors do not cover the file's bytes exactly once.
@@ -46,9 +46,9 @@ def check(path: str) -> None:
             raise limits.Refused(f"its header cannot be read: {limits.cause(error)}") from None
     if not isinstance(header, dict):
         raise limits.Refused("its header is no JSON object")
-    _check_ranges(
-        {name: _range(name, about) for name, about in header.items() if name != "__metadata__"}, total - 8 - size
-    )
+    ranges = {name: _range(name, about) for name, about in header.items() if name != "__metadata__"}
+    _check_ranges(ranges, total - 8 - size)
+    return {name: (8 + size + begin, 8 + size + end) for name, (begin, end) in ranges.items()}
 
 
 def _range(name: str, about: object) -> tuple[int, int]:
