@@ -29,8 +29,8 @@ from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.open_model import ForeignModel, LoadedModel
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum
-from capibara.interop.quantize import folder as quantized_folder
 from capibara.interop.quantize import quantization
+from capibara.interop.quantize.formats import mxfp4
 from capibara.interop.quantize.options import Quantize
 from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import read as t5x_read
@@ -471,8 +471,8 @@ def _in_mxfp4(
     """Tensors and config.json of a gpt-oss, its experts in MXFP4."""
     if config["model_type"] != "gpt_oss":
         raise UserError(f"--dtype={_MXFP4} is for the experts of gpt_oss, not for {config['model_type']}: try bf16")
-    config = config | {"quantization_config": quantized_folder.MXFP4_ABOUT}
-    return quantized_folder.mxfp4_shapes(shapes), quantized_folder.in_mxfp4(tensors), config
+    config = config | {"quantization_config": mxfp4.CONFIG}
+    return mxfp4.shapes_in(shapes), mxfp4.tensors_in(tensors), config
 
 
 def _in_4_bits(

@@ -25,7 +25,7 @@ from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
-from capibara.interop.quantize import finite
+from capibara.interop.quantize.formats import finite
 from capibara.models.api import Adapter, Head, Model, with_head, with_value_head
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies
@@ -173,7 +173,7 @@ def open_model(path: str) -> ForeignModel:
     if os.path.exists(os.path.join(path, "_CHECKPOINT_METADATA")) or os.path.exists(os.path.join(path, "_METADATA")):
         raise UserError(f"{path} is an Orbax checkpoint without a T5X state (target): use the program that wrote it")
     folder = hf_folder.HfFolder(path)
-    return quantized_folder.QuantizedFolder(folder) if folder.config.get("quantization_config") else folder
+    return quantized_folder.opened(folder, path)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from safetensors import numpy as safetensors
 from capibara.cli import convert
 from capibara.core.types import UserError
 from capibara.interop import open_model
-from capibara.interop.quantize import mxfp4
+from capibara.interop.quantize.formats import mxfp4
 from capibara.models import api
 from capibara.multihost import exits
 

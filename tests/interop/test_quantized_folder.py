@@ -177,7 +177,7 @@ def state(**changes):
 @pytest.mark.parametrize(
     ("about", "changes", "message"),
     [
-        ({"quant_method": "fp8"}, {}, "quant_method = 'fp8'"),
+        ({"quant_method": "quanto"}, {}, "quant_method = 'quanto'"),
         ([], {}, "quant_method = None"),
         (GPTQ | {"bits": 3}, {}, "quantization_config.bits is 3, must be 2, 4 or 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, {}, "checkpoint_format is 'marlin'"),
@@ -188,7 +188,7 @@ def state(**changes):
         (GPTQ, {f"{BASE}.qweight": np.ones((8, 32), np.float32)}, "qweight is stored as F32"),
         (GPTQ, {f"{BASE}.g_idx": np.full(64, 4, np.int32)}, "g_idx must be from 0 to 3"),
         (GPTQ, {f"{BASE}.g_idx": np.full(64, -1, np.int32)}, "g_idx must be from 0 to 3"),
-        (GPTQ, {f"{BASE}.g_idx": None, f"{BASE}.scales": np.ones((0, 32), np.float16)}, "qzeros has the shape"),
+        (GPTQ, {f"{BASE}.g_idx": None, f"{BASE}.scales": np.ones((0, 32), np.float16)}, "scales has the shape"),
         (AWQ | {"version": "gemv"}, {}, "version = 'gemv'"),
         (AWQ | {"bits": 8}, {}, "bits = 8"),
         (AWQ, {"a.act.scales": np.full(4, 2, np.float16)}, "a.act.scales is not 1"),

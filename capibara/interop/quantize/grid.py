@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.interop.quantize.formats.words import AWQ_ORDER
+
 _LAST = 15  # the largest code
 _MIDDLE = 8  # the zero of a symmetric grid
 # Ranges to try, as shares of the full one: clipping the largest values makes the steps of all others smaller.
 _RANGES = tuple(float(share) for share in np.linspace(1.1, 0.6, 21))
 _Q4_0 = 32  # values in a block of GGUF's Q4_0
 _IN_A_WORD = 8  # codes in 32 bits
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, at each position of one of AWQ's words
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,8 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
 from capibara.interop.hf.layout.tensors import Shape, Tensor
-from capibara.interop.quantize import awq, calibration, finite, grid
+from capibara.interop.quantize import awq, calibration, grid
+from capibara.interop.quantize.formats import finite
 from capibara.interop.quantize.gptq import gptq
 from capibara.interop.quantize.grid import Grid, Packed
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize

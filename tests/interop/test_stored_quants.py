@@ -1,0 +1,348 @@
+"""Weights of compressed-tensors, FP8 and ModelOpt are read bit by bit as the libraries read them; the rest is refused."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from capibara.cli import convert
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.quantize import folder as quantized_folder
+from capibara.multihost import exits
+
+HERE = pathlib.Path(__file__).resolve().parent
+GOLDEN = json.loads((HERE / "stored_quants.json").read_text())
+CASES = {f"{library}: {name}": case for library, of in GOLDEN.items() for name, case in of["cases"].items()}
+BASE = "model.layers.0.self_attn.q_proj"
+DTYPES = {
+    "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+    "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32,
+}  # fmt: skip
+PYTHON = os.environ.get("QUANT_PYTHON")
+
+
+class Parts:
+    """A folder of a few tensors, each a pair of its dtype in safetensors and its values."""
+
+    def __init__(self, config, tensors):
+        self.config, self._tensors = config, tensors
+        self.tokenizer, self.about = {}, {}
+
+    def shapes(self):
+        return {name: value.shape for name, (_, value) in self._tensors.items()}
+
+    def kind(self, name):
+        return self._tensors[name][0]
+
+    def dtype(self, name):
+        return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(self.kind(name), "")
+
+    def stored(self, name):
+        return self._tensors[name][1]
+
+    read = stored
+
+
+def tensors(case):
+    return {
+        name: (part["kind"], np.frombuffer(base64.b64decode(part["data"]), DTYPES[part["kind"]]).reshape(part["shape"]))
+        for name, part in case["parts"].items()
+    }
+
+
+def opened(case, changes=(), config=None):
+    """The folder of a case; `changes` replaces tensors, None removes one."""
+    stored = {name: value for name, value in (tensors(case) | dict(changes)).items() if value is not None}
+    about = case["config"] if config is None else config
+    return quantized_folder.QuantizedFolder(
+        Parts({"model_type": "llama", "dtype": case["dtype"], "quantization_config": about}, stored)
+    )
+
+
+def check(case):
+    folder = opened(case)
+    value = folder.read(f"{BASE}.weight")
+    assert folder.shapes() == {f"{BASE}.weight": value.shape}
+    assert (value.dtype.name, folder.dtype(f"{BASE}.weight")) == (case["values"]["dtype"],) * 2
+    assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stored_weights_are_read_bit_by_bit(name):
+    check(CASES[name])
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not PYTHON, reason="QUANT_PYTHON names no python with compressed-tensors")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_new_weights_of_the_installed_libraries_are_read_bit_by_bit(seed, tmp_path):
+    path = tmp_path / "made.json"
+    subprocess.run([PYTHON, HERE / "stored_quants_peer.py", path, str(seed)], check=True)
+    made = json.loads(path.read_text())
+    assert made
+    for library in made.values():
+        for case in library["cases"].values():
+            check(case)
+
+
+def leaves(values, path=()):
+    """The paths of all values of a JSON object, those of objects included."""
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+
+
+def with_value(config, path, *value):
+    """A configuration with another value at a path; without one, the key is removed."""
+    config = copy.deepcopy(config)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    if value:
+        inner[path[-1]] = value[0]
+    else:
+        del inner[path[-1]]
+    return config
+
+
+def malformed(case):
+    """Changes of a case, as the arguments of `opened`."""
+    for name, (kind, value) in tensors(case).items():
+        yield {name: None}, None
+        yield {name: (kind, value[None])}, None
+        yield {name: ("F64", np.zeros(value.shape))}, None
+        yield {name: ("I16", np.zeros(value.shape, np.int16))}, None
+        for axis in range(value.ndim):
+            yield {name: (kind, np.repeat(value, 2, axis))}, None
+            yield {name: (kind, np.delete(value, 0, axis))}, None
+            yield {name: (kind, np.delete(value, slice(None), axis))}, None
+    config = case["config"]
+    yield {}, config | {"surprise": 1}
+    for path in leaves(config):
+        yield {}, with_value(config, path)
+        for value in ("x", -1, 0, 3, 6, 32.5, True, False, None, ["q"], {"surprise": 1}, "re:(a+)+$", ["re:("]):
+            yield {}, with_value(config, path, value)
+        if isinstance(inner := functools.reduce(lambda part, key: part[key], path, config), dict):
+            yield {}, with_value(config, path, inner | {"surprise": 1})
+
+
+SWEPT = [name for name in CASES if name.endswith("bfloat16")]
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_malformed_folders_are_refused_in_one_line_or_read_the_same(name):
+    case, refused, equal = CASES[name], 0, 0
+    for changes, config in malformed(case):
+        try:
+            folder = opened(case, changes, config)
+            if folder.shapes()[f"{BASE}.weight"] != (24, 96):  # no model has such a weight
+                refused += 1
+                continue
+            value = folder.read(f"{BASE}.weight")
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500, (changes, config)
+            refused += 1
+        else:
+            assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"], (changes, config)
+            equal += 1
+    assert refused >= 30, equal
+
+
+def case_of(name, library="compressed-tensors"):
+    return CASES[f"{library}: {name}, bfloat16"]
+
+
+def renamed(case, module):
+    return {name.replace(BASE, module): value for name, value in tensors(case).items()}
+
+
+def group(case, *targets, **changes):
+    return case["config"]["config_groups"]["group_0"] | {"targets": list(targets)} | changes
+
+
+def test_each_module_has_the_scheme_of_the_first_target_that_names_it():
+    """Names come before patterns, and patterns before classes, whatever the order of the groups."""
+    packed, floats, bytes_ = case_of("int4 in groups"), case_of("FP8 of channels"), case_of("W8A8")
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "ignore": ["re:.*lm_head", "model.layers.0.mlp.gate"],
+        "config_groups": {
+            "linear": group(packed, "Linear", format="pack-quantized"),
+            "pattern": group(floats, r"re:.*self_attn\.(q|k)_proj$", format="float-quantized"),
+            "name": group(bytes_, "model.layers.0.self_attn.k_proj", format="int-quantized"),
+        },
+    }
+    modules = {"mlp.experts.3.up_proj": packed, "self_attn.q_proj": floats, "self_attn.k_proj": bytes_}
+    stored = {"lm_head.weight": ("BF16", np.ones((2, 2), ml_dtypes.bfloat16))}
+    for module, case in modules.items():
+        stored |= renamed(case, f"model.layers.0.{module}")
+    folder = quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, stored))
+    assert folder.shapes().keys() == {f"model.layers.0.{module}.weight" for module in modules} | {"lm_head.weight"}
+    for module, case in modules.items():
+        value = folder.read(f"model.layers.0.{module}.weight")
+        assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"], module
+    for name, message in (
+        ("model.layers.0.mlp.gate", "ignore names it"),
+        ("lm_head", "ignore names it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, renamed(packed, name)))
+    del config["config_groups"]["linear"]
+    with pytest.raises(UserError, match="no target of quantization_config.config_groups names it"):
+        quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, stored))
+
+
+@pytest.mark.parametrize("kind", ["I32", "I64"])
+def test_inputs_in_the_order_of_activations(kind):
+    case = case_of("int4 in groups, zeros")
+    order = np.random.default_rng(0).permutation(np.arange(96) // 32).astype(DTYPES[kind])
+    name = f"{BASE}.weight_g_idx"
+    value = opened(case, {name: (kind, order)}).read(f"{BASE}.weight")
+    stored = {part.rpartition(".")[2]: array for part, (_, array) in tensors(case).items()}
+    codes = nibbles(stored["weight_packed"])[:, :96] - 8
+    zeros = nibbles(stored["weight_zero_point"].T)[:, :24].T - 8
+    want = (codes - zeros[:, order]).astype(np.float32) * stored["weight_scale"][:, order].astype(np.float32)
+    np.testing.assert_array_equal(value, want.astype(ml_dtypes.bfloat16))
+    check_unordered = opened(case, {name: (kind, np.full_like(order, -1))}).read(f"{BASE}.weight")
+    assert hashlib.sha256(check_unordered.tobytes()).hexdigest() == case["values"]["hash"]
+    for wrong in (np.zeros_like(order), order + 1, order[:-1]):
+        with pytest.raises(UserError, match="weight_g_idx"):
+            opened(case, {name: (kind, wrong)})
+
+
+def nibbles(words):
+    """The 4-bit codes of int32 words, one by one."""
+    words = np.ascontiguousarray(words).view(np.uint32)
+    return (
+        np.stack([words >> np.uint32(4 * at) & np.uint32(15) for at in range(8)], -1)
+        .reshape(len(words), -1)
+        .astype(int)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparse weights are not supported"),
+        ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}, "transformed weights and activations"),
+        ("quantization_status", "frozen", "must be compressed"),
+        ("format", "marlin-24", "stored as 'marlin-24', must be one of"),
+        ("moe_sparsity_config", {"method": "prune"}, "moe_sparsity_config"),
+        ("config_groups", {}, "config_groups is {}"),
+    ],
+)
+def test_what_changes_the_weights_is_refused_by_name(key, value, message):
+    case = case_of("int4 in groups")
+    with pytest.raises(UserError) as error:
+        opened(case, config=case["config"] | {key: value})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_neutral_keys_and_quantized_activations_are_told(caplog):
+    case = case_of("FP8 of channels")
+    config = case["config"] | {
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.9",
+        "kv_cache_scheme": {"num_bits": 8},
+    }
+    config["config_groups"] = {"group_0": group(case, "Linear", input_activations={"num_bits": 8, "dynamic": False})}
+    extra = {
+        f"{BASE}.input_scale": ("F32", np.ones(1, np.float32)),
+        "model.layers.0.self_attn.k_scale": ("F32", np.ones(())),
+    }
+    folder = opened(case, extra, config)
+    assert folder.shapes().keys() == {f"{BASE}.weight"}
+    assert "input_activations: not computed" in caplog.text and "key/value cache in quantized numbers" in caplog.text
+
+
+def blocks_by_hand(codes, scales, size):
+    """Values of FP8 codes, one block after the other."""
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            at = slice(row * size[0], (row + 1) * size[0]), slice(column * size[1], (column + 1) * size[1])
+            values[at] = values[at] * scales[row, column]
+    return values.astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_blocks_that_do_not_divide_a_weight_keep_their_size(experts):
+    """Of the module's experts, too; transformers 5.24 makes the blocks smaller."""
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 120, (*experts, 24, 90), np.uint8)
+    scales = draw.random((*experts, 2, 3)).astype(np.float32)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32], "fmt": "e4m3"}
+    name = "model.layers.0.mlp.experts.gate_up_proj" if experts else f"{BASE}.weight"
+    stored = {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", scales)}
+    value = quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, stored)).read(name)
+    for expert in np.ndindex(experts):
+        np.testing.assert_array_equal(value[expert], blocks_by_hand(codes[expert], scales[expert], (16, 32)))
+    with pytest.raises(UserError, match="does not convert"):
+        config["modules_to_not_convert"] = [name.removesuffix(".weight")]
+        quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, stored))
+
+
+def save(path, stored):
+    """A safetensors file; numpy has no 8-bit floats."""
+    header, content = {}, b""
+    for name, (kind, value) in stored.items():
+        data = np.ascontiguousarray(value).tobytes()
+        header[name] = {"dtype": kind, "shape": value.shape, "data_offsets": [len(content), len(content) + len(data)]}
+        content += data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+LLAMA = dict(
+    model_type="llama", hidden_size=96, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+    vocab_size=64, head_dim=12, rms_norm_eps=1e-5, tie_word_embeddings=True, dtype="bfloat16", max_position_embeddings=64,
+)  # fmt: skip
+
+
+def saved(folder, case, beside=False):
+    """A folder with a model's config.json and the tensors of a case; its quantization in the config, or beside it."""
+    config = LLAMA | ({} if beside else {"quantization_config": case["config"]})
+    (folder / "config.json").write_text(json.dumps(config))
+    if beside:
+        inner = {name: value for name, value in case["config"].items() if name not in ("quant_method", "ignore")}
+        (folder / "hf_quant_config.json").write_text(
+            json.dumps({"producer": {"name": "modelopt"}, "quantization": inner | {"exclude_modules": ["lm_head"]}})
+        )
+    save(folder / "model.safetensors", tensors(case))
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "beside"),
+    [
+        ("transformers", "FP8 in blocks", False),
+        ("compressed-tensors", "NVFP4", False),
+        ("vllm", "NVFP4", False),
+        ("vllm", "NVFP4", True),
+    ],
+)
+def test_a_folder_on_the_disk(library, name, beside, tmp_path):
+    case = case_of(name, library)
+    saved(tmp_path, case, beside)
+    value = open_model.open_model(str(tmp_path)).read(f"{BASE}.weight")
+    assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"]
+
+
+def test_a_malformed_folder_ends_a_verb_with_one_line(tmp_path, capsys):
+    case = case_of("int4 in groups")
+    saved(tmp_path, {**case, "config": case["config"] | {"surprise": 1}})
+    assert exits.run_verb(convert.main, [f"--from={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
+    assert "quantization_config has 'surprise' = 1, which capibara does not know" in capsys.readouterr().err
