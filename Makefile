@@ -2,7 +2,7 @@
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
 # make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
-#   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI), mergekit, xmanager, beam (and Dask);
+#   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI, compressed-tensors, accelerate), mergekit, xmanager, beam (and Dask);
 #   calls (transformers, mistral-common, openai-harmony; CHAT_TEMPLATES names a folder of .jinja files);
 #   trackers (W&B, MLflow, Comet) and gpu (one NVIDIA GPU) need capibara in that environment, too
 # make test-families   every family of models as recorded of transformers; with PEER_PYTHON=PATH also beside transformers itself
@@ -51,7 +51,7 @@ test-heavy: $(STAMP)
 # For each peer the variable by which its tests find the python, and these tests.
 PEER_transformers := TORCH_PYTHON tests/interop/test_transformers*.py
 PEER_t5x := T5X_PYTHON tests/interop/test_t5x_training.py tests/interop/test_t5x_decoding.py
-PEER_quantized := QUANT_PYTHON tests/interop/test_quantized_folders.py
+PEER_quantized := QUANT_PYTHON tests/interop/test_quantized_folders.py tests/interop/test_stored_quants.py tests/interop/test_compressed.py
 PEER_mergekit := MERGEKIT_PYTHON tests/consensus/merging tests/interop/merge
 PEER_xmanager := XMANAGER_PYTHON tests/launch
 PEER_beam := BEAM_PYTHON tests/builders/preparation/test_beam.py

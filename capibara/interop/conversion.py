@@ -29,9 +29,9 @@ from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.open_model import ForeignModel, LoadedModel
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum
-from capibara.interop.quantize import quantization
+from capibara.interop.quantize import compressed, quantization
 from capibara.interop.quantize.formats import mxfp4
-from capibara.interop.quantize.options import Quantize
+from capibara.interop.quantize.options import BY_TENSOR, Method, Quantize
 from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import read as t5x_read
 from capibara.interop.t5x import states as t5x_states
@@ -431,6 +431,8 @@ def write(
     """`convert` for a model that was read, to a new target."""
     if how is not None and "score.weight" in source.shapes():
         raise UserError(f"--quantize={how.method} is for language models, and this is a reward model: leave it out")
+    if how is not None and how.method in BY_TENSOR:
+        return _by_tensor(source, target, form, dtype, how)
     if how is not None:
         return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
@@ -457,11 +459,12 @@ def write(
         if optimizer is not None:
             return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}, Adafactor at step {optimizer.step}"
     else:
-        tensors = view.tensors()
+        tensors, exact = view.tensors(), {}
         if dtype == _MXFP4:
             shapes, tensors, config = _in_mxfp4(shapes, tensors, config)
-        beside = source.tokenizer | source.about
-        hf_folder.save_hf(target, config, shapes, tensors, beside, dtype=computed, state_dict=form == "pytorch")
+            exact = {name: np.dtype(np.uint8) for name in shapes if name.endswith(mxfp4.PARTS)}
+        beside, torch_file = source.tokenizer | source.about, form == "pytorch"
+        hf_folder.save_hf(target, config, shapes, tensors, beside, dtype=computed, state_dict=torch_file, exact=exact)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 
@@ -473,6 +476,27 @@ def _in_mxfp4(
         raise UserError(f"--dtype={_MXFP4} is for the experts of gpt_oss, not for {config['model_type']}: try bf16")
     config = config | {"quantization_config": mxfp4.CONFIG}
     return mxfp4.shapes_in(shapes), mxfp4.tensors_in(tensors), config
+
+
+def _by_tensor(source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize) -> str:
+    """`write` of a decoder whose layers' weights are rounded one by one."""
+    if form != "hf":
+        raise UserError(f"--quantize={how.method} is for hf, not for {form}: use that, or gptq for GGUF files")
+    short = dtype or (stored(source) if stored(source) != "f32" else "bf16")
+    if short not in ("bf16", "f16"):
+        raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose floats are bf16 or f16: use one of these")
+    view = source if isinstance(source, OurModel) else _CheckedModel(source)
+    if not isinstance(view.model.config, api.DecoderConfig):
+        raise UserError(f"--quantize={how.method} is for decoders, not for {view.config['model_type']}: leave it out")
+    shapes, rows = view.shapes(), open_model.hf_rows(view.model, view.config["model_type"])
+    made = compressed.compressed(shapes, rows, how, _FLOATS[short])
+    joined = compressed.joined_largest(made.weights, rows, view.tensors()) if how.method is Method.NVFP4 else {}
+    config = dict(view.config) | dict.fromkeys(("dtype", "torch_dtype"), _FLOATS[short])
+    hf_folder.save_hf(
+        target, config | {"quantization_config": made.config}, made.shapes, made.tensors(view.tensors(), joined),
+        source.tokenizer | source.about, dtype=_FLOATS[short], exact=made.exact,
+    )  # fmt: skip
+    return f"{target}: {config['model_type']}, {len(made.weights)} weights in {how.method}"
 
 
 def _in_4_bits(
@@ -497,7 +521,7 @@ def _in_4_bits(
     else:
         hf_folder.save_hf(
             target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer | source.about,
-            dtype=_FLOATS[fixed],
+            dtype=_FLOATS[fixed], exact=made.word_dtypes(),
         )  # fmt: skip
     size = made.grid.group_size
     return (
@@ -545,15 +569,15 @@ class _CheckedModel:
     """A foreign model with exactly the tensors that its configuration implies, under the names that we write."""
 
     def __init__(self, foreign: ForeignModel):
-        self._foreign, self._model = foreign, api.build(hf_config.from_hf(foreign.config))
-        open_model.check(foreign, self._model)
-        self.config = hf_config.to_hf(self._model.config, foreign.config)
+        self._foreign, self.model = foreign, api.build(hf_config.from_hf(foreign.config))
+        open_model.check(foreign, self.model)
+        self.config = hf_config.to_hf(self.model.config, foreign.config)
 
     def shapes(self) -> dict[str, Shape]:
-        return open_model.hf_shapes(self._model, self.config["model_type"])
+        return open_model.hf_shapes(self.model, self.config["model_type"])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return open_model.foreign_tensors(self._foreign, self._model, self.config["model_type"])
+        return open_model.foreign_tensors(self._foreign, self.model, self.config["model_type"])
 
 
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:

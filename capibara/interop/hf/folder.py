@@ -29,8 +29,6 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _SHARD_BYTES = 5 * 10**9
-_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of 4-bit weights: not converted
-_BYTES = ("_blocks", "_scales")  # uint8, of MXFP4 weights
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -187,6 +185,7 @@ def save_hf(
     dtype: str = "bfloat16",
     shard_bytes: int = _SHARD_BYTES,
     state_dict: bool = False,
+    exact: Mapping[str, np.dtype] | None = None,
 ) -> None:
     """Writes a folder for transformers; atomically: it is complete when this returns, or does not exist.
 
@@ -201,13 +200,14 @@ def save_hf(
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
       shard_bytes: largest file; a larger model is split into several files with an index.
       state_dict: write pytorch_model.bin, as torch.save does for the model's state_dict(), instead of safetensors.
+      exact: tensors that are stored in their own dtype, such as codes of quantized weights: name -> dtype.
 
     Raises:
       UserError: the folder exists, or a value is too large for float16.
     """
     with partial.whole(folder) as unfinished:
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
-        _write_weights(unfinished, shapes, tensors, dtype, shard_bytes, tied)
+        _write_weights(unfinished, shapes, tensors, np.dtype(DTYPES[dtype]), shard_bytes, tied, exact or {})
         files = {CONFIG: _text(config), **others}
         files.setdefault(tokenizer_files.GENERATION_FILE, tokenizer_files.generation(config) or b"{}\n")
         for name, content in files.items():
@@ -221,17 +221,16 @@ def _write_weights(
     folder: str,
     shapes: Mapping[str, Shape],
     tensors: Iterable[tuple[str, np.ndarray]],
-    dtype: str,
+    kind: np.dtype,
     shard_bytes: int,
     tied: Mapping[str, str] | None,
+    exact: Mapping[str, np.dtype],
 ) -> None:
     """`tied`: additional names of tensors, for a state dict; None: writes safetensors. Others as in `save_hf`."""
     extras.require("safetensors", why="Hugging Face folders")
     from safetensors import numpy as safetensors
 
-    kind = np.dtype(DTYPES[dtype])
-    itemsizes = {name: 4 if name.endswith(_WORDS) else 1 if name.endswith(_BYTES) else kind.itemsize for name in shapes}
-    sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * exact.get(name, kind).itemsize for name, shape in shapes.items()}
     files = _planned(sizes, shard_bytes)
     arrays = iter(tensors)
     where: dict[str, str] = {}
@@ -243,7 +242,8 @@ def _write_weights(
         for expected in names:
             name, value = next(arrays)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = value if name.endswith((*_WORDS, *_BYTES)) else cast(name, value, kind)
+            held[name] = value if name in exact else cast(name, value, kind)
+            assert held[name].dtype == exact.get(name, kind), (name, held[name].dtype)
         if tied is None:
             safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
         else:

@@ -1,7 +1,6 @@
 """4-bit weights: how they are rounded, and how GGUF, GPTQ and AWQ files store them.
 
-A weight is a matrix [O, I] of outputs and inputs. For each output, groups of adjacent inputs share a float16 scale and
-a
+A weight is a matrix [O, I] of outputs and inputs. For each output, groups of adjacent inputs share a float16 scale and a
 zero: value = scale * (code - zero), with codes from 0 to 15.
 """
 
@@ -159,8 +158,8 @@ class Packed:
         """
         inputs = np.arange(self.codes.shape[1], dtype=np.int32)
         return {
-            "qweight": np.ascontiguousarray(_words(self.codes).T),
-            "qzeros": _words(np.ascontiguousarray(self.zeros.T) - np.uint8(zero_offset)),
+            "qweight": np.ascontiguousarray(words(self.codes).T),
+            "qzeros": words(np.ascontiguousarray(self.zeros.T) - np.uint8(zero_offset)),
             "scales": np.ascontiguousarray(self.scales.T),
             "g_idx": inputs // np.int32(self.group_size),
         }
@@ -168,8 +167,8 @@ class Packed:
     def awq(self) -> dict[str, np.ndarray]:
         """In AWQ's format ("gemm"): a word has eight outputs of an input, in a special order."""
         return {
-            "qweight": _words(np.ascontiguousarray(self.codes.T), AWQ_ORDER),
-            "qzeros": _words(np.ascontiguousarray(self.zeros.T), AWQ_ORDER),
+            "qweight": words(np.ascontiguousarray(self.codes.T), AWQ_ORDER),
+            "qzeros": words(np.ascontiguousarray(self.zeros.T), AWQ_ORDER),
             "scales": np.ascontiguousarray(self.scales.T),
         }
 
@@ -181,8 +180,8 @@ def rounded(weight_OI: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Pac
     return Packed(np.asarray(codes.astype(jnp.uint8)), scales, zeros)
 
 
-def _words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(_IN_A_WORD))) -> np.ndarray:
-    """Packs eight neighbours along the last axis into an int32, the first of `order` in its lowest bits."""
+def words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(_IN_A_WORD))) -> np.ndarray:
+    """Packs eight 4-bit codes, neighbours along the last axis, into an int32, the first of `order` in its lowest bits."""
     codes = codes.reshape(len(codes), -1, _IN_A_WORD).astype(np.uint32)
     words = np.zeros(codes.shape[:2], np.uint32)
     for position, of_eight in enumerate(order):

@@ -18,11 +18,24 @@ DTYPES = (
 
 
 class Method(enum.StrEnum):
-    """How weights are rounded. rtn: to nearest, without a text; the baseline of the others."""
+    """How weights are rounded and stored.
+
+    rtn rounds to nearest, without a text: the baseline of gptq and awq. The last four do, too, and are written tensor by tensor
+    for vLLM: 4-bit and 8-bit floats, the latter with a scale for each output or each block, and packed 4-bit integers.
+    """
 
     GPTQ = "gptq"
     AWQ = "awq"
     RTN = "rtn"
+    NVFP4 = "nvfp4"
+    FP8 = "fp8"
+    FP8_BLOCK = "fp8_block"
+    INT4 = "int4"
+
+
+CALIBRATED = (Method.GPTQ, Method.AWQ)
+BY_TENSOR = (Method.NVFP4, Method.FP8, Method.FP8_BLOCK, Method.INT4)
+_GROUPED = (*CALIBRATED, Method.RTN, Method.INT4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,12 +61,18 @@ class Quantize:
     act_order: bool = True
 
     def __post_init__(self) -> None:
-        if self.method is not Method.RTN and not self.calibration:
+        if self.method in CALIBRATED and not self.calibration:
             raise UserError(
                 f"--quantize={self.method} needs --calibration=FILE: use text similar to that of the model's task"
             )
-        if self.method is Method.RTN and self.calibration:
-            raise UserError(f"--calibration={self.calibration} is for gptq and awq, not for rtn: leave it out")
+        if self.method not in CALIBRATED and self.calibration:
+            raise UserError(
+                f"--calibration={self.calibration} is for gptq and awq, not for {self.method}: leave it out"
+            )
+        if self.method not in _GROUPED and self.group_size is not None:
+            raise UserError(
+                f"--group_size={self.group_size} is not for {self.method}, whose groups are fixed: leave it out"
+            )
         if self.group_size not in (None, *GROUP_SIZES):
             raise UserError(f"--group_size={self.group_size} must be 32, 64 or 128: try 128")
 
@@ -65,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=help_text)
     parser.add_argument(
-        "--quantize", choices=[str(m) for m in Method], help="write layers' weights in 4 bits: for hf and gguf"
+        "--quantize",
+        choices=[str(m) for m in Method],
+        help="of layers' weights: 4 bits for hf and gguf; nvfp4, fp8, fp8_block, int4 for hf, as vLLM reads",
     )
     parser.add_argument("--calibration", metavar="FILE", help="for gptq and awq: text, or .jsonl of texts or chats")
     parser.add_argument(

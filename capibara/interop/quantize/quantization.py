@@ -28,6 +28,7 @@ from capibara.interop.quantize.grid import Grid, Packed
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
 from capibara.models import api
 
+_INTEGERS = (".qweight", ".qzeros", ".g_idx")  # parts of a weight in words
 _BATCH = 8  # rows that are run at once
 # Weights with the same inputs as another one.
 _READS = {one.path: one.reads_as for one in projections.QUANTIZABLE}
@@ -126,6 +127,10 @@ class QuantizedModel:
                 parts |= {"g_idx": (inputs,)} if gptq else {}
                 found |= {f"{name.removesuffix('weight')}{part}": shape for part, shape in parts.items()}
         return found | self._activation_scales()
+
+    def word_dtypes(self) -> dict[str, np.dtype]:
+        """Dtypes of the tensors of `in_words` that are no floats."""
+        return {name: np.dtype(np.int32) for name in self.word_shapes() if name.endswith(_INTEGERS)}
 
     def _activation_scales(self) -> dict[str, Shape]:
         name = _ACTIVATION_SCALES.get(self.config["model_type"]) if self.method is Method.AWQ else None

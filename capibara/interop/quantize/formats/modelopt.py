@@ -18,6 +18,7 @@ from capibara.interop.quantize.formats.fp8 import factors
 from capibara.interop.quantize.formats.weights import (
     FLOATS,
     FP8,
+    NVFP4_GROUP,
     Blocks,
     Folder,
     Quantized,
@@ -33,7 +34,7 @@ from capibara.interop.quantize.formats.weights import (
     whole,
 )
 
-NVFP4_GROUP, _MX_GROUP, _BLOCK = 16, 32, 128
+_MX_GROUP, _BLOCK = 32, 128
 _KEYS = frozenset(
     """
 quant_method quant_algo ignore exclude_modules group_size kv_cache_scheme kv_cache_quant_algo config_groups producer

@@ -112,7 +112,7 @@ def read(about: Mapping[str, object]) -> Schemes:
     schemes: dict[str, Scheme | None] = {}
     unused = ["a key/value cache in quantized numbers"] if about.get("kv_cache_scheme") else []
     for name, group in groups.items():
-        where = f"quantization_config.config_groups.{limits.shortened(name)}"
+        where = f"quantization_config.config_groups.{str(name)[:80]}"
         if not isinstance(group, dict):
             raise UserError(f"{where} is {limits.shortened(group)}, must be targets and their scheme")
         check_keys(group, _GROUP_KEYS, where)

@@ -18,7 +18,8 @@ from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape
 
 FLOATS = ("F16", "BF16", "F32")
-FP8 = "F8_E4M3"
+FP8, FP8_LARGEST = "F8_E4M3", 448.0
+NVFP4_GROUP = 16  # inputs that share an FP8 scale
 EXPONENTS = ("U8", "F8_E8M0")  # a byte is the exponent of 2, plus 127
 _BIAS = 127
 _ROWS = 1024  # dequantized at once: float32 takes four times the memory of codes
