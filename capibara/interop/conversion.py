@@ -183,7 +183,7 @@ def convert(
       dtype: one of quantize.DTYPES, of the stored tensors; None: unchanged, bf16 for a run.
       base: the base model of an adapter; None: the one that it names.
       reader: reads runs, and models as Gin completes their configuration.
-      how: how to quantize the layers' weights to 4 bits; None: not at all.
+      how: how to quantize the layers' weights; None: not at all.
       show: reports the progress of long operations.
       part: the smaller model to extract from a Gemma 3n; None: the whole model.
 

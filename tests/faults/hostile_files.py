@@ -265,18 +265,35 @@ def _quantized(maker: _Maker) -> None:
     raw = lambda said: np.frombuffer(said, np.uint8)  # noqa: E731
     codes = {f"{base}.qweight": np.zeros((4, 32), np.int32), f"{base}.qzeros": np.zeros((1, 4), np.int32)}
     codes |= {f"{base}.scales": np.ones((1, 32), np.float16), f"{base}.g_idx": np.full(32, 2**31 - 1, np.int32)}
+    packed = {f"{name}_packed": np.zeros((32, 4), np.int32), f"{name}_scale": np.ones((32, 1), np.float32)}
     cases = {
         "4 bits of 2**62 values": ("bitsandbytes", {mark: raw(json.dumps(state).encode())}),
         "a state nested deep": ("bitsandbytes", {mark: raw(DEEP[:60000])}),
         "groups that are not there": ("gptq", codes),
         "no method": ({"a": ["b"]}, {}),
+        "packed codes of 2**62 values": (_packed(["Linear"]), packed | {f"{name}_shape": np.array([2**31, 2**31])}),
+        "a pattern without end": (_packed(["re:(a+)+$"]), packed),
+        "more patterns than modules": (_packed([f"re:{number}" for number in range(10**5)]), packed),
+        "blocks of one value": (
+            {"quant_method": "fp8", "weight_block_size": [1, 1]},
+            {f"{name}_scale_inv": packed[f"{name}_scale"]},
+        ),
     }
     for what, (method, parts) in cases.items():
-        about = method if isinstance(method, dict) else {"quant_method": method, "bits": 4}
+        about = (
+            method if isinstance(method, dict) else {"quant_method": method} | ({"bits": 4} if method == "gptq" else {})
+        )
         tensors = {one: value for one, value in maker.tensors.items() if one != name or not parts}
         content = save({**tensors, **({name: raw(bytes(64))} if method == "bitsandbytes" else {}), **parts})
         changed = json.dumps(config | {"quantization_config": about}).encode()
         maker.hf(f"quantized: {what}", model__safetensors=content, config__json=changed)
+
+
+def _packed(targets: list[str]) -> dict[str, object]:
+    """A quantization_config of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    groups = {"a": {"targets": targets, "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
 class _Runs:

@@ -61,13 +61,12 @@ def fp8(folder: Folder, about: Mapping[str, object]) -> Quantized:
         if about.get(key) not in allowed:
             shown = " or ".join(str(value) for value in allowed[1:])
             raise UserError(f"quantization_config.{key} is {limits.shortened(about[key])}, must be {shown}")
-    block, skipped = _block(about), (*names(about, "modules_to_not_convert"), *names(about, "ignored_layers"))
+    block, skipped = _block(about), {*names(about, "modules_to_not_convert"), *names(about, "ignored_layers")}
     shapes = folder.shapes()
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for name, scale in _scales(shapes):
-        module = name.removesuffix(".weight")
-        if any(module == skip or module.startswith(f"{skip}.") or module.endswith(f".{skip}") for skip in skipped):
+        if not skipped.isdisjoint(_ends(name.removesuffix(".weight"))):
             raise UserError(f"{scale} scales a module that quantization_config does not convert: copy the folder again")
         weights[name] = _weight(folder, shapes, name, scale, block)
         parts |= {name, scale}
@@ -87,6 +86,14 @@ def _block(about: Mapping[str, object]) -> tuple[int, int] | None:
             "[128, 128] for example"
         )
     return block[0], block[1]
+
+
+def _ends(module: str) -> Iterator[str]:
+    """The names by which a module may be skipped: its own, without its first parts, and without its last ones."""
+    parts = module.split(".")
+    for at in range(len(parts)):
+        yield ".".join(parts[at:])
+        yield ".".join(parts[: at + 1])
 
 
 def _scales(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:

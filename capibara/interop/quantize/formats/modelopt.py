@@ -51,9 +51,14 @@ def modelopt(folder: Folder, about: Mapping[str, object]) -> Quantized:
     about = {**about, **inner} if isinstance(inner, dict) else about
     check_keys(about, _KEYS)
     shapes = folder.shapes()
+    ignored = frozenset((*names(about, "ignore"), *names(about, "exclude_modules")))
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for base in bases(shapes, ".weight_scale"):
+        if base in ignored:
+            raise UserError(
+                f"{base}.weight_scale scales a module that quantization_config ignores: copy the folder again"
+            )
         algorithm = _algorithm(about, base)
         if f"{base}.pre_quant_scale" in shapes:
             raise UserError(f"{base}.pre_quant_scale scales activations, which is not supported: use another folder")
@@ -74,8 +79,6 @@ def _algorithm(about: Mapping[str, object], base: str) -> str:
         layers = about.get("quantized_layers")
         layer = layers.get(base) if isinstance(layers, dict) else None
         stated = layer.get("quant_algo") if isinstance(layer, dict) else None
-    elif base in names(about, "ignore") or base in names(about, "exclude_modules"):
-        raise UserError(f"{base}.weight_scale scales a module that quantization_config ignores: copy the folder again")
     if str(stated).upper() not in _ALGORITHMS:
         raise UserError(
             f"quantization_config.quant_algo is {limits.shortened(stated)} for {base}, must be one of "

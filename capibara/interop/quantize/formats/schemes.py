@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from capibara.core import limits
 from capibara.core.types import UserError
@@ -42,6 +42,7 @@ num_bits type symmetric strategy group_size block_structure dynamic actorder sca
 """.split()
 )
 _REGEX = "re:"
+_MOST_PATTERNS = 256  # each is compared with every module
 _CLASS = "Linear"  # the class of every module that has a quantized weight
 
 
@@ -72,13 +73,13 @@ class Schemes:
     """The schemes of a quantization_config.
 
     Attributes:
-      of_target: target -> scheme, in the order in which targets are tried; None: the weights are as they are.
-      ignored: targets of modules that are not quantized.
+      of_target: target -> scheme; None: the weights are as they are.
+      ignored: targets of modules that are not quantized, as keys.
       unused: what it says of activations and caches.
     """
 
     of_target: Mapping[str, Scheme | None]
-    ignored: tuple[str, ...]
+    ignored: Mapping[str, None]
     unused: tuple[str, ...]
 
     def of(self, module: str) -> Scheme:
@@ -87,10 +88,10 @@ class Schemes:
         Raises:
           UserError: no target matches it, or it is ignored.
         """
-        if any(_matches(module, target) for target in self.ignored):
+        if next(_matching(module, self.ignored), None) is not None:
             raise UserError(f"{module} has scales, and quantization_config.ignore names it: copy the folder again")
-        for target, scheme in self.of_target.items():
-            if scheme is not None and _matches(module, target):
+        for target in _matching(module, self.of_target):
+            if (scheme := self.of_target[target]) is not None:
                 return scheme
         raise UserError(f"{module} has scales, and no target of quantization_config.config_groups names it")
 
@@ -116,18 +117,13 @@ def read(about: Mapping[str, object]) -> Schemes:
         if not isinstance(group, dict):
             raise UserError(f"{where} is {limits.shortened(group)}, must be targets and their scheme")
         check_keys(group, _GROUP_KEYS, where)
-        targets = names(group, "targets")
-        for target in targets:
-            _check_target(target)
         scheme = _scheme(group, about.get("format"), where)
-        schemes |= dict.fromkeys(targets, scheme)
+        schemes |= dict.fromkeys(names(group, "targets"), scheme)
         unused += [f"{where}.{key}" for key in ("input_activations", "output_activations") if group.get(key)]
-    ignored = names(about, "ignore")
-    for target in ignored:
-        _check_target(target)
-    # The order of compressed-tensors: names, then patterns, then classes.
-    ordered = sorted(schemes, key=lambda target: (target == _CLASS, target.startswith(_REGEX), target))
-    return Schemes({target: schemes[target] for target in ordered}, ignored, tuple(unused))
+    ignored = dict.fromkeys(names(about, "ignore"))
+    for targets in (schemes, ignored):
+        _check_patterns(targets)
+    return Schemes(schemes, ignored, tuple(unused))
 
 
 def _check_whole(about: Mapping[str, object]) -> None:
@@ -239,9 +235,12 @@ def _check_form(scheme: Scheme, where: str) -> None:
         )
 
 
-def _check_target(target: str) -> None:
-    """Raises UserError for a pattern that is no regular expression, or takes too long."""
-    if target.startswith(_REGEX):
+def _check_patterns(targets: Iterable[str]) -> None:
+    """Raises UserError for patterns that are no regular expressions, take too long, or are too many."""
+    patterns = [target for target in targets if target.startswith(_REGEX)]
+    if len(patterns) > _MOST_PATTERNS:
+        raise UserError(f"quantization_config has {len(patterns):,} patterns, must have at most {_MOST_PATTERNS}")
+    for target in patterns:
         try:
             limits.check_pattern(target.removeprefix(_REGEX))
             re.compile(target.removeprefix(_REGEX))
@@ -250,8 +249,12 @@ def _check_target(target: str) -> None:
             raise UserError(f"quantization_config has the pattern {shown}, which cannot be used: {error}") from None
 
 
-def _matches(module: str, target: str) -> bool:
-    """Whether a target names a module: by its name, a pattern that matches from its start, or its class."""
-    if target.startswith(_REGEX):
-        return re.match(target.removeprefix(_REGEX), module) is not None
-    return target in (module, _CLASS)
+def _matching(module: str, targets: Mapping[str, object]) -> Iterator[str]:
+    """The targets that match a module, in compressed-tensors' order: its name, patterns that match from its start, its class."""
+    if module in targets:
+        yield module
+    for target in sorted(target for target in targets if target.startswith(_REGEX)):
+        if re.match(target.removeprefix(_REGEX), module):
+            yield target
+    if _CLASS in targets:
+        yield _CLASS
