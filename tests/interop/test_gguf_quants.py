@@ -14,7 +14,7 @@ import pytest
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 import ggml  # noqa: E402
 import gguf_cases as cases  # noqa: E402
-from test_gguf import copy  # noqa: E402
+from test_gguf import copy, llama_cpp, our_logits  # noqa: E402, F401
 
 from capibara.cli import convert
 from capibara.core.types import UserError  # noqa: E402
@@ -130,6 +130,38 @@ def test_weights_in_nvfp4_have_scales_beside_them(name, tensor, count, tmp_path)
         path = copy(plain, tmp_path / "wrong.gguf", more=wrong, stored={f"blk.0.{tensor}.weight": (stored, kind)})
         with pytest.raises(UserError, match="must be . numbers in F32|is not known in"):
             open_gguf(path)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_llama_cpp_answers_from_nvfp4_as_we_do(name, llama_cpp, tmp_path):  # noqa: F811
+    """Up to its 8-bit activations; without the scales beside the weights the answers are others."""
+    config, draw = dict(cases.CASES[name]) | {"hidden_size": 64}, np.random.default_rng(0)
+    plain = tmp_path / "plain.gguf"
+    write_gguf(plain, config, cases.tensors(config), cases.byte_level(), dtype="f32")
+    stored, scales = {}, {}
+    for part in gguf.GGUFReader(plain).tensors:
+        shape = part.data.shape
+        if part.name.startswith("blk") and len(shape) > 1 and "gate_inp" not in part.name:
+            blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // 64, 36), np.uint8)
+            blocks[..., :4] = draw.integers(0x30, 0x40, blocks[..., :4].shape)
+            stored[part.name] = blocks.reshape(*shape[:-1], -1), gguf.GGMLQuantizationType.NVFP4
+            count = shape[0] if len(shape) == 3 else 1
+            scales[part.name.replace("weight", "scale")] = draw.uniform(0.02, 0.1, count).astype(np.float32)
+    answers, compared = {}, 0
+    for label, more in (("scaled", scales), ("bare", {})):
+        path = copy(plain, tmp_path / f"{label}.gguf", more=more, stored=stored)
+        with llama_cpp(path) as peer:
+            for start in (2, 40, 80, 120):
+                ids = list(range(start, start + 12))
+                logits = our_logits(open_gguf(path), ids)[-1]
+                answers[label] = logits - np.log(np.exp(logits).sum())
+                best = peer.ask("continue", ids=ids, count=1, best=cases.VOCAB)["best"]
+                for token, log_probability in best[0] if best else ():  # empty where the token is a part of a character
+                    assert abs(answers[label][token] - log_probability) < 0.5
+                    compared += 1
+    assert compared >= 2 * cases.VOCAB - 40
+    assert np.abs(answers["scaled"] - answers["bare"]).max() > 3
 
 
 def wide(name: str, **changes) -> dict:
