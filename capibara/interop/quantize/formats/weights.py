@@ -22,6 +22,8 @@ FP8, FP8_LARGEST = "F8_E4M3", 448.0
 NVFP4_GROUP = 16  # inputs that share an FP8 scale
 EXPONENTS = ("U8", "F8_E8M0")  # a byte is the exponent of 2, plus 127
 _BIAS = 127
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32)  # of each byte
 _ROWS = 1024  # dequantized at once: float32 takes four times the memory of codes
 
 
@@ -91,6 +93,10 @@ class Blocks(NamedTuple):
         """
         return cls(np.arange(shape[0]) // outputs, np.arange(shape[1]) // inputs)
 
+    def spread(self, values_AG: np.ndarray, rows: slice) -> np.ndarray:
+        """The value of each of these rows' outputs and inputs, float32, rows contiguous."""
+        return np.take(values_AG[self.row_O[rows]].astype(np.float32), self.column_I, axis=1)
+
 
 def scaled(
     codes_OI: np.ndarray, scales_AG: np.ndarray, blocks: Blocks, dtype: str, zeros_AG: np.ndarray | None = None
@@ -99,14 +105,19 @@ def scaled(
     values = np.empty(codes_OI.shape, DTYPES[dtype])
     for start in range(0, len(codes_OI), _ROWS):
         rows = slice(start, start + _ROWS)
-        steps = codes_OI[rows].astype(np.float32)
+        steps = _as_float32(codes_OI[rows])
         if zeros_AG is not None:
-            steps -= zeros_AG[blocks.row_O[rows]][:, blocks.column_I].astype(np.float32)
+            steps -= blocks.spread(zeros_AG, rows)
         # NaN and values beyond float16 are found where the tensor is used.
         with np.errstate(over="ignore", invalid="ignore"):
-            steps *= scales_AG[blocks.row_O[rows]][:, blocks.column_I].astype(np.float32)
+            steps *= blocks.spread(scales_AG, rows)
             values[rows] = steps.astype(values.dtype)
     return values
+
+
+def _as_float32(codes: np.ndarray) -> np.ndarray:
+    # A table is six times as fast as the cast of 8-bit floats.
+    return _VALUES[codes.view(np.uint8)] if codes.dtype == _FLOAT8 else codes.astype(np.float32)
 
 
 def powers(exponents: np.ndarray) -> np.ndarray:
@@ -116,7 +127,7 @@ def powers(exponents: np.ndarray) -> np.ndarray:
 
 def float8(stored: np.ndarray) -> np.ndarray:
     """Bytes in E4M3, without infinities, as float8."""
-    return stored.view(ml_dtypes.float8_e4m3fn)
+    return stored.view(_FLOAT8)
 
 
 def compute_dtype(config: Mapping[str, object]) -> str:
