@@ -14,11 +14,11 @@ from capibara import sharding
 _WRITTEN_APART = 32  # most tokens that are written one by one
 
 
-def append(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
-    """Writes one token into each row, at these indices."""
-    if _one_by_one(len(index_B)):
-        return _append_row_by_row(old_BKSx, new_BKx, index_B)
-    return append_reference(old_BKSx, new_BKx, index_B)
+def append(old_BKSx: jax.Array, new_RKx: jax.Array, index_R: jax.Array, slots_R: jax.Array | None = None) -> jax.Array:
+    """Writes one token into each of R rows, at these indices; `slots_R` None: into each row of the cache."""
+    if slots_R is not None or _one_by_one(len(index_R)):
+        return _append_row_by_row(old_BKSx, new_RKx, index_R, slots_R)
+    return append_reference(old_BKSx, new_RKx, index_R)
 
 
 def append_reference(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
@@ -30,10 +30,13 @@ def append_reference(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array
     return jax.vmap(jax.vmap(lambda old, new, index: old.at[index].set(new)))(old_BKSx, new_BKx, index_BK)
 
 
-def _append_row_by_row(old_BKSx: jax.Array, new_BKx: jax.Array, index_B: jax.Array) -> jax.Array:
-    for row in range(len(index_B)):
-        one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
-        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, index_B[row], *rest))
+def _append_row_by_row(
+    old_BKSx: jax.Array, new_RKx: jax.Array, index_R: jax.Array, slots_R: jax.Array | None
+) -> jax.Array:
+    for row in range(len(index_R)):
+        one, rest = new_RKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
+        slot = row if slots_R is None else slots_R[row]
+        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (slot, 0, index_R[row], *rest))
     return old_BKSx
 
 

@@ -37,7 +37,7 @@ from capibara.models.architectures.registry import (
     model_of,
     module_of,
 )
-from capibara.models.cache import paged
+from capibara.models.cache import paged, selection
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.cache.paged import capacity
 from capibara.models.layers import stack
@@ -99,6 +99,7 @@ __all__ = [
     "longest_encoded",
     "paged",
     "put_rows",
+    "selection",
     "sine_table",
     "trainable_tokens",
     "unmerged",

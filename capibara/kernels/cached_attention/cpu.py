@@ -33,16 +33,18 @@ def attend_one(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionS
 def attend_blocks(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec) -> jax.Array:
     """See dispatch.attend_rows; while rows are short it reads only their blocks that hold a visible token.
 
-    A product reads whole rows, on all cores; a loop over blocks is less work until rows are half full.
+    A product reads whole rows, on all cores; a loop over blocks is less work until rows are half full. Of some slots'
+    rows a product would need a copy.
     """
-    k_BKSH, v_BKSH = rows[:2]
-    size, (B, _, S, _) = block_size(k_BKSH.shape[2]), k_BKSH.shape
+    k_BKSH, v_BKSH, slots_R = rows.k_BKSH, rows.v_BKSH, rows.slots_R
+    size, B, S = block_size(k_BKSH.shape[2]), len(q_BTNH), k_BKSH.shape[2]
     assert size is not None, "the caller has checked it"
     seen_BS = seen.visible_BTS.any(axis=1)
     each, blocks = _each_page(seen_BS, size), jnp.sum(seen_BS.reshape(B, S // size, size).any(axis=2))
 
-    def block(x_BKSH: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
+    def block(x_BKSH: jax.Array, row: jax.Array, entry: jax.Array) -> jax.Array:
         _, K, _, H = x_BKSH.shape
+        slot = row if slots_R is None else slots_R[row]
         return jax.lax.dynamic_slice(x_BKSH, (slot, 0, entry * size, 0), (1, K, size, H))
 
     def scores(q_BKXH: jax.Array) -> jax.Array:
@@ -51,11 +53,13 @@ def attend_blocks(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attenti
     def mixed(w_BKXS: jax.Array) -> jax.Array:
         return _mixed_of_pages(w_BKXS, lambda *at: block(v_BKSH, *at), v_BKSH.shape[3], size, each)
 
-    return jax.lax.cond(
-        2 * blocks <= B * (S // size),
-        lambda: attend_by(q_BTNH, scores, mixed, k_BKSH.shape[1], seen, spec, rows.scales),
-        lambda: attend_rows(q_BTNH, rows, seen, spec),
-    )
+    def by_blocks() -> jax.Array:
+        return attend_by(q_BTNH, scores, mixed, k_BKSH.shape[1], seen, spec, rows.selected_scales)
+
+    if slots_R is not None:
+        return by_blocks()
+    whole = lambda: attend_rows(q_BTNH, rows, seen, spec)  # noqa: E731
+    return jax.lax.cond(2 * blocks <= B * (S // size), by_blocks, whole)
 
 
 def block_size(capacity: int) -> int | None:

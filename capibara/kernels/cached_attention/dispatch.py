@@ -26,6 +26,8 @@ def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attention
     """
     plain = seen.bias_BNTS is None and seen.sinks_N is None and rows.scales is None
     capacity = rows.k_BKSH.shape[2]
+    if rows.slots_R is not None and (q_BTNH.shape[1] > 1 or cpu.block_size(capacity) is None):
+        rows = rows.selected
     if seen.first_B is not None and tpu.supported(q_BTNH, rows.k_BKSH, spec, capacity, plain=plain):
         return tpu.attend(q_BTNH, rows.k_BKSH, rows.v_BKSH, seen.first_B, None, spec)
     on_cpu, (B, T, *_) = sharding.platform() == "cpu", q_BTNH.shape

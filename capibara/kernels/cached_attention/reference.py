@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.slots import take
 
 _MASKED = -1e30  # finite, so that a fully masked row yields a number
 _BATCHED = ((0, 1), (0, 1))
@@ -21,11 +22,27 @@ class Rows(NamedTuple):
       k_BKSH: keys.
       v_BKSH: values.
       scales: [B, K, S] of 8-bit keys and of 8-bit values; None: not quantized.
+      slots_R: int32, for queries of R rows alone: which rows these are; None: all, in order.
     """
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
     scales: tuple[jax.Array, jax.Array] | None = None
+    slots_R: jax.Array | None = None
+
+    @property
+    def selected(self) -> Rows:
+        """The rows of the queries; copied, unless these are all rows."""
+        if self.slots_R is None:
+            return self
+        return Rows(take(self.k_BKSH, self.slots_R), take(self.v_BKSH, self.slots_R), self.selected_scales)
+
+    @property
+    def selected_scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """The scales of the queries' rows."""
+        if self.scales is None or self.slots_R is None:
+            return self.scales
+        return take(self.scales[0], self.slots_R), take(self.scales[1], self.slots_R)
 
 
 class Pages(NamedTuple):

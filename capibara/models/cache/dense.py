@@ -21,10 +21,15 @@ import jax.numpy as jnp
 from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
+from capibara.kernels.slots import put, take
 from capibara.sharding import constrain
 
 STATE = "state"
 """The names of a state's arrays begin with it (models/mixers); those of cached keys and values do not."""
+KEYS_VALUES = ("key", "value", "key_scale", "value_scale")
+"""The names of a layer's keys and values of tokens."""
+SLOTS = "slots"
+"""In a layer of some slots (cache.selection): [R] int32, the row of keys and values that each of R rows has."""
 
 Cache = dict[str, Any]
 LayerCache = dict[str, jax.Array]
@@ -103,8 +108,19 @@ def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
     """The layer's cache, updated with the keys and values of the new tokens."""
+    slots = layer.get(SLOTS)
+    if slots is not None and k_BTKH.shape[1] > 1:
+        rows = write(rows_of(layer), k_BTKH, v_BTKH, now)
+        return layer | {name: put(layer[name], x, slots) for name, x in rows.items()}
     new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
-    return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
+    return layer | {name: constrain(_written(layer[name], x, now, slots), _KEYS[: x.ndim]) for name, x in new.items()}
+
+
+def rows_of(layer: LayerCache) -> LayerCache:
+    """The layer's keys and values of each row; copied, if the layer is of some slots."""
+    if SLOTS not in layer:
+        return layer
+    return {name: take(layer[name], layer[SLOTS]) for name in KEYS_VALUES if name in layer}
 
 
 def as_cached(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,10 +166,10 @@ def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x_BTKH / divisor_BTK[..., None]).astype(jnp.int8), scale_BTK
 
 
-def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> jax.Array:
+def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs, slots: jax.Array | None = None) -> jax.Array:
     T, S = new_BTKx.shape[1], old_BKSx.shape[2]
     if T == 1:
-        return cache_writes.append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
+        return cache_writes.append(old_BKSx, new_BTKx[:, 0], now.lengths % S, slots)
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
     if now.is_prefill and T <= S:  # padding is stored at indices that hold no position yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
@@ -197,6 +213,7 @@ def attend(
             count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
         assert before is not None, "several tokens need the cache without them"
+        before = rows_of(before)
         stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
         old_BS = cached_positions(now.lengths, before["key"].shape[2])
@@ -213,7 +230,7 @@ def attend(
         visible_BTS &= now.positions[:, :, None] // kind.window == positions_BS[:, None, :] // kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
-    rows = cached_attention.Rows(layer["key"], layer["value"], scales)
+    rows = cached_attention.Rows(layer["key"], layer["value"], scales, layer.get(SLOTS))
     seen = cached_attention.Visibility(visible_BTS, bias_BNTS, count_B, sinks_N)
     return cached_attention.attend_rows(q_BTNH, rows, seen, kind)
 

@@ -85,8 +85,10 @@ def cached_values(
         pools = {name: written[f"{name}_pages"] for name in names if f"{name}_pages" in written}
         rows = {name: cached_attention.gathered(pool, written["table"]) for name, pool in pools.items()}
     elif now.positions.shape[1] == 1:
-        rows = {name: written[name] for name in names if name in written}
+        of_rows = dense.rows_of(written)
+        rows = {name: of_rows[name] for name in names if name in of_rows}
     else:
+        before = dense.rows_of(before)
         stored = dense.as_stored(before["value"].dtype, v_BT1H, v_BT1H)
         rows = {
             name: jnp.concatenate([before[name], jnp.swapaxes(stored[name], 1, 2)], axis=2)

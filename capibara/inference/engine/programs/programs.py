@@ -16,7 +16,8 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree
 from capibara.inference.sampling.sampler import History, Settings, choose, log_probability
-from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows
+from capibara.kernels.slots import put, take
+from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows, selection
 
 _WORD_BITS = 32
 State = dict[str, Any]
@@ -94,12 +95,13 @@ class Programs(NamedTuple):
       one: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
         its next token; `next` and `history` are of one row.
-      step: (params, state, settings, next, count, table, alternatives, beside) -> state, and every slot's next `count`
-        tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the slots, as `adapters` of a
-        batch; None: no adapters.
-      verify: (params, state, settings, next, guesses, counts, table, alternatives, beside) -> state, and every slot's next
-        tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row with
-        guesses may choose any token.
+      step: (params, state, settings, next, count, table, alternatives, beside, slots) -> state, and every row's next `count`
+        tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the rows, as `adapters` of a
+        batch; None: no adapters. `slots` [R]: the rows are those of R slots, which differ from each other, and the other
+        arguments have R rows, too; None: all slots, in order.
+      verify: (params, state, settings, next, guesses, counts, table, alternatives, beside, slots) -> state, and every row's
+        next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row
+        with guesses may choose any token.
       row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.
     """
 
@@ -172,24 +174,23 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
     def step(
         params: Params, state: State, settings: Settings, next_: NextTokens, count: Array, table: Array | None,
-        alternatives: int, beside: BatchAdapters | None = None,
+        alternatives: int, beside: BatchAdapters | None = None, slots: Array | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
-            forced = jnp.where(done == 0, next_.forced, -1)
-            later = NextTokens(next_.index + done, forced, next_.allowed)
-            weights = _unconverted(params, sizes, done)
-            return _next(model, usable, weights, state, settings, later, table, alternatives, beside)
+            weights, later = _unconverted(params, sizes, done), _later(next_, done)
+            return _next(model, usable, weights, state, settings, later, table, alternatives, beside, slots)
 
-        state, sampled = _repeated(next_of, state, count, sizes, alternatives)
+        state, sampled = _repeated(next_of, state, count, len(next_.index), sizes.steps, alternatives)
         return _laid_out(state), replicated(sampled)
 
     def verify(
         params: Params, state: State, settings: Settings, next_: NextTokens, guesses: Array, counts: Array,
-        table: Array | None, alternatives: int, beside: BatchAdapters | None = None,
+        table: Array | None, alternatives: int, beside: BatchAdapters | None = None, slots: Array | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
-        state = state | {"cache": paged.with_table(state["cache"], table)}
-        new, sampled = _verify(model, usable, params, state, settings, next_, guesses, counts, alternatives, beside)
-        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), replicated(sampled)
+        new, sampled = _verify(
+            model, usable, params, state, settings, next_, guesses, counts, table, alternatives, beside, slots
+        )
+        return _laid_out(new), replicated(sampled)
 
     def start() -> State:
         return _laid_out(_empty_state(model.config.vocab_size, sizes, empty))
@@ -263,14 +264,45 @@ def _next(
     table: jax.Array | None,
     alternatives: int,
     adapters: BatchAdapters | None,
+    slots: jax.Array | None,
 ) -> tuple[State, SampledTokens]:
     """State, and the next token of every row."""
-    logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
-    history = state["history"]
+    rows = _selected(state, slots)
+    logits, cache = model.decode(params, rows["tokens"], paged.with_table(rows["cache"], table), adapters)
+    history = rows["history"]
     sampled = _pick(logits, usable, settings, next_, history, alternatives)
     tokens_B = sampled.tokens[:, 0]
     new = {"cache": paged.without_table(cache), "tokens": tokens_B, "history": history.with_tokens(tokens_B)}
-    return new, sampled
+    return _merged(state, new, slots), sampled
+
+
+def _selected(state: State, slots: jax.Array | None) -> State:
+    """The state of these slots, as rows; None: of all."""
+    if slots is None:
+        return state
+    history = History(*(take(x, slots) for x in state["history"]))
+    return {
+        "cache": selection.select(state["cache"], slots),
+        "tokens": take(state["tokens"], slots),
+        "history": history,
+    }
+
+
+def _merged(state: State, rows: State, slots: jax.Array | None) -> State:
+    """The state of all slots with new rows in these; None: in all."""
+    if slots is None:
+        return rows
+    return {
+        "cache": selection.merge(state["cache"], rows["cache"], slots),
+        "tokens": put(state["tokens"], rows["tokens"], slots),
+        "history": History(*(put(old, new, slots) for old, new in zip(state["history"], rows["history"]))),
+    }
+
+
+def _later(next_: NextTokens, done: jax.Array) -> NextTokens:
+    """The same for the token that is `done` places later; only the first may be forced."""
+    forced = jnp.where(done == 0, next_.forced, -1)
+    return NextTokens(next_.index + done, forced, next_.allowed)
 
 
 def _unconverted(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
@@ -284,11 +316,12 @@ def _repeated(
     next_of: Callable[[State, jax.Array], tuple[State, SampledTokens]],
     state: State,
     count: jax.Array,
-    sizes: Sizes,
+    rows: int,
+    steps: int,
     alternatives: int,
 ) -> tuple[State, SampledTokens]:
-    """Runs `next_of` (state, tokens before) `count` times; the count is not compiled in."""
-    if sizes.steps == 1:
+    """Runs `next_of` (state, tokens before), which gives `rows` tokens, `count` times; the count is not compiled in."""
+    if steps == 1:
         return next_of(state, jnp.int32(0))
 
     def more(done: jax.Array, so_far: tuple[State, SampledTokens]) -> tuple[State, SampledTokens]:
@@ -298,7 +331,7 @@ def _repeated(
         tokens, log_probabilities, drawn, likeliest, theirs = map(put, sampled[:-1], one[:-1])
         return state, SampledTokens(tokens, log_probabilities, drawn, likeliest, theirs, sampled.counts + 1)
 
-    B, T, n = sizes.slots, sizes.steps, min(alternatives, state["history"].seen.shape[1])
+    B, T, n = rows, steps, min(alternatives, state["history"].seen.shape[1])
     nothing = SampledTokens(
         tokens=jnp.zeros((B, T), jnp.int32),
         log_probabilities=jnp.zeros((B, T)),
@@ -377,16 +410,19 @@ def _verify(
     next_: NextTokens,
     guesses: jax.Array,
     counts_B: jax.Array,
+    table: jax.Array | None,
     alternatives: int,
     adapters: BatchAdapters | None,
+    slots: jax.Array | None,
 ) -> tuple[State, SampledTokens]:
     """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess."""
     B, T = len(guesses), 1 + guesses.shape[1]
     forced_BT = jnp.pad(next_.forced[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
-    given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)
+    row_state = _selected(state, slots)
+    given_BT = jnp.concatenate([row_state["tokens"][:, None], guesses], axis=1)
     read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
-    logits_BTV, cache = model.extend(params, read, state["cache"])
-    histories = [state["history"]]
+    logits_BTV, cache = model.extend(params, read, paged.with_table(row_state["cache"], table))
+    histories = [row_state["history"]]
     for before in range(T - 1):
         histories.append(histories[-1].with_tokens(guesses[:, before]))
     history_BT = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *histories)
@@ -402,8 +438,9 @@ def _verify(
     at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
     tokens_B = at_end(tokens_BT)
     new = {
-        "cache": cache | {"lengths": state["cache"]["lengths"] + 1 + accepted_B},
+        "cache": paged.without_table(cache) | {"lengths": row_state["cache"]["lengths"] + 1 + accepted_B},
         "tokens": tokens_B,
         "history": jax.tree.map(at_end, history_BT).with_tokens(tokens_B),
     }
-    return new, SampledTokens(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)
+    sampled = SampledTokens(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)
+    return _merged(state, new, slots), sampled

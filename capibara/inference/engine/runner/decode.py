@@ -13,14 +13,16 @@ import numpy as np
 from capibara.core.types import Params
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
+from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State, mesh_of
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
 from capibara.inference.engine.requests.following import TokenChecksum
 from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.runner import step_rows
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.next_tokens import history_of, next_tokens
 from capibara.inference.engine.runner.prefill import Prefilled
+from capibara.inference.engine.runner.step_rows import StepRows, rows_of
 from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
 from capibara.models.api import BatchAdapters, Cache
 
@@ -80,6 +82,7 @@ class DecodeRunner:
         self._pages, self._adapters = pages, adapters
         self._settings, self._adapter_numbers = _idle(config.slots)
         self._pending: deque[Pending] = deque()
+        self._sizes: Sequence[int] = ()  # numbers of rows, besides all slots, whose programs `warm_up` has compiled
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 
     @property
@@ -137,13 +140,14 @@ class DecodeRunner:
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
-        next_, alternatives = next_tokens(active, self._slots, self._vocab_size)
+        rows = rows_of(active, self._slots, self._sizes)
+        next_, alternatives = next_tokens(rows.active, rows.count, self._vocab_size)
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._step(params, next_, count, alternatives)
+            self._state, sampled = self._step(params, rows, next_, count, alternatives)
         self.statistics.steps += 1
-        return self._request(sampled, active, np.full(self._slots, count), group, at_s)
+        return self._request(sampled, rows.active, np.full(self._slots, count), group, at_s)
 
     def verify(
         self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]
@@ -152,22 +156,23 @@ class DecodeRunner:
 
         Waits for the devices, to know how many these are.
         """
-        next_, alternatives = next_tokens(active, self._slots, self._vocab_size)
-        guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
-        counts = np.zeros(self._slots, np.int32)
-        for slot, tokens in guesses.items():
-            counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
+        rows = rows_of(active, self._slots, self._sizes)
+        next_, alternatives = next_tokens(rows.active, rows.count, self._vocab_size)
+        guessed = np.zeros((rows.count, self._draft_tokens), np.int32)
+        counts = np.zeros(rows.count, np.int32)
+        for (row, _), (slot, _) in zip(rows.active, active):
+            counts[row], guessed[row, : len(guesses[slot])] = len(guesses[slot]), guesses[slot]
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._verify(params, next_, guessed, counts, alternatives)
+            self._state, sampled = self._verify(params, rows, next_, guessed, counts, alternatives)
             held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
-        for slot, request in active:
-            self.statistics.accepted += int(held[slot]) - 1
-            if guesses[slot] and request.drafter is not None:
-                request.drafter.record(int(held[slot]) - 1)
-        return self._request(sampled, active, held, group)
+        for row, request in rows.active:
+            self.statistics.accepted += int(held[row]) - 1
+            if counts[row] and request.drafter is not None:
+                request.drafter.record(int(held[row]) - 1)
+        return self._request(sampled, rows.active, held, group)
 
     def receive(self, left: int) -> Iterator[Request]:
         """Passes the tokens of all but the last `left` programs to requests; yields requests as they end."""
@@ -186,27 +191,34 @@ class DecodeRunner:
 
     def warm_up(self, params: Params, alternatives: int) -> None:
         """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
-        zeros, (next_, _) = np.zeros(self._slots, np.int32), next_tokens([], self._slots, self._vocab_size)
-        self._state, sampled = self._step(params, next_, 1, alternatives)
-        if self._draft_tokens:
-            guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
-            self._state, sampled = self._verify(params, next_, guessed, zeros, alternatives)
-        jax.block_until_ready(sampled)
+        sizes = step_rows.sizes_of(self._slots) if mesh_of(params) is None else []
+        for size in (*sizes, self._slots):
+            rows = rows_of([], self._slots, [size])
+            zeros, (next_, _) = np.zeros(size, np.int32), next_tokens([], size, self._vocab_size)
+            self._state, sampled = self._step(params, rows, next_, 1, alternatives)
+            if self._draft_tokens:
+                guessed = np.zeros((size, self._draft_tokens), np.int32)
+                self._state, sampled = self._verify(params, rows, next_, guessed, zeros, alternatives)
+            jax.block_until_ready(sampled)
+        self._sizes = sizes
 
-    def _step(self, params: Params, next_: NextTokens, count: int, alternatives: int) -> tuple[State, SampledTokens]:
-        """Runs the program that decodes `count` tokens."""
+    def _step(
+        self, params: Params, rows: StepRows, next_: NextTokens, count: int, alternatives: int
+    ) -> tuple[State, SampledTokens]:
+        """Runs the program that decodes `count` tokens of these rows."""
         return self._programs.step(
-            params, self._slots_state, self._settings, next_, np.int32(count), self._table, alternatives,
-            self._batch_adapters,
+            params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, np.int32(count), rows.table(self._pages),
+            alternatives, self._batch_adapters_of(rows), rows.slots,
         )  # fmt: skip
 
     def _verify(
-        self, params: Params, next_: NextTokens, guesses: np.ndarray, counts: np.ndarray, alternatives: int
-    ) -> tuple[State, SampledTokens]:
-        """Runs the program that verifies guesses [slots, draft tokens], of which `counts` [slots] are given."""
+        self, params: Params, rows: StepRows, next_: NextTokens, guesses: np.ndarray, counts: np.ndarray,
+        alternatives: int,
+    ) -> tuple[State, SampledTokens]:  # fmt: skip
+        """Runs the program that verifies guesses [R, draft tokens] of these rows, of which `counts` [R] are given."""
         return self._programs.verify(
-            params, self._slots_state, self._settings, next_, guesses, counts, self._table, alternatives,
-            self._batch_adapters,
+            params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, guesses, counts, rows.table(self._pages),
+            alternatives, self._batch_adapters_of(rows), rows.slots,
         )  # fmt: skip
 
     def _request(
@@ -224,10 +236,9 @@ class DecodeRunner:
             self.statistics.tokens += int(counts[row])
         return [request for _, request in rows if request.requested == request.limit]
 
-    @property
-    def _batch_adapters(self) -> BatchAdapters | None:
-        """The adapters, and each slot's."""
-        return self._adapters.of(self._adapter_numbers)
+    def _batch_adapters_of(self, rows: StepRows) -> BatchAdapters | None:
+        """The adapters, and each row's."""
+        return self._adapters.of(rows.of(np.array(self._adapter_numbers, np.int32)).tolist())
 
     @property
     def _table(self) -> np.ndarray | None:
