@@ -23,8 +23,8 @@ examples:
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-Requests name the model or an adapter; adapters stay unmerged and share batches. A slot holds Dataset.length tokens of
-prompt and text. Without a key the server accepts only requests from this machine, to localhost, 127.0.0.1, [::1] and
+Requests name the model or an adapter; adapters stay unmerged and share batches. A prompt and its text may have the model's
+own length; all slots share memory for EngineConfig.slots x Dataset.length tokens, in pages. Without a key the server accepts only requests from this machine, to localhost, 127.0.0.1, [::1] and
 ServerConfig.allowed_hosts; from web pages only of ServerConfig.allowed_origins. The first SIGTERM or ctrl-C finishes the
 running requests, a second one aborts them.
 On several hosts start the same command on each: all of them compute every token, and process 0 alone listens.
@@ -76,7 +76,7 @@ def serve(args: flags.Arguments) -> int:
 def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
     """The model with its engine, built alike in all processes, and the server's limits; `first`: it is process 0."""
     from capibara import config
-    from capibara.cli.composition import models
+    from capibara.cli.composition import models, serving_rows
     from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
@@ -91,10 +91,10 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     data = loaded.dataset
     talk = chat.of_served(data, models.chat_template(data)) if first else None
     config.check_used()
-    engine = models.engine_of(loaded, batching)
+    length, batching = serving_rows.served_rows(loaded, batching, args.gin_bindings)
+    engine = models.engine_of(loaded, batching, length)
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs") if first else None)
-    length, encoder_length = data.length, data.encoder_length
-    served = Served(engine, loaded.tokenizer, talk, length, encoder_length, name, sampling, adapters=engine.adapters)
+    served = Served(engine, loaded.tokenizer, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
     return served, takes

@@ -127,13 +127,13 @@ def load_served(args: Arguments, base: str | None = None) -> LoadedModel:
     return with_adapters(loaded, args.adapter, base)
 
 
-def engine_of(loaded: LoadedModel, batching: EngineConfig) -> Engine:
-    """An engine that takes over a model's parameters."""
+def engine_of(loaded: LoadedModel, batching: EngineConfig, length: int | None = None) -> Engine:
+    """An engine that takes over a model's parameters, with slots of `length` tokens; None: of Dataset.length."""
     return Engine(
         loaded.model,
         loaded.params,
         loaded.tokenizer,
-        loaded.dataset.length,
+        length or loaded.dataset.length,
         batching,
         loaded.dataset.encoder_length,
         donate=True,

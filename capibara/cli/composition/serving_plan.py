@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara import config, sharding
 from capibara.core.types import UserError
-from capibara.inference.engine.cache.batching import CacheDtype, EngineConfig
+from capibara.inference.engine.cache.batching import PREFILL_TOKENS, CacheDtype, EngineConfig
 from capibara.inference.engine.placement import lowering
 from capibara.models.api import Model
 from capibara.planner.compiler import compile as compiler
@@ -46,7 +46,7 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
         length=length,
         cache_dtype=str(model.config.dtype) if options.cache_dtype is CacheDtype.COMPUTE else dtype,
         slots=options.slots if config.is_bound("EngineConfig.slots") else None,
-        prefill_tokens=options.prefill_tokens,
+        prefill_tokens=options.prefill_tokens or PREFILL_TOKENS,
         prefix_bytes=0.0 if model.encode else options.prefix_cache_mib * 2**20,
     )
     found = serving.ranked(model, slice_, engine, args.headroom)

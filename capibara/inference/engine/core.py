@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import jax
 
+from capibara import sharding
 from capibara.core.types import Params, UserError
 from capibara.inference.engine.beam_requests import BeamSearcher
-from capibara.inference.engine.cache.batching import EngineConfig
+from capibara.inference.engine.cache.batching import PART_TOKENS, PREFILL_TOKENS, EngineConfig
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.placement import footprint
@@ -43,6 +44,8 @@ class EngineCore:
       adapters: that requests may use.
       pages: shared by the slots; None: each slot has memory for its whole length.
       schedule: number of tokens per step.
+      reads_in_slot: whether the parts of long prompts are read into their slots.
+      prefill_tokens: most prompt tokens to read between decode steps.
       prefill: queue of prompts to read.
       runner: the slots on the devices.
       scheduler: assigns slots, and holds the queue.
@@ -84,12 +87,15 @@ class EngineCore:
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
         whole_rows = model.config.mixer is not None
         prefixes = PrefixCache(kept, getattr(model.config, "window", None), whole_rows) if kept else None
-        self.prefill = PrefillQueue(
-            compiled, length, config.slots, config.prefill_tokens, prefixes, self.adapters, whole=whole
-        )
         self.runner = DecodeRunner(
             compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
         )
+        self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
+        self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
+        self.prefill = PrefillQueue(
+            compiled, length, config.slots, self.prefill_tokens, prefixes, self.adapters,
+            self.runner.read if self.reads_in_slot else None, whole=whole,
+        )  # fmt: skip
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
         self.scheduler = Scheduler(config, length, self.pages, prefixes, self.prefill, self._searcher, self.runner)
 
@@ -193,6 +199,16 @@ class EngineCore:
         if pages and slot is not None and tokens and not pages.grow(slot, request.row_length + len(tokens)):
             return tokens[: pages.room(slot) - request.row_length]  # nothing is preempted for guesses
         return tokens
+
+
+def reads_in_slot(model: Model) -> bool:
+    """Whether the parts of a prompt can be read into the pages of its slot: a row that grows needs copies and programs.
+
+    A step of all slots meanwhile writes into that slot. That harms no pages, but states and windows, which forget.
+    Accelerators attend to pages by a kernel for one token a row.
+    """
+    plain = model.config.mixer is None and getattr(model.config, "window", None) is None
+    return plain and not reads_whole(model) and sharding.platform() == "cpu"
 
 
 def reads_whole(model: Model) -> bool:

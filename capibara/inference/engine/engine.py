@@ -12,7 +12,7 @@ from typing import Any
 
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.cache.batching import EngineConfig, Statistics, WhenFull
+from capibara.inference.engine.cache.batching import PREFILL_TOKENS, EngineConfig, Statistics, WhenFull
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.loop import EngineLoop
 from capibara.inference.engine.reading import Reader
@@ -79,7 +79,7 @@ class Engine:
             vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters, model.config.vocab_size
         )
         self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._inputs.probe))
-        sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens}
+        sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens or PREFILL_TOKENS}
         self.reader = Reader(model, self._core.params, self._core.adapters, rules, lambda: self._loop.leads, **sizes)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None

@@ -9,6 +9,7 @@ from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.requests.request import LIKELIEST
 from capibara.inference.engine.requests.stream import Stream
+from capibara.inference.engine.runner.decode import compile_steps
 from capibara.inference.sampling.sampling import Sampling
 
 
@@ -34,7 +35,7 @@ def warm_up(
     """
     pages, prefixes, core.prefill.prefixes = core.pages, core.prefill.prefixes, None
     sampling = Sampling(temperature=0.0, max_new_tokens=1)
-    shapes = batching.prompt_shapes(config, length, encodes)
+    shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot)
     prompts = [one for one in shapes if not pages or pages.fits(one[0], one[1])]
     for done, (rows, size, likeliest) in enumerate(prompts):
         show(done, len(prompts) + 2)
@@ -45,5 +46,5 @@ def warm_up(
     core.runner.statistics.clear()
     for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
         show(done, len(prompts) + 2)
-        core.runner.warm_up(core.params.current, alternatives)
+        compile_steps(core.runner, core.params.current, alternatives)
     show(len(prompts) + 2, len(prompts) + 2)

@@ -57,6 +57,8 @@ _LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadlin
 
 # Two threads: the interpreter runs one at a time, except while it waits for a tokenizer or a template.
 _preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
+# What may compile a program or wait for the devices has threads of its own: prompts of others do not wait for it.
+_reading = ThreadPoolExecutor(2, thread_name_prefix="reading")
 
 P = TypeVar("P", bound=Parameters)
 Q = TypeVar("Q", bound=TextParameters)

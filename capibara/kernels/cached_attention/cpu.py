@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.kernels.cached_attention.reference import Pages, Rows, Visibility, attend_by, attend_rows, scales_of
+from capibara.kernels.cached_attention.reference import (
+    MASKED,
+    Pages,
+    Rows,
+    Visibility,
+    attend_by,
+    attend_rows,
+    scales_of,
+)
 
+_BATCHED = ((0, 1), (0, 1))
 # Tokens of a block, the first that fits: a loop's turn costs some microseconds, as much as reading 100 tokens.
 _BLOCKS = (256, 192, 128)
 
@@ -69,7 +79,7 @@ def block_size(capacity: int) -> int | None:
 
 def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:
     """See dispatch.attend_pages. XLA compiles a gather to a slow scalar loop; a loop over pages is faster."""
-    scales, P = scales_of(pages), pages.keys.shape[2]
+    P = pages.keys.shape[2]
     each = _each_page(seen.visible_BTS.any(axis=1), P)
 
     def page(pool: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
@@ -79,6 +89,10 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
         written_P = jax.lax.dynamic_slice(pages.written_BS, (slot, entry * P), (1, P))[0]
         return jnp.where(written_P[:, None], page(pages.values, slot, entry), 0)
 
+    if seen.bias_BNTS is None and pages.scales is None:
+        both = lambda *at: (page(pages.keys, *at), values(*at))  # noqa: E731
+        return _attend_in_turn(q_BTNH, both, each, pages.keys.shape[1], P, seen, spec)
+
     def scores(q_BKXH: jax.Array) -> jax.Array:
         capacity = pages.table_BM.shape[1] * P
         return _scores_of_pages(q_BKXH, lambda *at: page(pages.keys, *at), capacity, P, each)
@@ -86,12 +100,32 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
     def mixed(w_BKXS: jax.Array) -> jax.Array:
         return _mixed_of_pages(w_BKXS, values, pages.values.shape[3], P, each)
 
-    return attend_by(q_BTNH, scores, mixed, pages.keys.shape[1], seen, spec, scales)
+    return attend_by(q_BTNH, scores, mixed, pages.keys.shape[1], seen, spec, scales_of(pages))
 
 
-Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Loop = Callable[[Body, jax.Array], jax.Array]
-"""loop(body, initial): folds body(slot, index of the page in the slot's table, carry) -> carry over pages."""
+Carry = TypeVar("Carry")
+
+
+class Loop(Protocol):
+    """loop(body, initial): folds body(slot, index of the page in the slot's table, carry) -> carry over pages."""
+
+    def __call__(self, body: Callable[[jax.Array, jax.Array, Carry], Carry], first: Carry) -> Carry: ...
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress over some scores of each query, [B, K, X], and the values that it weighs.
+
+    Attributes:
+      largest: the largest score.
+      total: sum of exp(score - largest).
+      mixed: [B, K, X, H] sum of exp(score - largest) times the value.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+
 Part = Callable[[jax.Array, jax.Array], jax.Array]
 """part(slot, index of the page in the slot's table) -> its keys or values [1, K, P, H]."""
 
@@ -103,10 +137,62 @@ def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
     (order,) = jnp.nonzero(seen_X, size=B * M, fill_value=0)
     count, order = jnp.sum(seen_X, dtype=jnp.int32), order.astype(jnp.int32)
 
-    def loop(body: Body, first: jax.Array) -> jax.Array:
+    def loop(body: Callable[[jax.Array, jax.Array, Carry], Carry], first: Carry) -> Carry:
         return jax.lax.fori_loop(0, count, lambda i, made: body(order[i] // M, order[i] % M, made), first)
 
     return loop
+
+
+def _attend_in_turn(
+    q_BTNH: jax.Array,
+    page: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    each: Loop,
+    kv_heads: int,
+    size: int,
+    seen: Visibility,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """Attention that adds page after page to a softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    Scores of whole slots would be an array as long as the longest row that may come, read several times for each token.
+
+    Args:
+      q_BTNH, seen, spec: as in dispatch.attend_pages, without a bias.
+      page: (slot, index of the page in its table) -> keys and values [1, K, P, H].
+      each: the loop over the pages with a visible token.
+      kv_heads: of the cache.
+      size: tokens of a page.
+    """
+    (B, T, N, H), K = q_BTNH.shape, kv_heads
+    q_BKXH = jnp.moveaxis((q_BTNH * spec.scale).reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+
+    def add(slot: jax.Array, entry: jax.Array, so_far: Softmax) -> Softmax:
+        k_1KPH, v_1KPH = (x.astype(q_BTNH.dtype) for x in page(slot, entry))
+        before = Softmax(*(jax.lax.dynamic_index_in_dim(x, slot) for x in so_far))
+        q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
+        scores = jax.lax.dot_general(q_1KXH, k_1KPH, (((3,), (3,)), _BATCHED), preferred_element_type=jnp.float32)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+        visible_1TP = jax.lax.dynamic_slice(seen.visible_BTS, (slot, 0, entry * size), (1, T, size))
+        scores = jnp.where(jnp.tile(visible_1TP, (1, N // K, 1))[:, None], scores, MASKED)
+        largest = jnp.maximum(before.largest, jnp.max(scores, axis=-1))
+        weights, shrunk = jnp.exp(scores - largest[..., None]), jnp.exp(before.largest - largest)
+        dims = (((3,), (2,)), _BATCHED)
+        values = jax.lax.dot_general(weights.astype(v_1KPH.dtype), v_1KPH, dims, preferred_element_type=jnp.float32)
+        total = before.total * shrunk + jnp.sum(weights, axis=-1)
+        new = Softmax(largest, total, before.mixed * shrunk[..., None] + values)
+        put = lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, axis=0)  # noqa: E731
+        return Softmax(*map(put, so_far, new))
+
+    shape, zeros = q_BKXH.shape[:3], jnp.zeros(q_BKXH.shape, jnp.float32)
+    result = each(add, Softmax(jnp.full(shape, MASKED), zeros[..., 0], zeros))
+    total = result.total
+    if seen.sinks_N is not None:
+        sinks_KX = jnp.repeat(seen.sinks_N.reshape(K, N // K), T, axis=1)
+        total = total + jnp.exp(sinks_KX - result.largest)
+    y_BKXH = result.mixed / jnp.where(total > 0, total, 1.0)[..., None]  # a free slot sees nothing
+    y_BKGTH = y_BKXH.reshape(B, K, N // K, T, H)
+    return jnp.moveaxis(y_BKGTH, 3, 1).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
 def _scores_of_pages(q_BKXH: jax.Array, keys_of: Part, capacity: int, size: int, each: Loop) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.slots import take
 
-_MASKED = -1e30  # finite, so that a fully masked row yields a number
+MASKED = -1e30  # finite, so that a fully masked row yields a number
 _BATCHED = ((0, 1), (0, 1))
 
 
@@ -140,7 +140,7 @@ def attend_by(
         scores = scores + seen.bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-    scores = jnp.where(seen.visible_BTS[:, None, None], scores, _MASKED)
+    scores = jnp.where(seen.visible_BTS[:, None, None], scores, MASKED)
     weights = (
         jax.nn.softmax(scores, axis=-1) if seen.sinks_N is None else _softmax(scores, seen.sinks_N.reshape(K, G, 1, 1))
     )

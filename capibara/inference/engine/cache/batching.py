@@ -9,7 +9,9 @@ from capibara import sharding
 from capibara.config import configurable
 from capibara.core.types import UserError
 
-_SMALLEST_BUCKET = 32
+SMALLEST_BUCKET = 32
+PREFILL_TOKENS, PART_TOKENS = 1024, 128
+"""Prompt tokens to read between decode steps; and where parts of a prompt are read into its slot, on a CPU."""
 
 
 class WhenFull(enum.StrEnum):
@@ -38,7 +40,8 @@ class EngineConfig:
       prefix_cache_mib: memory for rows whose beginnings later prompts may share; 0: none. The results of a prompt that
         is read in two parts differ in the last bits from those of one read at once.
       prefill_tokens: approximate number of prompt tokens to read between decode steps: longer prompts are split, short
-        ones are batched up to this size.
+        ones are batched up to this size. None: 1024; 128 on a CPU with pages, where other texts would wait for long, and
+        where parts are read into the slot.
       cache_dtype: dtype of cached keys and values.
       draft_tokens: how many tokens a step guesses for each row by prompt lookup, which repeats what followed an earlier
         occurrence of the row's last tokens (Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at
@@ -59,7 +62,7 @@ class EngineConfig:
     slots: int = 8
     when_full: WhenFull = WhenFull.STOP
     prefix_cache_mib: int = 256
-    prefill_tokens: int = 1024
+    prefill_tokens: int | None = None
     cache_dtype: CacheDtype = CacheDtype.COMPUTE
     draft_tokens: int = 0
     decode_steps: int | None = None
@@ -84,9 +87,12 @@ class EngineConfig:
         return self.draft_tokens or (self.most_steps - 1 if self.prefix_cache_mib else 0)
 
     def __post_init__(self) -> None:
-        for name in ("slots", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")
+        if self.slots < 1:
+            raise UserError(f"EngineConfig.slots is {self.slots}, must be at least 1")
+        if self.prefill_tokens is not None and self.prefill_tokens < 1:
+            raise UserError(
+                f"EngineConfig.prefill_tokens is {self.prefill_tokens}, must be at least 1, or None: chosen by platform"
+            )
         if self.decode_steps is not None and self.decode_steps < 1:
             raise UserError(
                 f"EngineConfig.decode_steps is {self.decode_steps}, must be at least 1, or None: chosen by platform"
@@ -144,7 +150,7 @@ def bucket(count: int, length: int) -> int:
     """Padded size for `count` tokens in rows of up to `length`: few sizes, so that few programs are compiled."""
     if count == 1:  # the first token of an encoder-decoder's text
         return 1
-    size = _SMALLEST_BUCKET
+    size = SMALLEST_BUCKET
     while size < count:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return min(size, length)
@@ -158,13 +164,25 @@ def buckets(length: int) -> list[int]:
     return sizes
 
 
-def prompt_shapes(config: EngineConfig, length: int, encoder: bool) -> list[tuple[int, int, int]]:
-    """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs."""
-    sizes = [1] if encoder else buckets(length)
+def prompt_shapes(
+    config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool
+) -> list[tuple[int, int, int]]:
+    """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs.
+
+    Args:
+      config, length: of the engine.
+      encoder: whether an encoder reads the prompts.
+      tokens: most tokens that are read at a time.
+      in_slot: whether the parts of longer prompts are read into the slot.
+    """
+    sizes = [1] if encoder else buckets(min(length, tokens) if in_slot else length)
     fewest = dict(zip(sizes, (min(2, length), *(size + 1 for size in sizes))))
     shapes = [(1, fewest[size], likeliest) for likeliest in (1, 0) for size in sizes]
     count = 2
     while count <= config.slots:
-        shapes += [(count, fewest[size], 0) for size in sizes if count * size <= config.prefill_tokens]
+        shapes += [(count, fewest[size], 0) for size in sizes if count * size <= tokens]
         count *= 2
+    if in_slot:
+        parts = (size for size in sizes if size & (size - 1) == 0 and tokens + size <= length)
+        shapes += [(1, tokens + size, 0) for size in parts]
     return shapes

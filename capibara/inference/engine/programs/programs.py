@@ -92,9 +92,11 @@ class Programs(NamedTuple):
       start: () -> state with empty slots.
       prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
+      read: (params, state, batch of one row, slot [1], length [1], table [1, M]) -> logits [1, V], and the state with that
+        row's tokens in the slot, after its first `length` ones.
       one: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
-        its next token; `next` and `history` are of one row.
+        its next token; `next` and `history` are of one row. Row None: the slot has it already.
       step: (params, state, settings, next, count, table, alternatives, beside, slots) -> state, and every row's next `count`
         tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the rows, as `adapters` of a
         batch; None: no adapters. `slots` [R]: the rows are those of R slots, which differ from each other, and the other
@@ -109,6 +111,7 @@ class Programs(NamedTuple):
     start: Callable[[], State]
     prefill: Callable[..., tuple[jax.Array, Cache]]
     resume: Callable[..., tuple[jax.Array, Cache]]
+    read: Callable[..., tuple[jax.Array, State]]
     one: Callable[..., Any]
     admit: Callable[..., tuple[State, SampledTokens]]
     step: Step
@@ -166,7 +169,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
     def admit(
-        state: State, row: Cache, logits: Array, slot: Array, settings: Settings, next_: NextTokens, history: History,
+        state: State, row: Cache | None, logits: Array, slot: Array, settings: Settings, next_: NextTokens, history: History,
         table: Array | None, alternatives: int,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         sampled = _pick(logits, usable, settings, next_, history, alternatives)
@@ -177,7 +180,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         alternatives: int, beside: BatchAdapters | None = None, slots: Array | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
-            weights, later = _unconverted(params, sizes, done), _later(next_, done)
+            later, weights = _later(next_, done), _unconverted(params, sizes, done)
             return _next(model, usable, weights, state, settings, later, table, alternatives, beside, slots)
 
         state, sampled = _repeated(next_of, state, count, len(next_.index), sizes.steps, alternatives)
@@ -195,15 +198,13 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     def start() -> State:
         return _laid_out(_empty_state(model.config.vocab_size, sizes, empty))
 
-    def serving(params: Params) -> Params:
-        return model.serving(adapted.merge(params))
-
     jit = functools.partial(on_mesh, mesh, rules)
     return Programs(
-        serving=jit(serving),
+        serving=jit(lambda params: model.serving(adapted.merge(params))),
         start=jit(start),
         prefill=jit(prefill),
         resume=jit(resume, static_argnums=3),
+        read=jit(functools.partial(_read, model), donate_argnums=1),
         one=jit(_one),
         admit=jit(admit, donate_argnums=0, static_argnums=8),
         step=jit(step, donate_argnums=1, static_argnums=6),
@@ -226,6 +227,16 @@ def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **optio
 def _replicated(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
     """Replicates sampled tokens on every device."""
     return jax.lax.with_sharding_constraint(sampled, NamedSharding(mesh, PartitionSpec())) if mesh else sampled
+
+
+def _read(
+    model: Model, params: Params, state: State, batch: dict, slot_1: Array, length_1: Array, table_1M: Array
+) -> tuple[Array, State]:
+    # Its length is known here alone: a step of all slots writes a token behind the row's, which is overwritten.
+    row = selection.select(state["cache"], slot_1) | {"lengths": length_1}
+    logits, row = model.resume(params, batch, paged.with_table(row, table_1M))
+    cache = selection.merge(state["cache"], paged.without_table(row), slot_1)
+    return logits, _laid_out(state | {"cache": cache})
 
 
 def _row(state: State, slot: jax.Array, table: jax.Array | None, positions: int) -> Cache:
@@ -391,11 +402,13 @@ def _restricted(logits_BV: jax.Array, allowed_BW: jax.Array) -> jax.Array:
     return jax.lax.cond(jnp.any(allowed_BW != every), masked, lambda: logits_BV)
 
 
-def _with_row(state: State, row: Cache, slot: Array, history: History, table: Array | None, token_1: Array) -> State:
-    """The state with a row in a slot, and that row's next token."""
+def _with_row(
+    state: State, row: Cache | None, slot: Array, history: History, table: Array | None, token_1: Array
+) -> State:
+    """The state with a row in a slot, and that row's next token; row None: the slot has it."""
     put = lambda all_, one: all_.at[slot].set(one[0])  # noqa: E731
     return {
-        "cache": paged.put_row(state["cache"], row, slot, table),
+        "cache": state["cache"] if row is None else paged.put_row(state["cache"], row, slot, table),
         "tokens": state["tokens"].at[slot].set(token_1[0]),
         "history": History(*map(put, state["history"], history.with_tokens(token_1))),
     }

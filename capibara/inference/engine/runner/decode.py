@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -138,6 +138,20 @@ class DecodeRunner:
         request.written = True
         return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
+    def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
+        """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
+        slot = np.array([request.slot], np.int32)
+        with program_of([request]):
+            logits, self._state = self._programs.read(
+                params,
+                self._slots_state,
+                batch,
+                slot,
+                np.array([length], np.int32),
+                StepRows(slot, (), 1).table(self._pages),
+            )
+        return logits
+
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
         rows = rows_of(active, self._slots, self._sizes)
@@ -189,19 +203,6 @@ class DecodeRunner:
             self._pending.popleft()  # before anything else can fail: no token is passed on twice
             yield from [request for _, request in rows if request.finished]
 
-    def warm_up(self, params: Params, alternatives: int) -> None:
-        """Compiles the programs that request tokens, with this many likeliest ones, and waits for them."""
-        sizes = step_rows.sizes_of(self._slots) if mesh_of(params) is None else []
-        for size in (*sizes, self._slots):
-            rows = rows_of([], self._slots, [size])
-            zeros, (next_, _) = np.zeros(size, np.int32), next_tokens([], size, self._vocab_size)
-            self._state, sampled = self._step(params, rows, next_, 1, alternatives)
-            if self._draft_tokens:
-                guessed = np.zeros((size, self._draft_tokens), np.int32)
-                self._state, sampled = self._verify(params, rows, next_, guessed, zeros, alternatives)
-            jax.block_until_ready(sampled)
-        self._sizes = sizes
-
     def _step(
         self, params: Params, rows: StepRows, next_: NextTokens, count: int, alternatives: int
     ) -> tuple[State, SampledTokens]:
@@ -243,6 +244,21 @@ class DecodeRunner:
     @property
     def _table(self) -> np.ndarray | None:
         return None if self._pages is None else self._pages.table
+
+
+def compile_steps(runner: DecodeRunner, params: Params, alternatives: int) -> None:
+    """Compiles the programs of a runner that request tokens, with this many likeliest ones, and waits for them."""
+    slots, drafts, vocab_size = runner._slots, runner._draft_tokens, runner._vocab_size
+    sizes = step_rows.sizes_of(slots) if mesh_of(params) is None else []
+    for size in (*sizes, slots):
+        rows = rows_of([], slots, [size])
+        zeros, (next_, _) = np.zeros(size, np.int32), next_tokens([], size, vocab_size)
+        runner._state, sampled = runner._step(params, rows, next_, 1, alternatives)
+        if drafts:
+            guessed = np.zeros((size, drafts), np.int32)
+            runner._state, sampled = runner._verify(params, rows, next_, guessed, zeros, alternatives)
+        jax.block_until_ready(sampled)
+    runner._sizes = sizes
 
 
 def _idle(slots: int) -> tuple[Settings, list[int]]:

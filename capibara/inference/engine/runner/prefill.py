@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from capibara.core.types import Params, PyTree
-from capibara.inference.engine.cache.batching import bucket
+from capibara.inference.engine.cache.batching import SMALLEST_BUCKET, bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
 from capibara.inference.engine.programs.programs import Programs
 from capibara.inference.engine.requests.adapters import Adapters
@@ -17,13 +17,15 @@ from capibara.inference.engine.requests.faults import contained, is_of_request, 
 from capibara.inference.engine.requests.request import Request
 from capibara.models.api import capacity
 
+Read = Callable[[Params, Request, dict[str, Any], int], jax.Array]
+
 
 class Prefilled(NamedTuple):
     """A request whose prompt has been read, in a program with others or alone.
 
     Attributes:
       request: the request.
-      row: the cache of its row.
+      row: the cache of its row; None: it was read into its slot.
       logits: [1, V] after it.
       group: the requests of that program.
     """
@@ -44,6 +46,7 @@ class PrefillQueue:
       tokens: approximate number of tokens to read at a time; longer prompts are split.
       prefixes: the prefix cache; None: no cache.
       adapters: of the engine.
+      read: reads the parts of a long prompt into its slot, as `DecodeRunner.read`; None: they are read into a row.
       whole: for a prefix LM, whose inputs attend in both directions: prompts cannot be split or share prefixes.
     """
 
@@ -55,13 +58,16 @@ class PrefillQueue:
         tokens: int,
         prefixes: PrefixCache | None,
         adapters: Adapters,
+        read: Read | None,
         whole: bool = False,
     ):
         self._programs, self._length, self._together = programs, length, together
+        self._read = read
         self._most, self._whole = max(tokens, length) if whole else tokens, whole
         self.prefixes, self._adapters = None if whole else prefixes, adapters
         self._waiting: list[Request] = []
-        self._part: tuple[Any, int] | None = None  # the first prompt's row, and the number of tokens that it has read
+        # The first prompt's row, None if it is in its slot, and the number of tokens that have been read.
+        self._part: tuple[Any, int] | None = None
 
     @property
     def pending(self) -> bool:
@@ -108,14 +114,18 @@ class PrefillQueue:
             tokens = first.tokens[: known + self._most]
             left -= bucket(len(tokens) - known, self._length)
             with contained(first):
-                logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
+                if row is None and self._read is not None:
+                    logits = self._read(params, first, self._part_of(first, tokens[known:]), known)
+                else:
+                    logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
                 self._part = row, len(tokens)
             if first.finished:
                 self.drop(first)
             elif len(tokens) == len(first.tokens):
                 self._waiting.pop(0)
                 self._part = None
-                self._cache_prefix(first, row)
+                if row is not None:  # else the slot's row is cached when the text has ended
+                    self._cache_prefix(first, row)
                 yield Prefilled(first, row, logits, [first])
 
     def extend(
@@ -132,6 +142,11 @@ class PrefillQueue:
             return self._programs.prefill(params, batch)
         positions = max(bucket(whole, self._length), capacity(row))
         return self._programs.resume(params, batch, row, positions)
+
+    def _part_of(self, request: Request, tokens: Sequence[int]) -> dict[str, Any]:
+        """The batch of a part that is read into the slot; of few sizes, since most parts are full."""
+        size = min(max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()), max(self._most, SMALLEST_BUCKET))
+        return self._batch([request], [tokens], size)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
         found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None

@@ -31,8 +31,8 @@ def params():
     return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
 
 
-def made(params, **config):
-    return Engine(MODEL, params, VOCABULARY, LENGTH, EngineConfig(**{"prefix_cache_mib": 0} | config))
+def made(params, model=MODEL, **config):
+    return Engine(model, params, VOCABULARY, LENGTH, EngineConfig(**{"prefix_cache_mib": 0} | config))
 
 
 class Counted:
@@ -102,6 +102,31 @@ def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
     after = one.submit(long[::-1], GREEDY)
     assert after.result().tokens == made(params).submit(long[::-1], GREEDY).result().tokens
     assert dropped.result().finish == "cancelled"
+
+
+@pytest.mark.parametrize("reading", ["alone", "beside a text", "after others"])
+def test_parts_are_read_into_the_pages_of_their_slot(params, reading):
+    long, model = (
+        list(range(10, 90)),
+        api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None)),
+    )
+    want = made(params, model).submit(long, GREEDY).result()
+    one = made(params, model, slots=2, prefill_tokens=32, page_size=8)
+    counted = Counted(one)
+    if reading == "after others":  # whose lengths and pages the slots still have
+        for _ in range(2):
+            one.submit("x" * 25, GREEDY).result()
+    if reading == "beside a text":
+        short = one.submit("x", dataclasses.replace(GREEDY, max_new_tokens=30))
+        one.step()
+    stream, begun = one.submit(long, GREEDY), one.statistics.steps
+    got = stream.result()
+    assert got.tokens == want.tokens and not counted.resumed
+    each = ([piece.log_probability for piece in result.pieces] for result in (got, want))
+    np.testing.assert_allclose(*each, atol=1e-4)
+    if reading == "beside a text":
+        assert one.statistics.steps >= begun + 3 and len(short.result().tokens) == 30
+    assert one.pages[1] == 0
 
 
 @pytest.mark.heavy

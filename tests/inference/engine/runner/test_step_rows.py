@@ -72,7 +72,7 @@ def two_sizes(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_all_slots(case, two_sizes, monkeypatch):
     few, every, counts = engine(case), engine(case), []
-    few._core.runner.warm_up(few._core.params.current, 0)
+    decode.compile_steps(few._core.runner, few._core.params.current, 0)
 
     def recorded(*args):
         rows = step_rows.rows_of(*args)
@@ -106,7 +106,7 @@ def test_adapters_are_those_of_the_slots(two_sizes):
     trained = api.build(dataclasses.replace(model.config, lora=lora)).trained(adapted)
     adapters = [api.Adapter("poet", lora, trained)]
     few, every = engine("rows", adapters=adapters), engine("rows", adapters=adapters)
-    few._core.runner.warm_up(few._core.params.current, 0)
+    decode.compile_steps(few._core.runner, few._core.params.current, 0)
     texts = []
     for one in (few, every):
         streams = [one.submit(*REQUESTS[1], adapter=name) for name in (None, "poet")]
@@ -137,5 +137,5 @@ def test_a_mesh_computes_all_slots():
         params(model.config), sharding.shardings(mesh, sharding.Rules(), model.axes, model.abstract_params)
     )
     one = Engine(model, placed, VOCABULARY, 64, EngineConfig(slots=4, prefix_cache_mib=0))
-    one._core.runner.warm_up(one._core.params.current, 0)
+    decode.compile_steps(one._core.runner, one._core.params.current, 0)
     assert not one._core.runner._sizes
