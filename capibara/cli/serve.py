@@ -24,9 +24,9 @@ examples:
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
 Requests name the model or an adapter; adapters stay unmerged and share batches. A prompt and its text may have the model's
-own length; all slots share memory for EngineConfig.slots x Dataset.length tokens, in pages. Without a key the server accepts only requests from this machine, to localhost, 127.0.0.1, [::1] and
-ServerConfig.allowed_hosts; from web pages only of ServerConfig.allowed_origins. The first SIGTERM or ctrl-C finishes the
-running requests, a second one aborts them.
+own length; all slots share memory for EngineConfig.slots x Dataset.length tokens. Without a key only requests from this
+machine are accepted, to localhost, 127.0.0.1, [::1] and ServerConfig.allowed_hosts; from web pages only of
+ServerConfig.allowed_origins. The first SIGTERM or ctrl-C finishes the running requests, a second one aborts them.
 On several hosts start the same command on each: all of them compute every token, and process 0 alone listens.
 exit codes: 0 stopped by a signal; 1 the engine failed (clients received an error); 2 invalid input; 75 lost another
 host: start the command again"""
@@ -88,7 +88,7 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     loaded = models.load_served(args, name)
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data = loaded.dataset
+    data, vocabulary = loaded.dataset, loaded.tokenizer
     talk = chat.of_served(data, models.chat_template(data)) if first else None
     config.check_used()
     length, batching = serving_rows.served_rows(loaded, batching, args.gin_bindings)
@@ -96,5 +96,5 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs") if first else None)
-    served = Served(engine, loaded.tokenizer, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
+    served = Served(engine, vocabulary, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
     return served, takes

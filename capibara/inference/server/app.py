@@ -225,7 +225,8 @@ async def _prepared(
         parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
         bodies.check_model(parsed, served)
         # Templates and tokenizers may take long; other requests' tokens must not wait for them.
-        running = asyncio.get_running_loop().run_in_executor(_preparing, work, parsed, served, config)
+        pool = _reading if parsed.waits else _preparing
+        running = asyncio.get_running_loop().run_in_executor(pool, work, parsed, served, config)
         try:
             async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
                 return parsed, served, await running

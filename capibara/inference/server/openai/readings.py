@@ -29,6 +29,10 @@ class EmbeddingRequest(Parameters):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
+    @property
+    def waits(self) -> bool:
+        return True
+
 
 class TokenizeRequest(Parameters):
     """The body of POST /tokenize: a prompt, or messages."""

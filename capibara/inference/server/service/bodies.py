@@ -16,6 +16,8 @@ from capibara.inference.server.service.service import Served
 T = TypeVar("T", bound="Parameters")
 
 _LONGEST_NAME = 60  # characters of a parameter's name in an error
+# A grammar is compiled, and the prompt's tokens are scored by a program, before the text is requested.
+_WAITED_FOR = {"echo", "prompt_logprobs", "response_format", "structured_outputs", "tool_choice", "text"}
 
 
 class Parameters(pydantic.BaseModel):
@@ -31,6 +33,11 @@ class Parameters(pydantic.BaseModel):
     ignored: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its preparation may take long: for the devices, or for a compiler."""
+        return any(name in _WAITED_FOR or name.startswith("guided_") for name in self.model_fields_set)
 
     def check(self) -> None:
         """Raises Refusal if parameters do not fit together."""
