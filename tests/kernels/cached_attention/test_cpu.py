@@ -58,8 +58,10 @@ def test_rows_are_in_blocks_where_they_are_long():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_pages_one_by_one(scaled, monkeypatch):
+@pytest.mark.parametrize(
+    "scaled, biased, sinks", [(True, True, False), (False, True, False), (False, False, False), (False, False, True)]
+)
+def test_pages_one_by_one(scaled, biased, sinks, monkeypatch):
     B, T, M = 3, 2, 3
     table = jnp.asarray([[4, 2, 0], [5, 0, 0], [1, 6, 3]], jnp.int32)
     counts = np.array([7, 3, 12])
@@ -68,9 +70,29 @@ def test_pages_one_by_one(scaled, monkeypatch):
     of_shape = in_8_bits if scaled else drawn
     scales = tuple(jnp.abs(drawn(7, K, P, seed=seed)) for seed in (3, 4)) if scaled else None
     pages = Pages(of_shape(7, K, P, H, seed=1), of_shape(7, K, P, H, seed=2), table, there, scales)
-    seen, q = Visibility(visible, drawn(B, N, T, M * P, seed=5)), drawn(B, T, N, H)
+    bias = drawn(B, N, T, M * P, seed=5) if biased else None
+    seen, q = Visibility(visible, bias, sinks_N=drawn(N, seed=6) if sinks else None), drawn(B, T, N, H)
     want = reference.attend_rows(q, reference.rows_of(pages), seen, SPEC)
     assert "while" in jax.jit(lambda q: dispatch.attend_pages(q, pages, seen, SPEC)).lower(q).as_text()
     np.testing.assert_allclose(dispatch.attend_pages(q, pages, seen, SPEC), want, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     np.testing.assert_array_equal(dispatch.attend_pages(q, pages, seen, SPEC), want)
+
+
+def test_a_slot_without_pages_reads_zeros():
+    pages = Pages(drawn(2, K, P, H), drawn(2, K, P, H), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2 * P), bool))
+    seen = Visibility(jnp.zeros((1, 1, 2 * P), bool))
+    np.testing.assert_array_equal(dispatch.attend_pages(drawn(1, 1, N, H), pages, seen, SPEC), 0)
+
+
+@pytest.mark.parametrize("capacity", [512, 60], ids=["blocks", "whole"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_some_rows(capacity, scaled):
+    slots, of_shape = jnp.asarray([3, 0], jnp.int32), in_8_bits if scaled else drawn
+    scales = tuple(jnp.abs(drawn(4, K, capacity, seed=seed)) for seed in (3, 4)) if scaled else None
+    rows = Rows(of_shape(4, K, capacity, H, seed=1), of_shape(4, K, capacity, H, seed=2), scales, slots)
+    seen = Visibility(jnp.arange(capacity)[None, None] < jnp.asarray([50, 7])[:, None, None])
+    q = drawn(2, 1, N, H)
+    alone = Rows(rows.k_BKSH[slots], rows.v_BKSH[slots], scales and tuple(x[slots] for x in scales))
+    want = reference.attend_rows(q, alone, seen, SPEC)
+    np.testing.assert_allclose(dispatch.attend_rows(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
