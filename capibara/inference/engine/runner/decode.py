@@ -140,16 +140,10 @@ class DecodeRunner:
 
     def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
         """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
-        slot = np.array([request.slot], np.int32)
+        slot, known = np.array([request.slot], np.int32), np.array([length], np.int32)
         with program_of([request]):
-            logits, self._state = self._programs.read(
-                params,
-                self._slots_state,
-                batch,
-                slot,
-                np.array([length], np.int32),
-                StepRows(slot, (), 1).table(self._pages),
-            )
+            table = StepRows(slot, (), 1).table(self._pages)
+            logits, self._state = self._programs.read(params, self._slots_state, batch, slot, known, table)
         return logits
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
@@ -249,7 +243,7 @@ class DecodeRunner:
 def compile_steps(runner: DecodeRunner, params: Params, alternatives: int) -> None:
     """Compiles the programs of a runner that request tokens, with this many likeliest ones, and waits for them."""
     slots, drafts, vocab_size = runner._slots, runner._draft_tokens, runner._vocab_size
-    sizes = step_rows.sizes_of(slots) if mesh_of(params) is None else []
+    sizes = step_rows.sizes_of(slots) if mesh_of(params) is None and not alternatives else []
     for size in (*sizes, slots):
         rows = rows_of([], slots, [size])
         zeros, (next_, _) = np.zeros(size, np.int32), next_tokens([], size, vocab_size)
@@ -258,7 +252,8 @@ def compile_steps(runner: DecodeRunner, params: Params, alternatives: int) -> No
             guessed = np.zeros((size, drafts), np.int32)
             runner._state, sampled = runner._verify(params, rows, next_, guessed, zeros, alternatives)
         jax.block_until_ready(sampled)
-    runner._sizes = sizes
+    if not alternatives:
+        runner._sizes = sizes
 
 
 def _idle(slots: int) -> tuple[Settings, list[int]]:

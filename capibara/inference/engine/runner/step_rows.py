@@ -55,7 +55,8 @@ def rows_of(active: Sequence[tuple[int, Request]], slots: int, sizes: Sequence[i
       sizes: numbers of rows that there are programs for, besides all slots.
     """
     size = min((size for size in sizes if len(active) <= size < slots), default=None)
-    if size is None:
+    # Programs with the likeliest tokens are rare, and are compiled for all slots alone.
+    if size is None or any(request.likeliest for _, request in active):
         return StepRows(None, active, slots)
     chosen = [slot for slot, _ in active]
     others = (slot for slot in range(slots) if slot not in chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
@@ -115,13 +116,15 @@ def test_adapters_are_those_of_the_slots(two_sizes):
 
 
 def test_the_fewest_compiled_rows_that_hold_the_active_slots():
-    active = [(5, None), (2, None), (7, None)]
+    one, listed = types.SimpleNamespace(likeliest=0), types.SimpleNamespace(likeliest=3)
+    active = [(5, one), (2, one), (7, one)]
     rows = step_rows.rows_of(active, 8, [1, 2, 4])
-    assert rows.slots.tolist() == [5, 2, 7, 0] and rows.active == [(0, None), (1, None), (2, None)]
+    assert rows.slots.tolist() == [5, 2, 7, 0] and rows.active == [(0, one), (1, one), (2, one)]
     np.testing.assert_array_equal(rows.of(np.arange(8) * 10), [50, 20, 70, 0])
     for sizes, count in (([1, 2], 8), ([], 8), ([1, 2, 4], 4)):
         whole = step_rows.rows_of(active, count, sizes)
         assert whole.slots is None and whole.active is active
+    assert step_rows.rows_of([(5, listed)], 8, [1, 2, 4]).slots is None
 
 
 @pytest.mark.parametrize("platform, sizes", [("cpu", [1, 2, 4]), ("tpu", []), ("gpu", [])])
