@@ -149,7 +149,7 @@ class DecodeRunner:
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
         rows = rows_of(active, self._slots, self._sizes)
-        next_, alternatives = next_tokens(rows.active, rows.count, self._vocab_size)
+        next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
@@ -165,9 +165,9 @@ class DecodeRunner:
         Waits for the devices, to know how many these are.
         """
         rows = rows_of(active, self._slots, self._sizes)
-        next_, alternatives = next_tokens(rows.active, rows.count, self._vocab_size)
-        guessed = np.zeros((rows.count, self._draft_tokens), np.int32)
-        counts = np.zeros(rows.count, np.int32)
+        next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
+        guessed = np.zeros((rows.size, self._draft_tokens), np.int32)
+        counts = np.zeros(rows.size, np.int32)
         for (row, _), (slot, _) in zip(rows.active, active):
             counts[row], guessed[row, : len(guesses[slot])] = len(guesses[slot]), guesses[slot]
         group = [request for _, request in active]

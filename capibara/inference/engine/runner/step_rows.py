@@ -18,12 +18,12 @@ class StepRows(NamedTuple):
     Attributes:
       slots: [R] int32, the slot of each row; None: all slots, in order.
       active: (row, request) of the requests that get tokens.
-      count: number of rows.
+      size: number of rows.
     """
 
     slots: np.ndarray | None
     active: Sequence[tuple[int, Request]]
-    count: int
+    size: int
 
     def of(self, of_slots: np.ndarray) -> np.ndarray:
         """The rows' part of an array of all slots."""

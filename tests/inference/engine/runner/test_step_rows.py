@@ -77,7 +77,7 @@ def test_texts_are_those_of_all_slots(case, two_sizes, monkeypatch):
 
     def recorded(*args):
         rows = step_rows.rows_of(*args)
-        counts.append(rows.count)
+        counts.append(rows.size)
         return rows
 
     monkeypatch.setattr(decode, "rows_of", recorded)
