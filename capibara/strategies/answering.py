@@ -8,26 +8,20 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
-from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.placement import own_chips
-from capibara.inference.engine.placement.own_chips import OwnChips, Where
-from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.engine.requests.stream import Completion, Finish, Stream
-from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
 from capibara.strategies import rewards as judge
+from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
 from capibara.strategies.rewards import Reward
-
-_ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +56,9 @@ class Answer:
         return Answer(**{**packed, **ids, **lists})
 
 
-class Answering(Protocol):
+class Answering(Generating, Protocol):
     """Options of generation and rewards: a `grpo.Grpo`."""
 
-    @property
-    def engine(self) -> EngineConfig: ...
-    @property
-    def where(self) -> Where: ...
-    @property
-    def mesh(self) -> ServingMesh: ...
     @property
     def rewards(self) -> tuple[Reward, ...]: ...
     @property
@@ -94,14 +82,6 @@ class PromptDocuments(Protocol):
         """The file and line, for errors."""
 
 
-class Prompt(NamedTuple):
-    """A prompt of a batch: its row, its number in the split, and its tokens."""
-
-    row: int
-    number: int
-    ids: list[int]
-
-
 def prompts_of(batch: Batch) -> list[Prompt]:
     """The prompts of a batch, without rows of padding."""
     found = []
@@ -114,8 +94,7 @@ def prompts_of(batch: Batch) -> list[Prompt]:
 class Answerer:
     """Answers prompts with the current parameters, and computes the rewards of the answers.
 
-    If the parameters fit its own chips, each process has an engine and answers its part of the prompts; otherwise all
-    processes generate together. One process computes the rewards of an answer and sends them to the others.
+    One process computes the rewards of an answer and sends them to the others.
 
     Args:
       run: parts of a run on prompts.
@@ -123,38 +102,13 @@ class Answerer:
     """
 
     def __init__(self, run: RunParts, grpo: Answering):
-        dataset = run.dataset
-        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
+        self._run, self._grpo, self._generator = run, grpo, Generator(run, grpo)
         splits = ("train", "validation") if run.evaluates else ("train",)
-        self._documents = {split: prompt_documents(dataset, split) for split in splits}
-        self._engine: Engine | None = None
-        self._own: OwnChips | None = None
+        self._documents = {split: prompt_documents(run.dataset, split) for split in splits}
 
     def load(self, params: Params) -> None:
         """Loads parameters into the engine; all processes call it."""
-        jax.block_until_ready(params)
-        if self._engine is not None:
-            self._engine.update(params if self._own is None else self._own(params))
-            return
-        run, grpo = self._run, self._grpo
-        dataset, rules = run.dataset, run.plan.rules
-        layout = own_chips.found(run.model, grpo.mesh, grpo.where, grpo.engine, dataset.length, free=self._free_bytes())
-        vocabulary = dataset.get_vocabulary()
-        if layout is None:
-            self._engine = Engine(run.model, params, vocabulary, dataset.length, grpo.engine, rules=rules)
-        else:
-            self._own = OwnChips(run.model, layout, rules)
-            self._engine = Engine(run.model.plain, self._own(params), vocabulary, dataset.length, grpo.engine)
-
-    @property
-    def _loaded(self) -> Engine:
-        assert self._engine is not None, "parameters are loaded before prompts are answered"
-        return self._engine
-
-    def _free_bytes(self) -> int | None:
-        """Free memory of a device, on every process, beside the train step."""
-        free = hosts.gathered(own_chips.free_bytes(self._run.step_temp_bytes))
-        return None if None in free else min(free)
+        self._generator.load(params)
 
     def answers(
         self, split: str, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str
@@ -172,34 +126,14 @@ class Answerer:
         """
         for prompt in prompts:
             check_record(self._grpo.rewards, self._documents[split], prompt.number)
-        mine = hosts.share(prompts)
-        streams: dict[int, list[Stream]] = {}
-        for row, _, ids in prompts if self._own is None else mine:
-            streams[row] = [self._loaded.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+        streams = self._generator.streams(prompts, samplings, what)
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
-        self._write(what, count)
-        return self._judged_by_turns(split, prompts, mine, streams, f"{what}: {{}} of {count} rewards")
-
-    def _write(self, what: str, count: int) -> None:
-        """Generates until the engines of all processes have finished."""
-        for turn in itertools.count():
-            self._run.reporter.check(turn)
-            found = hosts.each(self._worked)
-            if not any(busy for busy, _ in found):
-                return
-            left = found[0][1] if self._own is None else sum(one for _, one in found)
-            self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
-
-    def _worked(self) -> tuple[bool, int]:
-        """Runs this process's engine; returns whether it had work, and the number of unfinished answers."""
-        steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
-        busy = all(self._loaded.step() for _ in range(steps))
-        return busy, sum(self._loaded.load)
+        return self._judged_by_turns(split, prompts, streams, f"{what}: {{}} of {count} rewards")
 
     def _judged_by_turns(
-        self, split: str, prompts: Sequence[Prompt], mine: Sequence[Prompt], streams: dict[int, list[Stream]], told: str
+        self, split: str, prompts: Sequence[Prompt], streams: dict[int, list[Stream]], told: str
     ) -> list[list[Answer]]:
-        judged: list[list[Answer]] = []
+        mine, judged = hosts.share(prompts), list[list[Answer]]()
         for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
             self._run.reporter.check(turn)
             self._run.reporter.progress(told.format(sum(map(len, judged))))
@@ -226,9 +160,7 @@ class Answerer:
                 )
             parts.append(float(value))
         weights = grpo.reward_weights or (1.0,) * len(parts)
-        tokens, drawn = [*completion.tokens], [*completion.drawn]
-        if completion.end is not None:
-            tokens, drawn = [*tokens, completion.end], [*drawn, completion.end_drawn]
+        tokens, drawn = tokens_of(completion)
         total = sum(weight * part for weight, part in zip(weights, parts))
         return Answer(prompt.ids, tokens, drawn, total, tuple(parts), completion.finish is Finish.LENGTH)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, Answering, name_of, prompts_of
+from capibara.strategies.generating import answer_rows, draw_seed
 from capibara.strategies.policy.advantages import KlIn
 
 
@@ -213,7 +213,7 @@ class Rollouts(BatchProvider):
     def _samplings(self, step: int, first: int, row: int) -> list[Sampling]:
         """The sampling options of each answer to the prompt in a row, of `first` prompts before them in this rollout."""
         grpo = self._grpo
-        seeds = (_seed(self._run.seed, step, first + row, sample) for sample in range(grpo.group))
+        seeds = (draw_seed(self._run.seed, step, first + row, sample) for sample in range(grpo.group))
         return [dataclasses.replace(grpo.sampling, seed=seed) for seed in seeds]
 
     def _references(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -290,27 +290,19 @@ def make_log_probabilities(
 
 def _rows(answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool) -> dict[str, np.ndarray]:
     """A row of each prompt and answer."""
-    rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
+    rows = answer_rows([(answer.prompt, answer.tokens) for answer in answers], dataset)
     rows["drawn"] = np.zeros((len(answers), dataset.length), np.float32)
     for row, answer in enumerate(answers):
-        ids, first = np.array([*answer.prompt, *answer.tokens], np.int32), len(answer.prompt) - 1
-        end = len(ids) - 1
-        rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
-        rows["weights"][row, first:end] = 0.0 if mask_truncated and answer.truncated else 1.0
+        first, end = len(answer.prompt) - 1, len(answer.prompt) + len(answer.tokens) - 1
         rows["drawn"][row, first:end] = answer.drawn
-        rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
+        if mask_truncated and answer.truncated:
+            rows["weights"][row] = 0.0
     return rows
 
 
 def _numbers(groups: Sequence[Sequence[Answer]], of: Callable[[Answer], float | tuple[float, ...]]) -> np.ndarray:
     """A number, or several, of each answer, [prompts, group, ...]."""
     return np.array([[of(answer) for answer in group] for group in groups])
-
-
-def _seed(*numbers: int) -> int:
-    """32 bits that depend on all of the numbers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _packed(rows: np.ndarray) -> dict[str, Any]:

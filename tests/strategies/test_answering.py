@@ -9,7 +9,8 @@ import pytest
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.requests.stream import Finish
 from capibara.multihost import hosts
-from capibara.strategies.answering import Answerer, Prompt
+from capibara.strategies.answering import Answerer
+from capibara.strategies.generating import Generator, Prompt
 from capibara.strategies.grpo import Grpo
 
 
@@ -25,9 +26,9 @@ def test_the_fullest_device_of_all_processes_counts_beside_the_train_step(others
     run = types.SimpleNamespace(step_temp_bytes=7)
     monkeypatch.setattr(own_chips, "free_bytes", lambda reserved=0: 100 - reserved)
     monkeypatch.setattr(hosts, "gathered", lambda own: [others[0], own, others[1]])
-    answerer = object.__new__(Answerer)
-    answerer._run = run
-    assert answerer._free_bytes() == want
+    generator = object.__new__(Generator)
+    generator._run = run
+    assert generator._free_bytes() == want
 
 
 @pytest.mark.parametrize(("weights", "total"), [(None, 3.0 + 5.0), ((1.0, -2.0), 3.0 - 10.0)])

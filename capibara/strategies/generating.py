@@ -1,0 +1,151 @@
+"""Generates answers to prompts with the current parameters; the processes split the work, or do it together."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from capibara.core.types import Params
+from capibara.data.dataset import Dataset
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.placement import own_chips
+from capibara.inference.engine.placement.own_chips import OwnChips, Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.engine.requests.stream import Completion, Stream
+from capibara.inference.interactive import chat
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models.api import Model
+from capibara.multihost import hosts
+from capibara.objectives.batches import RunParts
+
+_ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
+
+
+class Generating(Protocol):
+    """Options of generation: a `grpo.Grpo`."""
+
+    @property
+    def engine(self) -> EngineConfig: ...
+    @property
+    def where(self) -> Where: ...
+    @property
+    def mesh(self) -> ServingMesh: ...
+
+
+class Prompt(NamedTuple):
+    """A prompt of a batch: its row, its number in the split, and its tokens."""
+
+    row: int
+    number: int
+    ids: list[int]
+
+
+class Generator:
+    """Answers prompts with the parameters that it was given last.
+
+    If the parameters fit its own chips, each process has an engine and answers its part of the prompts; otherwise all
+    processes generate together.
+
+    Args:
+      run: parts of a run.
+      options: of the generation.
+      model: the model that answers; None: the run's.
+    """
+
+    def __init__(self, run: RunParts, options: Generating, model: Model | None = None):
+        self._run, self._options = run, options
+        self._model = run.model if model is None else model
+        self._chat = chat.of_run(run.dataset, type(options).__name__)
+        self._engine: Engine | None = None
+        self._own: OwnChips | None = None
+
+    def load(self, params: Params) -> None:
+        """Loads parameters into the engine; all processes call it."""
+        jax.block_until_ready(params)
+        if self._engine is not None:
+            self._engine.update(params if self._own is None else self._own(params))
+            return
+        options, dataset, rules = self._options, self._run.dataset, self._run.plan.rules
+        free = self._free_bytes()
+        layout = own_chips.found(self._model, options.mesh, options.where, options.engine, dataset.length, free=free)
+        vocabulary = dataset.get_vocabulary()
+        if layout is None:
+            self._engine = Engine(self._model, params, vocabulary, dataset.length, options.engine, rules=rules)
+        else:
+            self._own = OwnChips(self._model, layout, rules)
+            self._engine = Engine(self._model.plain, self._own(params), vocabulary, dataset.length, options.engine)
+
+    @property
+    def _loaded(self) -> Engine:
+        assert self._engine is not None, "parameters are loaded before prompts are answered"
+        return self._engine
+
+    def _free_bytes(self) -> int | None:
+        """Free memory of a device, on every process, beside the train step."""
+        free = hosts.gathered(own_chips.free_bytes(self._run.step_temp_bytes))
+        return None if None in free else min(free)
+
+    def streams(
+        self, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str
+    ) -> dict[int, list[Stream]]:
+        """Finished answers to each prompt by its row, at least of this process's share (`hosts.share`); all processes call it.
+
+        Args:
+          prompts: the prompts, the same on all processes.
+          samplings: row of a prompt -> sampling options of each of its answers.
+          what: their purpose, for the progress.
+
+        Raises:
+          Interrupted: the run must stop.
+        """
+        streams: dict[int, list[Stream]] = {}
+        for row, _, ids in prompts if self._own is None else hosts.share(prompts):
+            streams[row] = [self._loaded.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+        self._write(what, sum(len(samplings(prompt.row)) for prompt in prompts))
+        return streams
+
+    def _write(self, what: str, count: int) -> None:
+        """Generates until the engines of all processes have finished."""
+        for turn in itertools.count():
+            self._run.reporter.check(turn)
+            found = hosts.each(self._worked)
+            if not any(busy for busy, _ in found):
+                return
+            left = found[0][1] if self._own is None else sum(one for _, one in found)
+            self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
+
+    def _worked(self) -> tuple[bool, int]:
+        """Runs this process's engine; returns whether it had work, and the number of unfinished answers."""
+        steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
+        busy = all(self._loaded.step() for _ in range(steps))
+        return busy, sum(self._loaded.load)
+
+
+def tokens_of(completion: Completion) -> tuple[list[int], list[float]]:
+    """The tokens of an answer with its end token, and the log-probabilities with which they were drawn."""
+    tokens, drawn = [*completion.tokens], [*completion.drawn]
+    if completion.end is None:
+        return tokens, drawn
+    return [*tokens, completion.end], [*drawn, completion.end_drawn]
+
+
+def answer_rows(texts: Sequence[tuple[Sequence[int], Sequence[int]]], dataset: Dataset) -> dict[str, np.ndarray]:
+    """A row of each prompt and answer, with loss on the answer."""
+    rows = {key: value for key, value in dataset.empty_batch(len(texts)).items() if key != "numbers"}
+    for row, (prompt, answer) in enumerate(texts):
+        ids, end = np.array([*prompt, *answer], np.int32), len(prompt) + len(answer) - 1
+        rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
+        rows["weights"][row, len(prompt) - 1 : end] = 1.0
+        rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
+    return rows
+
+
+def draw_seed(*parts: int | str) -> int:
+    """A seed of 32 bits that depends on all of the parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
