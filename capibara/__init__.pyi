@@ -3,6 +3,7 @@
 from capibara.api.comparison import Comparison as Comparison
 from capibara.api.comparison import compare as compare
 from capibara.api.data import write_data as write_data
+from capibara.api.finetuning import distill as distill
 from capibara.api.finetuning import dpo as dpo
 from capibara.api.finetuning import finetune as finetune
 from capibara.api.finetuning import grpo as grpo
@@ -163,6 +164,8 @@ from capibara.optim.schedules import Schedule as Schedule
 from capibara.sharding.plan import Plan as Plan
 from capibara.sharding.rules import Rules as Rules
 from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
+from capibara.strategies.distillation.loss import Distillation as Distillation
+from capibara.strategies.distillation.teacher import Teacher as Teacher
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo

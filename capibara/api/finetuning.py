@@ -50,6 +50,7 @@ def finetune(
     out: str,
     *,
     method: str = "lora",
+    teacher: LanguageModel | str | None = None,
     eval: Data = None,
     lora: Lora | None = None,
     rewards: Sequence[Reward] = (),
@@ -71,8 +72,9 @@ def finetune(
       data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo", "cpo" and "reward" pairs of
         answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward", or one with rewards: "grpo", "dr_grpo",
-        "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
+      method: "lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward", or one with rewards:
+        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
+      teacher: of method "distill": the model that is learned from, as `model`.
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
       rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
@@ -96,11 +98,18 @@ def finetune(
         raise UserError(f"out ({out}) is the folder of the model: name a new one, such as runs/mine")
     asked = FineTuning(
         model=path, files=_files(data, out, "data"), validation_files=() if eval is None else _files(eval, out, "eval"),
-        out=os.path.expanduser(out), method=chosen, steps=steps, epochs=epochs, learning_rate=learning_rate,
-        batch_size=batch_size, length=length, seed=seed,
+        out=os.path.expanduser(out), method=chosen, teacher=None if teacher is None else stored_path(teacher), steps=steps,
+        epochs=epochs, learning_rate=learning_rate, batch_size=batch_size, length=length, seed=seed,
         bindings=("REWARDS = (@exact_answer,)", *bindings) if rewards else tuple(bindings),
     )  # fmt: skip
     return _trained(asked, lora, rewards, fields, others, emulate)
+
+
+def distill(
+    model: LanguageModel | str, teacher: LanguageModel | str, data: Data, out: str, **options: Any
+) -> TrainingResult:
+    """Distillation: trains adapters on a teacher's next-token distributions for texts or chats; options as for `finetune`."""
+    return finetune(model, data, out, method="distill", teacher=teacher, **options)
 
 
 def dpo(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
-_METHODS = ("lora", "qlora", "full", "dpo", "orpo", "simpo", "cpo", "kto", "reward")
+_METHODS = ("lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward")
 _REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo")
 _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, preferences, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
   --data    files, globs or folders of JSON lines; repeatable
-  --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; dpo, orpo, simpo, cpo: adapters, on
-            lines with "chosen" and "rejected"; kto: adapters, on lines with a "label", true or false;
-            reward: adapters and a head that scores answers, on lines with "chosen" and "rejected"; grpo, dr_grpo, dapo,
-            gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on the model's own answers
-            (--gin.REWARDS="(@numeric_answer,)")
+  --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; distill: adapters, on the
+            next-token distributions of --teacher; dpo, orpo, simpo, cpo: adapters, on lines with "chosen" and "rejected";
+            kto: adapters, on lines with a "label", true or false; reward: adapters and a head that scores answers, on lines
+            with "chosen" and "rejected"; grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on the
+            model's own answers (--gin.REWARDS="(@numeric_answer,)")
 
 It prints the command of `capibara train` that is the same run; run it again to resume.
 
@@ -25,7 +25,6 @@ examples:
   python -m capibara.finetune --model=SmolLM2-135M-Instruct --data=chats.jsonl --out=runs/mine
   python -m capibara.finetune --model=HuggingFaceTB/SmolLM2-135M-Instruct --data=chats/ --out=runs/mine --epochs=3
   python -m capibara.finetune --model=runs/mine --data=pairs.jsonl --out=runs/preferred --method=dpo --lr=5e-5
-  python -m capibara.infer --model_dir=runs/mine --chat --prompt="Name three fruits."
 
 exit codes: as for train"""
 
@@ -37,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="JSON lines; repeatable")
     parser.add_argument("--out", metavar="DIR", help="the run folder")
     parser.add_argument("--method", default="lora", choices=(*_METHODS, *_REWARDED), help="default: lora")
+    parser.add_argument("--teacher", metavar="PATH", help="of method distill: the model that is learned from")
     parser.add_argument(
         "--eval", action="append", default=[], metavar="FILE", help="for evaluations; default: 3%% of --data"
     )
@@ -74,6 +74,7 @@ def finetune(args: flags.Arguments) -> int:
         files=tuple(args.data),
         out=args.out,
         method=finetuning.Method(args.method),
+        teacher=args.teacher,
         validation_files=tuple(args.eval),
         steps=args.steps,
         epochs=args.epochs,

@@ -106,9 +106,16 @@ def differences(old: Dataclass, new: Dataclass) -> list[Difference]:
     return found
 
 
-def bindings(instance: Dataclass) -> list[str]:
-    """The lines that bind a dataclass and those in it, as far as they differ from the defaults, without imports."""
-    written = _of((instance,))
+def bindings(instance: Dataclass, scope: str = "") -> list[str]:
+    """The lines that bind a dataclass and those in it, as far as they differ from the defaults, without imports.
+
+    Args:
+      instance: the dataclass.
+      scope: in which they are bound, such as "teacher": then with the defaults too, so that no binding outside of the scope
+        counts.
+    """
+    written = _Written(scope)
+    written.add(instance, "", type(instance).__name__)
     return [line for part in written.parts() for line in ("", *part)][1:]
 
 
@@ -127,7 +134,8 @@ class _Written:
       unnamed: the classes and functions that no module defines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scope: str = "") -> None:
+        self._outer = f"{scope}/" if scope else ""
         self._objects: list[tuple[Dataclass, str]] = []  # in the order of the text, with the name of their field
         self.modules: set[str] = set()
         self.unnamed: set[str] = set()
@@ -138,22 +146,22 @@ class _Written:
         if any(_same(instance, other) for other, _ in self._objects):
             return
         self._objects.append((instance, field))
-        for name, value in _changed(instance):
+        for name, value in self._fields(instance):
             for inner in _objects_in(value):
                 self.add(inner, name, f"{type(instance).__name__}.{name}")
 
     def scope(self, instance: Dataclass) -> str:
-        """The scope of an object's bindings, with a slash; empty if no other object is of its class."""
+        """The scope of an object's bindings, with a slash; within the outer one empty if no other object is of its class."""
         of_class = [(one, field) for one, field in self._objects if type(one) is type(instance)]
         if len(of_class) == 1:
-            return ""
+            return self._outer
         used: list[str] = []
         for one, field in of_class:
             names = (f"{field or 'main'}{'' if n == 1 else n}" for n in itertools.count(1))
             used.append(next(name for name in names if name not in used))
             if _same(one, instance):
                 break
-        return f"{used[-1]}/"
+        return f"{self._outer}{used[-1]}/"
 
     def parts(self) -> Iterator[list[str]]:
         """The bindings of each object that has any."""
@@ -161,10 +169,17 @@ class _Written:
             own, scope = self._selector(type(instance), ""), self.scope(instance)
             lines = [
                 f"{scope}{own}.{name} = {self._literal(value, f'{type(instance).__name__}.{name}')}"
-                for name, value in _changed(instance)
+                for name, value in self._fields(instance)
             ]
             if lines:
                 yield lines
+
+    def _fields(self, instance: Dataclass) -> Iterator[tuple[str, object]]:
+        """Names and values of the fields that are bound."""
+        if not self._outer:
+            yield from _changed(instance)
+            return
+        yield from ((field.name, getattr(instance, field.name)) for field in dataclasses.fields(instance) if field.init)
 
     def _literal(self, value: object, where: str) -> str:
         match value:

@@ -214,7 +214,7 @@ class Dataset:
         """The largest number of preference pairs, or of unpaired answers, in a row."""
         return 1 if self.packing is Packing.NONE else self.pairs_per_row
 
-    def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every array of a batch of `rows` rows, by its key."""
         return packed.batch_spec(rows, self.length, **self._entries)
 

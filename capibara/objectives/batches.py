@@ -16,7 +16,7 @@ from capibara.core.fields import returned
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader
-from capibara.models.api import Model
+from capibara.models.api import Model, TransformerConfig
 from capibara.objectives.base import Objective
 from capibara.sharding import Plan, RematPolicy
 
@@ -60,6 +60,7 @@ class RunParts:
       open_once: (data, split, rows) -> one pass over this process's part of a split, in global batches of `rows` rows.
       validation: opens the batches of one evaluation, and reports each.
       initial_params: makes the initial weights of the run again; its own adapters have no effect yet.
+      load_model: (path, configuration) -> another model and its parameters, adapters merged, on the mesh of the run.
       reporter: of the loop.
     """
 
@@ -77,6 +78,7 @@ class RunParts:
     open_once: Callable[[Dataset, str, int], Loader]
     validation: Callable[[], contextlib.AbstractContextManager[Iterator[Batch]]]
     initial_params: Callable[[], Params]
+    load_model: Callable[[str, TransformerConfig], tuple[Model, Params]]
     reporter: Reporter
 
 

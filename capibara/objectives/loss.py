@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+from jax.sharding import Mesh
 
 from capibara.core.fields import returned
 from capibara.core.types import Params, UserError
@@ -15,6 +16,7 @@ from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Head, Model, TransformerConfig
 from capibara.objectives.base import Normalization, Objective
 from capibara.objectives.batches import BatchProvider, LoaderBatches, RunParts
+from capibara.sharding import Rules
 
 _SOURCES = {
     DataFormat.PREFERENCES: "@PreferenceJsonlSource()",
@@ -111,7 +113,11 @@ class Loss(abc.ABC):
                 f"{name}.head = 'tied' or 'separate'"
             )
 
-    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    def check_mesh(self, mesh: Mesh, rules: Rules) -> None:
+        """Raises UserError if the loss does not run on this mesh."""
+        del mesh, rules
+
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every array of the step's batch."""
         return dataset.batch_spec(rows)
 

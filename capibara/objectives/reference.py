@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 class ReferenceLoss(PairLoss):
     """A loss whose batches have the entry `reference`: its sum over an answer is the reference's log-probability of it."""
 
-    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         spec = dataset.batch_spec(rows)
         return {("reference" if key == "numbers" else key): value for key, value in spec.items()} | {
             "reference": ((rows, dataset.length), np.dtype(np.float32))

@@ -169,7 +169,7 @@ class RewardedLoss(Loss):
         """The largest number of tokens of a prompt."""
         return dataset.length - self.sampling.max_new_tokens
 
-    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
         return spec | {key: ((rows, dataset.length), np.dtype(np.float32)) for key in self.entries}
 

@@ -18,7 +18,7 @@ from capibara.training.base.callbacks import Callback, RunInfo
 from capibara.training.base.state import TrainState
 from capibara.training.evaluation import Evaluator, Judge, Sampler
 from capibara.training.feed import open_loader
-from capibara.training.initialization import initial_params
+from capibara.training.initialization import initial_params, load_model
 from capibara.training.recovery import Initial, Start
 from capibara.training.setup import Setup
 
@@ -63,6 +63,7 @@ def _parts(run: Setup, reporter: Reporter) -> RunParts:
         open_once=open_once,
         validation=functools.partial(evaluation.validation, trainer, mesh, reporter),
         initial_params=functools.partial(initial_params, trainer, run.model, mesh, run.load, run.spec.init(run.model)),
+        load_model=functools.partial(load_model, trainer, mesh, run.load),
         reporter=reporter,
     )
 

@@ -38,7 +38,7 @@ class BatchFeed:
         batches: Loader,
         batch_sharding: NamedSharding,
         provider: BatchProvider | None,
-        spec: Mapping[str, tuple[tuple[int, int], np.dtype]],
+        spec: Mapping[str, tuple[tuple[int, ...], np.dtype]],
         constants: Mapping[str, jax.Array] | None = None,
     ):
         self._constants = dict(constants or {})

@@ -20,7 +20,7 @@ from capibara.checkpoints.policy import Checkpointing
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
-from capibara.models.api import Head, Lora, Model
+from capibara.models.api import Head, Lora, Model, TransformerConfig
 from capibara.storage import stores
 from capibara.training import run_folder
 from capibara.training.base import state as states
@@ -39,7 +39,8 @@ class HasOptimizer(Protocol):
 
 # (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters with these shardings.
 Read = Callable[[Params], Params]
-Load = Callable[[str], Read]  # (path) -> the reader of the foreign model there, which is checked to be the run's
+# (path, model) -> the reader of the foreign model there, which is checked to be this one
+Load = Callable[[str, Model], Read]
 
 
 @runtime_checkable
@@ -56,27 +57,27 @@ class Adapted(Protocol):
         """The adapters' parameters (Model.trained), with the shardings of these jax.ShapeDtypeStructs."""
 
 
-def reader(trainer: Trainer, load: Load | None) -> Read | None:
+def reader(trainer: Trainer, model: Model, load: Load | None) -> Read | None:
     """The reader of a foreign model at `trainer.init_from`; this only checks the model and reads no parameters.
 
     None: it is a run folder, or the run resumes or has random initial weights.
 
     Args:
-      trainer: the run.
+      trainer, model: the run.
       load: makes the reader of a foreign model, which it checks.
 
     Raises:
       UserError: there is no model, or another one.
     """
-    return None if _resumes(trainer) else reader_again(trainer, load)
+    return None if _resumes(trainer) else reader_again(trainer, model, load)
 
 
-def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
+def reader_again(trainer: Trainer, model: Model, load: Load | None) -> Read | None:
     """As `reader`, for a run that resumes and needs its initial weights again."""
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     with _named("Trainer.init_from"):
-        read = load(trainer.init_from)
+        read = load(trainer.init_from, model)
     if trainer.init_with is InitWith.ADAPTERS and not isinstance(read, Adapted):
         raise _no_adapters(trainer)
     return read
@@ -116,7 +117,7 @@ def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tup
         return ()
     each = [dataclasses.replace(trainer, init_from=path) for path in paths]
     with _named(name):
-        reads = [reader_again(of_one, load) for of_one in each]
+        reads = [reader_again(of_one, model, load) for of_one in each]
 
     def loaded(of_one: Trainer, read: Read | None) -> Params:
         with _named(name):
@@ -145,9 +146,29 @@ def initial_params(
       load: as in `reader`.
       init: (key, pretrained=parameters or None) -> a new state.
     """
-    read = reader_again(trainer, load)
+    read = reader_again(trainer, model, load)
     loaded = None if trainer.init_from is None else load_params(trainer, model, mesh, read)
     return init(jax.random.key(trainer.seed), pretrained=loaded).params
+
+
+def load_model(
+    trainer: Trainer, mesh: Mesh, load: Load | None, path: str, config: TransformerConfig
+) -> tuple[Model, Params]:
+    """Loads another model beside the run's, adapters merged.
+
+    Args:
+      trainer, mesh: of the run.
+      load: as in `reader`.
+      path: of a run folder or a foreign model.
+      config: its configuration.
+
+    Raises:
+      UserError: there is no model, or another one.
+    """
+    model = api.build(config)
+    other = dataclasses.replace(trainer, model=config, init_from=path, init_with=InitWith.MERGED, loss=None)
+    with _named(path):
+        return model, load_params(other, model, mesh, reader_again(other, model, load))
 
 
 def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:

@@ -197,12 +197,13 @@ def _check(
     """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.given`."""
     mesh = sharding.make_mesh(trainer.plan, devices)
     checks.options(trainer, mesh)
+    trainer.training_loss.check_mesh(mesh, trainer.plan.rules)
     model = api.build(trainer.model)
     spec = describe_state(trainer, model, mesh)
     hooks = trainer.training_method.hooks(trainer, model.trained(model.abstract_params), status)
     trainer.optimizer.schedule.learning_rates(trainer.steps)
     trainer.training_loss.checked_objective(model, trainer.dataset)
-    read, own = reader(trainer, load), starts(trainer, model, mesh, load)
+    read, own = reader(trainer, model, load), starts(trainer, model, mesh, load)
     given = checks.given(trainer, model, mesh, spec.abstract, read, hooks, whole=whole)
     for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
         status(note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -106,6 +107,38 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
     )  # fmt: skip
     assert run.step == 1 and "reward" in run.history[-1]
     assert "near is of this script" in capfd.readouterr().out
+
+
+def test_a_teacher_is_another_model(folder, tmp_path):
+    """Adapters learn from it; the run folder says which it was, and opens without it."""
+    texts = [record["text"] for record in records(f"{folder}/texts.jsonl")]
+    options = dict(steps=2, batch_size=8, length=32, log_every=1)
+    teacher = cb.finetune(
+        f"{folder}/hf", texts, str(tmp_path / "teacher"), method="full", learning_rate=1e-2, **options
+    )
+    more = {"bindings": ["Distillation.top_k = 8"], **options}
+    run = cb.distill(f"{folder}/hf", teacher.folder, texts, str(tmp_path / "run"), **more)
+    assert run.step == 2 and run.history[-1]["divergence"] > 0
+    loss = cb.read_run(f"{run.folder}/config.gin").loss
+    assert (
+        loss.teacher.path == teacher.folder and loss.teacher.model == cb.read_run(f"{teacher.folder}/config.gin").model
+    )
+    assert run.model.generate("river?", max_new_tokens=2) is not None
+    with pytest.raises(cb.UserError, match="teacher has no value, which method 'distill' learns from"):
+        cb.finetune(f"{folder}/hf", texts, str(tmp_path / "none"), method="distill", **options)
+    with pytest.raises(cb.UserError, match="set method = 'distill', or leave teacher out"):
+        cb.finetune(f"{folder}/hf", texts, str(tmp_path / "none"), teacher=teacher.folder, **options)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(f"{folder}/hf", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(cb.UserError, match="has another tokenizer than Dataset.vocabulary: 'a' is token "):
+        cb.distill(f"{folder}/hf", str(other), ["a river"] * 9, str(tmp_path / "run"), steps=1, batch_size=8, length=32)
 
 
 def closeness(prompt, answer, record):

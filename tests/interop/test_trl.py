@@ -214,7 +214,7 @@ def steps_of(trainer, params, devices, monkeypatch):
 
     monkeypatch.setattr(loop, "set_up", watched)
     put = lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, target)  # noqa: E731
-    loop.train(trainer, seen, load=lambda path: put)
+    loop.train(trainer, seen, load=lambda path, model: put)
     return seen.metrics, after[0]
 
 

@@ -36,6 +36,8 @@ from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan
+from capibara.strategies.distillation.loss import Distillation
+from capibara.strategies.distillation.teacher import Teacher
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
 from capibara.training import setup
@@ -132,7 +134,11 @@ SLICES = {
     "v6e-4": [dict(expert=2, context=2)],
     "v6e-8": [dict(fsdp=2, stage=2, tensor=2), dict(data=2, fsdp=4)],
 }
-LOSSES = {"Dpo": Dpo(), "Grpo": Grpo(rewards=(exact_answer,), kl=0.1, updates=2, sampling=Sampling(max_new_tokens=64))}
+LOSSES = {
+    "Dpo": Dpo(),
+    "Grpo": Grpo(rewards=(exact_answer,), kl=0.1, updates=2, sampling=Sampling(max_new_tokens=64)),
+    "Distillation": Distillation(teacher=Teacher(path="runs/large", model=DECODER), top_k=16, hard_weight=0.5),
+}
 
 
 PACKAGE = pathlib.Path(setup.__file__).resolve().parent.parent
@@ -195,12 +201,14 @@ class Case:
     @functools.cached_property
     def trainer(self) -> Trainer:
         config, loss = MODELS[self.model_name], self.options.get("loss")
-        source = {None: StdlibSource, Dpo: PreferenceJsonlSource, Grpo: PromptJsonlSource}[loss and type(loss)]
+        source = {Dpo: PreferenceJsonlSource, Grpo: PromptJsonlSource}.get(type(loss), StdlibSource)
         data = {} if loss is None else {"packing": Packing.NONE if isinstance(loss, Grpo) else Packing.BEST_FIT}
         data |= {"packing": Packing.NONE} if "privacy" in self.options else {}
         if isinstance(config, EncoderDecoderConfig):
             data["encoder_length"] = LENGTH
-        files = {} if loss is None else {"files": ("unread.jsonl",), "template": ChatTemplate(tokenizer="unread")}
+        files = (
+            {} if source is StdlibSource else {"files": ("unread.jsonl",), "template": ChatTemplate(tokenizer="unread")}
+        )
         dataset = Dataset(
             source=source(**files), vocabulary=ByteVocabulary(), length=LENGTH, kind=config.data_kind, **data
         )

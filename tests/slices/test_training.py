@@ -12,6 +12,7 @@ import jax
 import pytest
 from matrix import LENGTH, LOSSES, ROWS, SLICES, Case, compiles_on, running, shown
 
+from capibara import sharding
 from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
@@ -24,6 +25,7 @@ from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import slices, xla_flags
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.strategies import rollouts
+from capibara.strategies.distillation import teacher
 from capibara.strategies.group import member
 from capibara.training import evaluation as evaluate
 from capibara.training import run_folder, setup
@@ -70,6 +72,13 @@ def rollout_log_probabilities(case):
     del spec["numbers"]
     log_p = rollouts.make_log_probabilities(case.model, case.plan, case.mesh)
     return log_p.lower(case.state.abstract.params, case.batch(spec))
+
+
+def teacher_log_probs(case):
+    dataset, rows = case.trainer.dataset, sharding.batch_sharding(case.mesh, case.plan.rules)
+    options = dict(vocab_size=case.model.config.vocab_size, temperature=2.0, top_k=16)
+    log_probs = teacher.make_teacher(case.model, case.plan, case.mesh, rows, **options)
+    return log_probs.lower(case.state.abstract.params, case.batch(dataset.batch_spec(case.plan.batch_size)))
 
 
 def rollout_parameters(case):
@@ -138,6 +147,7 @@ OWN_LOSS = "objectives/batches.py make_totals"
 ANSWERS, LOG_P = "objectives/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
+TEACHER, DISTILLATION = "strategies/distillation/teacher.py make_teacher", {"loss": LOSSES["Distillation"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PRIVATE = {"privacy": Privacy(clip_norm=1.0, noise_multiplier=1.0)}
 PROGRAMS = {
@@ -148,6 +158,7 @@ PROGRAMS = {
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
     "train step, privacy": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), PRIVATE),
     "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),
+    "train step, distillation": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DISTILLATION),
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "gemma3n", "decoder QLoRA")),
@@ -155,6 +166,7 @@ PROGRAMS = {
     "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
+    "teacher, distillation": Program(TEACHER, teacher_log_probs, ("decoder", "experts"), DISTILLATION),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
@@ -185,6 +197,8 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("evaluation, own loss", "decoder", "v5e-4"),
     ("reference, DPO", "decoder", "v5e-16"),
     ("log-probabilities, GRPO", "decoder", "v5e-4"),
+    ("train step, distillation", "decoder", "v5e-4"),
+    ("teacher, distillation", "decoder", "v5e-4"),
     ("parameters for rollouts", "decoder QLoRA", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),

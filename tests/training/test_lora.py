@@ -223,7 +223,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     class Load:
         origin = {"config.json": b"{}", "LICENSE": b"of others"}
 
-        def __init__(self, path):
+        def __init__(self, path, model):
             told.append(path)
 
         def __call__(self, target):
@@ -243,7 +243,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
 def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
     asked = []
 
-    def load(path):
+    def load(path, model):
         asked.append(f"looked at {path}")
         raise UserError("another model")
 
@@ -253,7 +253,9 @@ def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
     assert asked == ["looked at elsewhere"]
     params = jax.jit(api.build(make_trainer().model).init)(jax.random.key(0))
     run_folder.save(make_trainer().model_dir, params, "")
-    assert given.reader(make_trainer(init_from="elsewhere"), load) is None  # it resumes
+    assert (
+        given.reader(make_trainer(init_from="elsewhere"), api.build(make_trainer().model), load) is None
+    )  # it resumes
 
 
 def test_a_run_begins_from_one_with_adapters_merged(make_trainer, tmp_path):

@@ -24,7 +24,8 @@ _PARTS = 5  # evaluations and checkpoints of a run
 class Method(enum.StrEnum):
     """What is trained, and by which loss.
 
-    LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DPO, ORPO, SIMPO, CPO: adapters,
+    LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DISTILL: adapters, on a teacher's
+    next-token distributions for texts or chats. DPO, ORPO, SIMPO, CPO: adapters,
     on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
     answers, on pairs. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on the model's own answers and
     their rewards.
@@ -33,6 +34,7 @@ class Method(enum.StrEnum):
     LORA = "lora"
     QLORA = "qlora"
     FULL = "full"
+    DISTILL = "distill"
     DPO = "dpo"
     ORPO = "orpo"
     SIMPO = "simpo"
@@ -80,6 +82,7 @@ _OWN = {  # binding -> the option
     "Trainer.model_dir": "out",
     "FILES": "data",
     "VALIDATION_FILES": "eval",
+    "TEACHER": "teacher",
     "TRAIN_STEPS": "steps",
     "Trainer.steps": "steps",
 }
@@ -109,6 +112,7 @@ class FineTuning:
       files: JSON lines with the data; a folder stands for the files in it.
       out: the run folder.
       method: what is trained, and how.
+      teacher: of method "distill", as for `pretrained.read`; None: a binding of Distillation.stored takes its place.
       validation_files: for evaluations; empty: a part of `files` is held out.
       steps: at which the run ends; None: those of `epochs`.
       epochs: passes over the data; None: one.
@@ -125,6 +129,7 @@ class FineTuning:
     files: tuple[str, ...]
     out: str
     method: Method = Method.LORA
+    teacher: str | None = None
     validation_files: tuple[str, ...] = ()
     steps: int | None = None
     epochs: int | None = None
@@ -149,6 +154,15 @@ class FineTuning:
         for name in ("steps", "epochs", "batch_size", "length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} ({value}) must be at least 1: leave it out for the default")
+        stored = any(binding.partition("=")[0].strip() == "Distillation.stored" for binding in self.bindings)
+        if self.method is Method.DISTILL and self.teacher is None and not stored:
+            raise UserError(
+                "teacher has no value, which method 'distill' learns from: name a model, such as runs/large"
+            )
+        if self.teacher is not None and self.method is not Method.DISTILL:
+            raise UserError(
+                f"teacher is {self.teacher!r}, and method is {str(self.method)!r}: set method = 'distill', or leave teacher out"
+            )
         if not self.files:
             raise UserError("the data is empty: name a file of JSON lines, such as chats.jsonl")
         if not self.out.strip():
@@ -212,6 +226,10 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     }
     if asked.validation_files:
         bindings["VALIDATION_FILES"] = asked.validation_files
+    if asked.teacher is not None:
+        bindings["TEACHER"] = asked.teacher
+    if asked.method is Method.DISTILL:
+        bindings["ANSWER_LENGTH"] = max(1, length // 4)
     if asked.method.is_rewarded:
         bindings["ANSWER_LENGTH"] = max(1, 2 * length // 3)
     if asked.seed:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from capibara import config
-from capibara.core.types import UserError
+from capibara.core.types import Dataclass, UserError
 from capibara.interop import hub
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from capibara.models.api import TransformerConfig
     from capibara.training.trainer import Trainer
 
-MODEL = "MODEL"
+MODEL, TEACHER = "MODEL", "TEACHER"
 # Before the processes of a run are joined JAX must not be started, which would say on what devices it is: until then this.
 UNKNOWN_DTYPE = "bfloat16"
 _FILLED = ("INIT_FROM", "TOKENIZER")  # macros that are the model, where a file requires them and nobody gives them
@@ -73,7 +73,7 @@ def read(path: str, dtype: str | None = None) -> Pretrained:
 def parse(
     gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], dtype: str | None = None
 ) -> list[pathlib.Path]:
-    """`config.parse`, of files that may bind MODEL: its sizes are bound before all files, which may change them.
+    """`config.parse`, of files that may bind MODEL or TEACHER: their sizes are bound before all files, which may change them.
 
     Where the files require INIT_FROM or TOKENIZER, and nobody gives them, they are the model's.
 
@@ -85,23 +85,32 @@ def parse(
       The files that were read.
 
     Raises:
-      UserError: as `config.parse` and `read`; or MODEL is empty.
+      UserError: as `config.parse` and `read`; or MODEL or TEACHER is empty.
     """
-    files = config.parse(gin_files, bindings, search_paths, of_readers=(MODEL,))
-    path = config.macro(MODEL)
-    if not isinstance(path, str):  # T5X's files bind it to an object
+    files = config.parse(gin_files, bindings, search_paths, of_readers=(MODEL, TEACHER))
+    paths = {
+        name: path for name in (MODEL, TEACHER) if isinstance(path := config.macro(name), str)
+    }  # T5X's MODEL is none
+    for name, path in paths.items():
+        if not path:
+            raise UserError(
+                f"{name} is empty, must be a folder, a file or a name: try {name} = 'HuggingFaceTB/SmolLM2-135M'"
+            )
+    if not paths:
         return files
-    if not path:
-        raise UserError("MODEL is empty, must be a folder, a file or a name: try MODEL = 'HuggingFaceTB/SmolLM2-135M'")
-    missing = [name for name in _FILLED if config.macro(name) is config.REQUIRED]
-    found = read(path, dtype)
-    values = {"INIT_FROM": found.path, "TOKENIZER": found.tokenizer}
+    missing = [name for name in _FILLED if config.macro(name) is config.REQUIRED] if MODEL in paths else []
+    models = {name: read(path, dtype) for name, path in paths.items()}
+    texts, values = [], {}
+    if (student := models.get(MODEL)) is not None:
+        texts, values = [_text(student)], {"INIT_FROM": student.path, "TOKENIZER": student.tokenizer}
+    if (teacher := models.get(TEACHER)) is not None:
+        texts.append(_text_of_teacher(teacher))
     config.parse(
         gin_files,
         [*bindings, *(f"{name} = {values[name]!r}" for name in missing)],
         search_paths,
-        config.Recorded(_text(found), path),
-        of_readers=(MODEL,),
+        config.Recorded("".join(texts), " and ".join(paths.values())),
+        of_readers=(MODEL, TEACHER),
     )
     return files
 
@@ -121,3 +130,13 @@ def _text(found: Pretrained) -> str:
 
     lines = [*written.bindings(found.model), f"Trainer.model = @{type(found.model).__name__}()"]
     return "\n".join([*lines, *written.bindings(found.vocabulary)]) + "\n"
+
+
+def _text_of_teacher(found: Pretrained) -> str:
+    from capibara.config import written
+
+    scope = TEACHER.lower()
+    parts: dict[str, Dataclass] = {"model": found.model, "vocabulary": found.vocabulary}
+    lines = [line for part in parts.values() for line in written.bindings(part, scope)]
+    lines += [f"Teacher.{name} = @{scope}/{type(part).__name__}()" for name, part in parts.items()]
+    return "\n".join([*lines, f"Teacher.path = {found.path!r}", "Distillation.teacher = @Teacher()"]) + "\n"

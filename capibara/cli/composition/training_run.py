@@ -162,7 +162,8 @@ def _train(
         trainer.plan.rules,
         gathered=hosts.gathered,
     )
-    load = lambda path: _loader(path, trainer, model)  # noqa: E731
+    _check_teacher(trainer)
+    load = lambda path, model: _loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -246,6 +247,34 @@ def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | ru
     read = runs.loader(path, model, merge=trainer.init_with == "merged")
     _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, trainer.dataset))
     return read
+
+
+def _check_teacher(trainer: Trainer) -> None:
+    """Raises UserError unless a teacher has the tokens of the run's tokenizer."""
+    from capibara.interop.merge import tokenizers
+    from capibara.strategies.distillation.loss import Distillation
+
+    teacher, vocabulary = getattr(trainer.loss, "teacher", None), trainer.dataset.vocabulary
+    if (
+        not isinstance(trainer.loss, Distillation)
+        or teacher is None
+        or teacher.vocabulary is None
+        or vocabulary is None
+    ):
+        return
+    files, theirs = vocabulary.own_files().files, teacher.vocabulary.own_files().files
+    tokens, named = tokenizers.tokens_of(files, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, teacher.path)
+    other = tokenizers.difference(named, tokens)
+    if not tokens or not named:
+        same = teacher.vocabulary.fingerprint() == vocabulary.fingerprint()
+        other = (
+            None if same else f"{type(teacher.vocabulary).__name__} and {type(vocabulary).__name__} have other tokens"
+        )
+    if other:
+        raise UserError(
+            f"Distillation.teacher ({teacher.path}) has another tokenizer than Dataset.vocabulary: {other}; take a teacher with "
+            "the student's tokenizer"
+        )
 
 
 def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> list[str]:

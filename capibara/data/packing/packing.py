@@ -181,7 +181,7 @@ def batch_spec(
     numbers: bool = False,
     prefix: bool = False,
     labels: bool = False,
-) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Key -> shape and dtype of every array of a batch.
 
     Args:
@@ -193,12 +193,13 @@ def batch_spec(
       prefix: whether there is `prefix`.
       labels: whether there is `labels`.
     """
-    spec = {key: ((rows, length), np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
+    shape: tuple[int, ...] = (rows, length)
+    spec = {key: (shape, np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
     if encoder_length is not None:
         spec |= {key: ((rows, encoder_length), np.dtype(np.int32)) for key in ENCODER_KEYS}
     more = {"domains": domains, "numbers": numbers, "prefix": prefix}
-    spec |= {key: ((rows, length), np.dtype(np.int32)) for key, is_needed in more.items() if is_needed}
-    return spec | ({"labels": ((rows, length), np.dtype(np.float32))} if labels else {})
+    spec |= {key: (shape, np.dtype(np.int32)) for key, is_needed in more.items() if is_needed}
+    return spec | ({"labels": (shape, np.dtype(np.float32))} if labels else {})
 
 
 def empty_batch(rows: int, length: int, pad_id: int = 0, **more: Any) -> dict[str, np.ndarray]:

@@ -196,7 +196,7 @@ class RunOptions:
         }
 
     @property
-    def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    def batch_spec(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every array that a step reads."""
         return self.training_loss.batch_spec(self.dataset, self.plan.batch_size)
 

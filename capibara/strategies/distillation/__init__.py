@@ -1,0 +1,1 @@
+"""Distillation: training on the next-token distributions of a teacher."""
