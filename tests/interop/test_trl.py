@@ -198,8 +198,8 @@ def trained(name, params, folder, tokenizer, monkeypatch):
     return steps_of(trainer, params, 1, monkeypatch)
 
 
-def steps_of(trainer, params, devices, monkeypatch):
-    """The metrics of a run's steps from these parameters, and the parameters after them."""
+def steps_of(trainer, params, devices, monkeypatch, others=()):
+    """The metrics of a run's steps from these parameters, and the parameters after them; `others`: those of other models by path."""
     seen, after, set_up = Seen(), [], loop.set_up
 
     def watched(trainer, **options):
@@ -213,8 +213,12 @@ def steps_of(trainer, params, devices, monkeypatch):
         return dataclasses.replace(run, train_step=train_step), initial
 
     monkeypatch.setattr(loop, "set_up", watched)
-    put = lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, target)  # noqa: E731
-    loop.train(trainer, seen, load=lambda path, model: put)
+
+    def load(path, model):
+        values = dict(others).get(path, params)
+        return lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), values, target)
+
+    loop.train(trainer, seen, load=load)
     return seen.metrics, after[0]
 
 
